@@ -1,0 +1,1 @@
+"""Ray: keep the fleet as specified."""

@@ -1,0 +1,1 @@
+"""A model server with a paged, prefix-cached KV cache."""

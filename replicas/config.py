@@ -1,0 +1,69 @@
+"""ReplicaConfig: every setting of a replica process, and the only place with its defaults.
+
+Knows no environment and no file: `replicas/protocol/settings.py` reads those.
+"""
+
+from dataclasses import dataclass
+
+from replicas.protocol.settings import SettingsError, setting
+
+ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    replica_id: str = setting(
+        "replica-0", help="name of this replica, stable across restarts, unique in the fleet"
+    )
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
+    )
+    engine: str = setting("torch", help="torch or simulated")
+    model: str | None = setting(
+        None, help="checkpoint directory; none means the toy model that ships with Kvasir"
+    )
+    model_name: str | None = setting(None, help="name that clients ask for; none means the directory's name")
+    host: str = setting("127.0.0.1", help="address to listen on for gRPC; routers must reach it")
+    port: int = setting(0, help="gRPC port; 0 takes a free one")
+
+    device: str = setting("auto", help="cpu, cuda, cuda:N, or auto: CUDA where there is a GPU")
+    dtype: str = setting(
+        "auto", help="float32, bfloat16, float16, or auto: the checkpoint's own, float32 on a CPU"
+    )
+    context_length: int | None = setting(
+        None, help="most tokens of prompt and answer; none means the model's own"
+    )
+    block_size: int = setting(16, help="tokens per KV block")
+    num_blocks: int | None = setting(None, help="KV blocks; none means as many as kv_cache_bytes holds")
+    kv_cache_bytes: int | None = setting(
+        None,
+        help="memory of the KV cache in bytes; none means 128 MiB on a CPU, 85 %% of what is free on a GPU",
+    )
+    max_batched_tokens: int = setting(
+        2048, help="most tokens computed in one step (prefill is cut into chunks)"
+    )
+    max_running: int = setting(256, help="most requests in one batch")
+    max_waiting: int = setting(1024, help="most requests that wait; beyond, they are refused as overloaded")
+    num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
+
+    simulated_hardware: str = setting(
+        "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
+    )
+    simulated_speed: float = setting(
+        1.0, help="the simulated engine runs this many times faster than its hardware"
+    )
+
+    index_stride: int = setting(128, help="the index keeps one block hash per this many tokens of a prompt")
+    events_stream_length: int = setting(100_000, help="entries that the stream of index changes keeps")
+    lease_seconds: float = setting(3.0, help="a replica that is silent for so long is dead")
+    heartbeat_seconds: float = setting(1.0, help="time between heartbeats")
+    drain_seconds: float = setting(30.0, help="longest wait for running requests on SIGTERM")
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("torch", "simulated"):
+            raise SettingsError(f"setting engine is torch or simulated, not {self.engine}")
+        for name in ("block_size", "max_batched_tokens", "max_running", "max_waiting", "index_stride"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"setting {name} must be at least 1")
+        if not self.heartbeat_seconds * 2 <= self.lease_seconds:
+            raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")

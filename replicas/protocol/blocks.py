@@ -1,0 +1,133 @@
+"""Block hashes: what names a cached prefix, for replicas, router and index alike.
+
+Owns the one hashing function of the project. Knows nothing of text, engines, Redis or the wire.
+
+A block hash names a *full* block together with everything before it::
+
+    h_0 = root(namespace)                               keyed with the cluster secret
+    h_i = SHA-256(h_{i-1} | tokens_i as u32le | extras_i)[:16]
+
+Two prompts share a hash only if they share the namespace, every token up to the end of that block,
+and every media item that the block (or one before it) stands for. The token part has a fixed length
+for a given block size, and the block size is part of the root, so extras cannot be read as tokens.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""16 bytes: SHA-256 truncated. Chained, so one hash stands for a whole prefix."""
+
+HASH_BYTES = 16
+MIN_SECRET_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What a chain is rooted in. Prompts in different namespaces never share a block.
+
+    `prompt_cache_key` is deliberately absent: it decides placement, never identity.
+    """
+
+    model_fingerprint: bytes
+    block_size: int
+    adapter: str | None = None
+    tenant: str | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Placeholder tokens `[start, start + length)` of a prompt that stand for one media item.
+
+    The tokens of two images are equal; `content_hash` (of the decoded content and its shape) is not.
+    """
+
+    content_hash: bytes
+    start: int
+    length: int
+
+
+def namespace_root(secret: bytes, namespace: Namespace) -> BlockHash:
+    """The root of every chain in `namespace`, unpredictable without the cluster `secret`.
+
+    Fields are tagged and length-prefixed, absent ones are left out, so no two different namespaces
+    encode to the same bytes. Keyed BLAKE2b (RFC 7693).
+    """
+    if not MIN_SECRET_BYTES <= len(secret) <= hashlib.blake2b.MAX_KEY_SIZE:
+        raise ValueError(f"the cluster secret has {len(secret)} bytes; it needs {MIN_SECRET_BYTES} to 64")
+    fields: list[tuple[bytes, bytes | None]] = [
+        (b"model", namespace.model_fingerprint),
+        (b"block_size", namespace.block_size.to_bytes(4, "little")),
+        (b"adapter", None if namespace.adapter is None else namespace.adapter.encode()),
+        (b"tenant", None if namespace.tenant is None else namespace.tenant.encode()),
+        (b"salt", None if namespace.salt is None else namespace.salt.encode()),
+    ]
+    digest = hashlib.blake2b(key=secret, digest_size=HASH_BYTES, person=b"kvasir-root-v1")
+    for tag, value in fields:
+        if value is not None:
+            digest.update(_tagged(tag, value))
+    return BlockHash(digest.digest())
+
+
+def hash_blocks(
+    parent: BlockHash,
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    start: int = 0,
+    media: Sequence[MediaSpan] = (),
+) -> list[BlockHash]:
+    """Hashes of the full blocks in `token_ids`, chained to `parent`; a partial last block has none.
+
+    `start` is the position of `token_ids[0]` in its sequence (a multiple of the block size; 0 for a
+    prompt, whose parent is the namespace root). `media` positions count from the sequence's start.
+    """
+    packed = memoryview(pack_token_ids(token_ids))
+    block_bytes = block_size * 4
+    sha256 = hashlib.sha256
+    hashes: list[BlockHash] = []
+    hash_so_far: bytes = parent
+    for block in range(len(token_ids) // block_size):
+        digest = sha256(hash_so_far)
+        digest.update(packed[block * block_bytes : (block + 1) * block_bytes])
+        if media:
+            digest.update(_extras(media, start + block * block_size, block_size))
+        hash_so_far = digest.digest()[:HASH_BYTES]
+        hashes.append(BlockHash(hash_so_far))
+    return hashes
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian unsigned 32-bit integers. Raises OverflowError outside that range."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """The inverse of `pack_token_ids`. Raises ValueError if the length is no multiple of 4."""
+    token_ids = array("I")
+    token_ids.frombytes(packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
+def _extras(media: Sequence[MediaSpan], block_start: int, block_size: int) -> bytes:
+    """The block's extra keys: each media item that it overlaps, and where the item starts relative to it."""
+    block_end = block_start + block_size
+    return b"".join(
+        _tagged(b"media", span.content_hash) + (span.start - block_start).to_bytes(8, "little", signed=True)
+        for span in media
+        if span.start < block_end and span.start + span.length > block_start
+    )
+
+
+def _tagged(tag: bytes, value: bytes) -> bytes:
+    return len(tag).to_bytes(1, "little") + tag + len(value).to_bytes(4, "little") + value

@@ -1,0 +1,148 @@
+"""The Redis schema: key names and the encoding of what lies under them.
+
+Owns every byte that goes into or comes out of Redis. Knows no client and opens no connection.
+
+All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in
+one transaction. `blocks` sets carry one marker member that is no hash, so that an empty set still
+exists and a lost one is noticed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+
+PREFIX = "kvasir:v1"
+MODELS_KEY = f"{PREFIX}:models"
+"""Set of the names of all models that any replica has served."""
+
+BLOCKS_MARKER = b"\x00"
+"""The member of every blocks set that is no hash."""
+
+
+def replicas_key(model: str) -> str:
+    """Set of replica ids. A hint of whom to ask for: only a live `replica` hash is proof of life."""
+    return f"{PREFIX}:{{{model}}}:replicas"
+
+
+def replica_key(model: str, replica_id: ReplicaId) -> str:
+    """Hash with TTL, the lease: see `ReplicaRecord`. Its absence is death."""
+    return f"{PREFIX}:{{{model}}}:replica:{replica_id}"
+
+
+def blocks_key(model: str, replica_id: ReplicaId, epoch: Epoch) -> str:
+    """Set of the block hashes that this incarnation holds and the index keeps."""
+    return f"{PREFIX}:{{{model}}}:blocks:{replica_id}:{epoch}"
+
+
+def events_key(model: str) -> str:
+    """Stream of `IndexChange`s of all replicas, trimmed."""
+    return f"{PREFIX}:{{{model}}}:events"
+
+
+def is_indexed(block_index: int, block_size: int, index_stride: int) -> bool:
+    """Whether the index keeps the block at this chain position whatever prompt it belongs to.
+
+    Hashes are chained, so every `index_stride` tokens is enough (the last full block of a prompt is
+    kept besides). A block size above the stride keeps every block.
+    """
+    return (block_index + 1) % blocks_per_stride(block_size, index_stride) == 0
+
+
+def blocks_per_stride(block_size: int, index_stride: int) -> int:
+    return max(1, index_stride // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """What a replica says of itself with each heartbeat.
+
+    `last_change` is the number of the newest IndexChange that it has written, so that a reader which
+    missed the end of the stream finds out.
+    """
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    address: str
+    state: ReplicaState
+    card_digest: str
+    last_change: int
+    load: LoadSnapshot
+
+
+def encode_record(record: ReplicaRecord) -> dict[str, str]:
+    return {
+        "epoch": record.epoch,
+        "address": record.address,
+        "state": record.state.value,
+        "card_digest": record.card_digest,
+        "last_change": str(record.last_change),
+        "load": json.dumps(asdict(record.load)),
+    }
+
+
+def decode_record(replica_id: ReplicaId, fields: Mapping[bytes, bytes]) -> ReplicaRecord:
+    """Raises ValueError if a field is missing or unreadable."""
+    try:
+        return ReplicaRecord(
+            replica_id=replica_id,
+            epoch=Epoch(fields[b"epoch"].decode()),
+            address=fields[b"address"].decode(),
+            state=ReplicaState(fields[b"state"].decode()),
+            card_digest=fields[b"card_digest"].decode(),
+            last_change=int(fields[b"last_change"]),
+            load=LoadSnapshot(**json.loads(fields[b"load"])),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the registry entry of replica {replica_id} is unreadable: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class IndexChange:
+    """One step's change to one replica's blocks set: `cleared` first, then `removed`, then `added`.
+
+    Numbered from 1 per epoch without gaps: a reader that sees one reads the set again.
+    """
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    number: int
+    added: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    cleared: bool = False
+
+
+def encode_change(change: IndexChange) -> dict[str, str | bytes]:
+    return {
+        "replica": change.replica_id,
+        "epoch": change.epoch,
+        "number": str(change.number),
+        "added": b"".join(change.added),
+        "removed": b"".join(change.removed),
+        "cleared": "1" if change.cleared else "0",
+    }
+
+
+def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
+    """Raises ValueError if a field is missing or unreadable."""
+    try:
+        return IndexChange(
+            replica_id=ReplicaId(fields[b"replica"].decode()),
+            epoch=Epoch(fields[b"epoch"].decode()),
+            number=int(fields[b"number"]),
+            added=split_hashes(fields[b"added"]),
+            removed=split_hashes(fields[b"removed"]),
+            cleared=fields[b"cleared"] == b"1",
+        )
+    except KeyError as error:
+        raise ValueError(f"an index change has no field {error}") from error
+
+
+def split_hashes(packed: bytes) -> tuple[BlockHash, ...]:
+    """Concatenated hashes, apart again. Raises ValueError if the length is no multiple of 16."""
+    if len(packed) % HASH_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of block hashes")
+    return tuple(BlockHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES))

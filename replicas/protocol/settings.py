@@ -1,0 +1,153 @@
+"""How every process is configured: one frozen dataclass, built once from file < environment < flags.
+
+Owns the reading of settings, the same for replica, router and fleet. Knows no setting by name: a
+process declares its own dataclass, whose field names are the YAML keys (`block_size`), the flags
+(`--block-size`) and, behind a prefix, the environment variables (`KVASIR_REPLICA_BLOCK_SIZE`).
+An unknown key, wherever it stands, is an error that names the nearest known one.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+Config = TypeVar("Config")
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or unreadable. The message is one sentence for the person who set it."""
+
+
+def setting(default: Any = dataclasses.MISSING, *, help: str) -> Any:
+    """A dataclass field with the sentence that documents it in `--help`."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def load_settings(
+    config_class: type[Config],
+    *,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    prefix: str,
+    program: str,
+    description: str,
+) -> Config:
+    """Build `config_class` from `--config FILE`, then `environment` (names start with `prefix`), then flags.
+
+    Raises SettingsError; `--help` and malformed flags leave through argparse (SystemExit).
+    """
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win")
+    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    for name, field in fields.items():
+        parser.add_argument(
+            "--" + name.replace("_", "-"), dest=name, default=None, help=_help_text(field), metavar="VALUE"
+        )
+    flags = vars(parser.parse_args(list(arguments)))
+    config_file = flags.pop("config") or environment.get(prefix + "CONFIG")
+
+    values: dict[str, Any] = {}
+    if config_file:
+        values.update(_from_file(Path(config_file), fields))
+    for variable, text in environment.items():
+        if variable.startswith(prefix) and variable != prefix + "CONFIG":
+            name = variable.removeprefix(prefix).lower()
+            _check_known(name, fields, f"environment variable {variable}")
+            values[name] = text
+    values.update({name: text for name, text in flags.items() if text is not None})
+    return build(config_class, values)
+
+
+def build(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+    """`config_class` from plain values (texts are converted to the field's type). Raises SettingsError."""
+    hints = typing.get_type_hints(config_class)
+    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    for name in values:
+        _check_known(name, fields, f"setting {name}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise SettingsError(f"setting {missing[0]} is required")
+    converted = {name: _convert(name, value, hints[name]) for name, value in values.items()}
+    try:
+        return config_class(**converted)
+    except SettingsError:
+        raise
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _from_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"cannot read the settings file {path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"the settings file {path} is no mapping of names to values")
+    for name in content:
+        _check_known(str(name), fields, f"key {name} in {path}")
+    return content
+
+
+def _check_known(name: str, fields: Mapping[str, Any], what: str) -> None:
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SettingsError(f"unknown {what}{hint}")
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "")):
+            return None
+        return _convert(name, value, next(option for option in arguments if option is not type(None)))
+    try:
+        if origin is tuple:
+            items = value.split(",") if isinstance(value, str) else value
+            return tuple(_convert(name, item, arguments[0]) for item in items)
+        if kind is bool:
+            return _to_bool(value)
+        if kind in (int, float) and not isinstance(value, bool):
+            return kind(value)
+        if kind is str and isinstance(value, str):
+            return value
+        if isinstance(value, kind):
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise SettingsError(f"setting {name} cannot be {value!r}; it takes {_kind_name(kind)}")
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]
+    raise ValueError(value)
+
+
+def _kind_name(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, "a list")
+
+
+def _help_text(field: "dataclasses.Field[Any]") -> str:
+    text = str(field.metadata.get("help", "")).replace("%", "%%")
+    if field.default is dataclasses.MISSING:
+        return f"{text} (required)"
+    return f"{text} (default: {field.default})"

@@ -1,0 +1,71 @@
+"""What a replica is: its name, incarnation, state, and the card of the model that it serves.
+
+Owns the state table. Knows nothing of leases or of who watches.
+"""
+
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import NewType
+
+ReplicaId = NewType("ReplicaId", str)
+"""Stable across restarts, unique in a fleet: letters, digits, '.', '_' and '-'."""
+
+Epoch = NewType("Epoch", str)
+"""One incarnation of a replica. Everything said under an earlier one is void."""
+
+
+class ReplicaState(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = {
+    ReplicaState.STARTING: frozenset({ReplicaState.READY, ReplicaState.STOPPED}),
+    ReplicaState.READY: frozenset({ReplicaState.DRAINING, ReplicaState.STOPPED}),
+    ReplicaState.DRAINING: frozenset({ReplicaState.STOPPED}),
+    ReplicaState.STOPPED: frozenset(),
+}
+"""Every move that a replica may make. A move that is not listed is a bug, and raises."""
+
+
+def advance(current: ReplicaState, following: ReplicaState) -> ReplicaState:
+    """`following`, if the table allows it; ValueError otherwise, and nothing has happened."""
+    if following not in TRANSITIONS[current]:
+        raise ValueError(f"a replica cannot go from {current.value} to {following.value}")
+    return following
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """All that a router must know of a model to route for it.
+
+    `fingerprint` is the hex digest over weights, tokenizer and chat template: two replicas with one
+    fingerprint compute the same KV for the same tokens.
+    """
+
+    name: str
+    fingerprint: str
+    engine: str
+    block_size: int
+    num_blocks: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_batched_tokens: int = 0
+    max_running: int = 0
+
+    def digest(self) -> str:
+        """Changes whenever any field does: a router fetches the card again when it sees a new one."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBundle:
+    """The model's text side as files (`tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`, …)."""
+
+    files: Mapping[str, bytes]

@@ -1,0 +1,238 @@
+"""Dataclass to protobuf and back, both directions of every message.
+
+Owns the mapping. Only this module and the two gRPC shells (replica server, router client) touch
+generated classes. Decoding raises ValueError on a message that breaks the contract.
+"""
+
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, pack_token_ids, unpack_token_ids
+from replicas.protocol.frames import (
+    Abort,
+    ClientFrame,
+    FinishReason,
+    LoadSnapshot,
+    PromptUsage,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    SamplingParams,
+    ServerFrame,
+    Submit,
+    TokenDelta,
+    TokenLogprobs,
+)
+from replicas.protocol.status import ModelCard
+
+_FINISH_TO_WIRE = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def client_frame_to_wire(frame: ClientFrame) -> pb.ClientFrame:
+    return pb.ClientFrame(
+        submits=[_submit_to_wire(submit) for submit in frame.submits],
+        aborts=[pb.Abort(request_id=abort.request_id, choice=abort.choice) for abort in frame.aborts],
+    )
+
+
+def client_frame_from_wire(message: pb.ClientFrame) -> ClientFrame:
+    return ClientFrame(
+        submits=tuple(_submit_from_wire(submit) for submit in message.submits),
+        aborts=tuple(
+            Abort(abort.request_id, abort.choice if abort.HasField("choice") else None)
+            for abort in message.aborts
+        ),
+    )
+
+
+def server_frame_to_wire(frame: ServerFrame) -> pb.ServerFrame:
+    return pb.ServerFrame(
+        deltas=[_delta_to_wire(delta) for delta in frame.deltas], load=load_to_wire(frame.load)
+    )
+
+
+def server_frame_from_wire(message: pb.ServerFrame) -> ServerFrame:
+    return ServerFrame(
+        deltas=tuple(_delta_from_wire(delta) for delta in message.deltas), load=load_from_wire(message.load)
+    )
+
+
+def _submit_to_wire(submit: Submit) -> pb.Submit:
+    sampling = submit.sampling
+    return pb.Submit(
+        request_id=submit.request_id,
+        token_ids=pack_token_ids(submit.token_ids),
+        sampling=pb.Sampling(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            num_logprobs=sampling.num_logprobs,
+        ),
+        root=submit.root,
+        num_choices=submit.num_choices,
+        media=[
+            pb.MediaSpan(content_hash=span.content_hash, start=span.start, length=span.length)
+            for span in submit.media
+        ],
+        priority=submit.priority,
+        num_output_tokens=submit.num_output_tokens,
+    )
+
+
+def _submit_from_wire(message: pb.Submit) -> Submit:
+    sampling = message.sampling
+    if len(message.root) != HASH_BYTES:
+        raise ValueError(f"a namespace root has {HASH_BYTES} bytes, not {len(message.root)}")
+    if message.num_choices < 1:
+        raise ValueError("a request asks for at least one choice")
+    return Submit(
+        request_id=message.request_id,
+        token_ids=unpack_token_ids(message.token_ids),
+        sampling=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            logit_bias=tuple((bias.token_id, bias.bias) for bias in sampling.logit_bias),
+            stop_token_ids=tuple(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+        ),
+        root=BlockHash(message.root),
+        num_choices=message.num_choices,
+        media=tuple(MediaSpan(span.content_hash, span.start, span.length) for span in message.media),
+        priority=message.priority,
+        num_output_tokens=message.num_output_tokens,
+    )
+
+
+def _delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
+    message = pb.TokenDelta(
+        request_id=delta.key.request_id,
+        choice=delta.key.choice,
+        token_ids=delta.token_ids,
+        finish_reason=_FINISH_TO_WIRE[delta.finish_reason],
+    )
+    if delta.usage is not None:
+        message.usage.CopyFrom(
+            pb.PromptUsage(
+                num_prompt_tokens=delta.usage.num_prompt_tokens,
+                num_cached_tokens=delta.usage.num_cached_tokens,
+                num_written_tokens=delta.usage.num_written_tokens,
+            )
+        )
+    for logprobs in delta.logprobs or ():
+        message.logprobs.add(
+            token_id=logprobs.token_id,
+            logprob=logprobs.logprob,
+            top_token_ids=[token for token, _ in logprobs.top],
+            top_logprobs=[logprob for _, logprob in logprobs.top],
+        )
+    if delta.refusal is not None:
+        message.refusal.CopyFrom(pb.Refusal(code=delta.refusal.code.value, message=delta.refusal.message))
+    return message
+
+
+def _delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
+    usage = refusal = logprobs = None
+    if message.HasField("usage"):
+        wire = message.usage
+        usage = PromptUsage(wire.num_prompt_tokens, wire.num_cached_tokens, wire.num_written_tokens)
+    if message.HasField("refusal"):
+        refusal = Refusal(RefusalCode(message.refusal.code), message.refusal.message)
+    if message.logprobs:
+        logprobs = tuple(
+            TokenLogprobs(
+                entry.token_id,
+                entry.logprob,
+                tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)),
+            )
+            for entry in message.logprobs
+        )
+    return TokenDelta(
+        key=RequestKey(message.request_id, message.choice),
+        token_ids=tuple(message.token_ids),
+        finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
+        usage=usage,
+        logprobs=logprobs,
+        refusal=refusal,
+    )
+
+
+def load_to_wire(load: LoadSnapshot) -> pb.Load:
+    return pb.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_pending_tokens=load.num_pending_tokens,
+        num_context_tokens=load.num_context_tokens,
+        num_used_blocks=load.num_used_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        num_total_blocks=load.num_total_blocks,
+        prefill_seconds_per_token=load.prefill_seconds_per_token,
+        decode_step_seconds=load.decode_step_seconds,
+    )
+
+
+def load_from_wire(message: pb.Load) -> LoadSnapshot:
+    return LoadSnapshot(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_pending_tokens=message.num_pending_tokens,
+        num_context_tokens=message.num_context_tokens,
+        num_used_blocks=message.num_used_blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        num_total_blocks=message.num_total_blocks,
+        prefill_seconds_per_token=message.prefill_seconds_per_token,
+        decode_step_seconds=message.decode_step_seconds,
+    )
+
+
+def card_to_wire(card: ModelCard) -> pb.ModelCard:
+    return pb.ModelCard(
+        name=card.name,
+        fingerprint=card.fingerprint,
+        engine=card.engine,
+        block_size=card.block_size,
+        num_blocks=card.num_blocks,
+        context_length=card.context_length,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        max_batched_tokens=card.max_batched_tokens,
+        max_running=card.max_running,
+    )
+
+
+def card_from_wire(message: pb.ModelCard) -> ModelCard:
+    return ModelCard(
+        name=message.name,
+        fingerprint=message.fingerprint,
+        engine=message.engine,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        max_batched_tokens=message.max_batched_tokens,
+        max_running=message.max_running,
+    )

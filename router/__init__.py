@@ -1,0 +1,1 @@
+"""The front door that knows where prefixes live."""
