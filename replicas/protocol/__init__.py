@@ -1,1 +1,1 @@
-"""The published contract between replicas, router and index: the only part of `replicas` that others import."""
+"""The published contract of replicas, router and index: all of `replicas` that others import."""

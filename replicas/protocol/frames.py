@@ -40,7 +40,7 @@ class RefusalCode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to continue a prompt. Validated by the router for the client's sake, and by the replica for its own.
+    """How to continue a prompt. Validated by the router for the client, and by the replica for itself.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. `seed` is always set by the
     router: the n-th output token of a choice depends on (seed, choice, n) alone, whatever else is in

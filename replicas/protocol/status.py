@@ -66,6 +66,6 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBundle:
-    """The model's text side as files (`tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`, …)."""
+    """The model's text side as files: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`, …."""
 
     files: Mapping[str, bytes]
