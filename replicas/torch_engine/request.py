@@ -1,0 +1,96 @@
+"""Request, Chunk, SampledToken: one request while the scheduler owns it, and a step's share of it.
+
+Owns the token sequence with its block table. Knows nothing of the queue that it waits in, of the pool
+that its blocks come from, or of tensors. Only the scheduler and its cache manager write to a Request.
+"""
+
+from typing import NamedTuple
+
+from replicas.engine import EngineRequest
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import RequestKey, SamplingParams, TokenLogprobs
+
+
+class Request:
+    """A prompt on its way to being answered.
+
+    ::
+
+        token_ids   | prompt                      | resumed output | output of this run |
+                      num_prompt_tokens             \\--------- num_output_tokens -----/
+        computed    | num_computed_tokens ... |       have KV in the blocks of block_ids
+
+    The newest output token has no KV until the step after the one that sampled it.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "engine_request",
+        "key",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_expected_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_submitted_tokens",
+        "rank",
+        "sampling",
+        "token_ids",
+    )
+
+    def __init__(self, engine_request: EngineRequest, arrival: int) -> None:
+        self.engine_request = engine_request
+        self.key: RequestKey = engine_request.key
+        self.sampling: SamplingParams = engine_request.sampling
+        self.rank: tuple[int, int] = (engine_request.priority, arrival)
+        """Who goes first, lowest rank first; who is preempted first, highest rank first."""
+        self.token_ids: list[int] = list(engine_request.token_ids)
+        self.num_submitted_tokens: int = len(self.token_ids)
+        self.num_prompt_tokens: int = self.num_submitted_tokens - engine_request.num_output_tokens
+        self.block_hashes: list[BlockHash] = []
+        """Hashes of the leading full blocks of `token_ids`, as far as they were needed yet."""
+        self.block_ids: list[int] = []
+        self.num_computed_tokens: int = 0
+        self.num_cached_tokens: int = 0
+        """Tokens found in the cache when the request was first scheduled."""
+        self.num_expected_tokens: int = 0
+        """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
+        self.num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output so far, the part that an earlier run produced included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return f"Request({self.key}, {self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+
+
+class Chunk(NamedTuple):
+    """Compute tokens `[start, start + num_tokens)` of a request in this step.
+
+    `samples` iff the chunk reaches the last known token, so that the logits of its last position
+    yield the next one.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def is_decode(self) -> bool:
+        """A single output token, as against a part of a prompt (or of what was preempted)."""
+        return self.num_tokens == 1 and self.start >= self.request.num_prompt_tokens
+
+
+class SampledToken(NamedTuple):
+    """What the sampler chose for one request in one step."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
