@@ -1,0 +1,51 @@
+"""Fixtures that every test folder uses."""
+
+import inspect
+import socket
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+from tests.redis_server import RedisServer
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    server = RedisServer()
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def redis_url(shared_redis: RedisServer) -> str:
+    """A real, empty Redis. One process for the whole session, flushed for each test."""
+    shared_redis.flush()
+    return shared_redis.url
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """A Redis of the test's own, to kill and start again."""
+    server = RedisServer()
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks_the_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A blocking call in our own code, made while an event loop runs in the thread, raises BlockingError."""
+    if not inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
+        yield
+        return
+    with blockbuster_ctx(["replicas", "router", "cluster"]):
+        yield

