@@ -1,0 +1,1 @@
+"""Load tests and benchmarks: they print figures, and RESULTS.md keeps them."""

@@ -1,0 +1,171 @@
+"""What the router costs: added latency, requests per second and core, memory over many requests.
+
+The replica runs the simulated engine with a cost of zero, so all time that passes is the router's and
+the transport's. The router has core 0 to itself; replica, Redis and this client share core 1. Requests
+per second *per core* are what the router's own CPU time allows (1 / CPU seconds per request), since on
+two cores the other processes set the pace; the pace itself is printed beside it.
+
+    python -m loadtests.bench_router                  latency and throughput
+    python -m loadtests.bench_router --soak 100000    memory over that many requests
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtests.figures import cpu_seconds, milliseconds, print_header, resident_bytes
+from loadtests.local_stack import LocalStack, local_stack
+from loadtests.streaming import Answer, Connection
+
+WORDS = (
+    "cache block prefix replica router prompt token answer question engine memory the a of to and in "
+    "for with that this when which holds keeps reads writes sends finds waits serves long short first "
+    "last next same other shared private recent old new fast slow large small"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Chat prompts of about 1,000 tokens: `system_words` shared by a tenant, `user_words` never repeated."""
+
+    name: str
+    num_tenants: int
+    system_words: int
+    user_words: int
+
+
+WORKLOADS = (
+    Workload("shared system prompts (50 tenants, 80 % of the prompt)", 50, 800, 190),
+    Workload("no reuse at all", 0, 0, 990),
+)
+
+
+def bodies(workload: Workload, count: int, *, stream: bool, max_tokens: int, seed: int) -> list[bytes]:
+    rng = random.Random(seed)
+    systems = [" ".join(rng.choices(WORDS, k=workload.system_words)) for _ in range(workload.num_tenants)]
+    made = []
+    for number in range(count):
+        messages = [
+            {"role": "user", "content": f"{number} " + " ".join(rng.choices(WORDS, k=workload.user_words))}
+        ]
+        if systems:
+            messages.insert(0, {"role": "system", "content": rng.choice(systems)})
+        body: dict[str, object] = {
+            "model": "toy",
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+        }
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        made.append(json.dumps(body).encode())
+    return made
+
+
+async def closed_loop(stack: LocalStack, requests: Sequence[bytes], concurrency: int) -> list[Answer]:
+    """Every connection sends its next request when it has the last answer."""
+    port = int(stack.url.rsplit(":", 1)[1])
+    queue = iter(requests)
+    answers: list[Answer] = []
+
+    async def client() -> None:
+        connection = Connection("127.0.0.1", port)
+        for body in queue:
+            answer = await connection.post("/v1/chat/completions", body)
+            if answer.status != 200:
+                raise RuntimeError(f"status {answer.status}")
+            answers.append(answer)
+        await connection.close()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(client())
+    return answers
+
+
+async def measure(
+    stack: LocalStack, workload: Workload, *, concurrency: int, stream: bool, max_tokens: int, count: int
+) -> None:
+    requests = bodies(workload, count + count // 5, stream=stream, max_tokens=max_tokens, seed=concurrency)
+    await closed_loop(stack, requests[count:], concurrency)
+    before, started = cpu_seconds(stack.router_pid), time.perf_counter()
+    answers = await closed_loop(stack, requests[:count], concurrency)
+    elapsed, busy = time.perf_counter() - started, cpu_seconds(stack.router_pid) - before
+    kind = f"{'stream' if stream else 'whole '} x {max_tokens:2d} tokens"
+    prompt_tokens = sum(int(str(answer.usage.get("prompt_tokens", 0))) for answer in answers) / len(answers)
+    print(f"- {kind}, concurrency {concurrency:2d}, {prompt_tokens:.0f} prompt tokens, {workload.name}")
+    print(f"    TTFT {milliseconds([answer.ttft for answer in answers])}")
+    print(f"    E2E  {milliseconds([answer.e2e for answer in answers])}")
+    print(
+        f"    {count / elapsed:7.0f} requests/s here; router CPU {busy / count * 1e6:6.0f} us a request"
+        f" = {count / busy:6.0f} requests/s per core"
+    )
+
+
+async def soak(stack: LocalStack, count: int) -> None:
+    """Memory of the router after every tenth of `count` streamed requests."""
+    workload = WORKLOADS[0]
+    print(f"- {count} streamed requests x 8 tokens, {workload.name}; router RSS in MiB after each tenth:")
+    sizes = []
+    for tenth in range(10):
+        requests = bodies(workload, count // 10, stream=True, max_tokens=8, seed=tenth)
+        await closed_loop(stack, requests, 32)
+        sizes.append(resident_bytes(stack.router_pid) / 2**20)
+        print(f"    {(tenth + 1) * count // 10:7d}  {sizes[-1]:7.1f}")
+    slope = (sizes[9] - sizes[4]) / (count / 2) * 1e5
+    print(f"    slope of the second half: {slope:+.2f} MiB per 100,000 requests")
+
+
+async def run(arguments: argparse.Namespace, stack: LocalStack) -> None:
+    if arguments.soak:
+        await soak(stack, arguments.soak)
+        return
+    for workload in WORKLOADS:
+        for stream, max_tokens in ((False, 1), (False, 32), (True, 32)):
+            await measure(
+                stack,
+                workload,
+                concurrency=1,
+                stream=stream,
+                max_tokens=max_tokens,
+                count=arguments.requests // 5,
+            )
+            await measure(
+                stack,
+                workload,
+                concurrency=64,
+                stream=stream,
+                max_tokens=max_tokens,
+                count=arguments.requests,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, default=4000, help="requests per measurement at concurrency 64"
+    )
+    parser.add_argument("--soak", type=int, default=0, help="measure memory over this many requests instead")
+    parser.add_argument("--replicas", type=int, default=1)
+    arguments = parser.parse_args()
+    print_header("Router cost, simulated engine with zero compute")
+    settings = {
+        "engine": "simulated",
+        "simulated_hardware": "instant",
+        "num_blocks": 65536,
+        "model_name": "toy",
+    }
+    with local_stack(
+        num_replicas=arguments.replicas, replica_settings=settings, router_core=0, other_core=1
+    ) as stack:
+        asyncio.run(run(arguments, stack))
+
+
+if __name__ == "__main__":
+    main()

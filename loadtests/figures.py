@@ -1,0 +1,80 @@
+"""Figures of a benchmark run: percentiles, process costs, and the header that says what was measured where.
+
+Owns how figures are computed and printed. Knows no workload.
+"""
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """In the unit of the samples."""
+
+    p50: float
+    p90: float
+    p99: float
+    num_samples: int
+
+
+def percentiles(samples: Sequence[float]) -> Percentiles:
+    """By linear interpolation between order statistics. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError("there are no samples")
+    if len(samples) == 1:
+        return Percentiles(samples[0], samples[0], samples[0], 1)
+    cuts = statistics.quantiles(samples, n=100, method="inclusive")
+    return Percentiles(cuts[49], cuts[89], cuts[98], len(samples))
+
+
+def milliseconds(samples: Sequence[float]) -> str:
+    found = percentiles(samples)
+    return f"p50 {found.p50 * 1e3:8.2f} ms   p90 {found.p90 * 1e3:8.2f} ms   p99 {found.p99 * 1e3:8.2f} ms"
+
+
+def cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def proportional_set_bytes(pids: Sequence[int]) -> int:
+    """Memory of several processes with shared pages counted once (PSS of Linux), in bytes."""
+    total = 0
+    for pid in pids:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        total += next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+def print_header(title: str) -> None:
+    """What makes a figure reproducible: command, commit, machine."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    print(f"## {title}")
+    print(f"command: python -m {_module()} {' '.join(sys.argv[1:])}")
+    print(f"commit: {commit or 'unknown'}")
+    print(f"machine: {os.cpu_count()} cores, {_processor()}, Python {platform.python_version()}")
+
+
+def _module() -> str:
+    return f"loadtests.{Path(sys.argv[0]).stem}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

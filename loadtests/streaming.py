@@ -1,0 +1,104 @@
+"""A lean HTTP/1.1 client that times what a streaming client sees, on asyncio.
+
+Owns one keep-alive connection and the timing of one answer. Knows nothing of workloads. It parses just
+enough of HTTP and SSE, so that on a small machine the load generator is not what is measured.
+
+Times are of this client's clock, in seconds: first token = the first event that carries text.
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One timed answer. `usage` is the API's own object; `chunk_seconds` are the arrival times of events."""
+
+    status: int
+    sent_seconds: float
+    first_token_seconds: float
+    done_seconds: float
+    usage: dict[str, object]
+    headers: dict[str, str]
+    num_events: int
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token_seconds - self.sent_seconds
+
+    @property
+    def e2e(self) -> float:
+        return self.done_seconds - self.sent_seconds
+
+    @property
+    def num_cached_tokens(self) -> int:
+        details = self.usage.get("prompt_tokens_details")
+        return int(details.get("cached_tokens", 0)) if isinstance(details, dict) else 0
+
+
+class Connection:
+    """One keep-alive connection; one request at a time."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        """Send `body` (JSON) and read the whole answer, streamed or not."""
+        if self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+        assert self._reader is not None
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        sent = time.perf_counter()
+        self._writer.write(head.encode() + body)
+        raw = await self._reader.readuntil(b"\r\n\r\n")
+        status = int(raw[9:12])
+        headers = _headers(raw)
+        if headers.get("transfer-encoding") == "chunked":
+            return await self._streamed(status, headers, sent)
+        text = await self._reader.readexactly(int(headers["content-length"]))
+        done = time.perf_counter()
+        usage = json.loads(text).get("usage") or {}
+        return Answer(status, sent, done, done, usage, headers, 1)
+
+    async def _streamed(self, status: int, headers: dict[str, str], sent: float) -> Answer:
+        assert self._reader is not None
+        first: float | None = None
+        num_events = 0
+        usage: dict[str, object] = {}
+        pending = b""
+        while size := int(await self._reader.readline(), 16):
+            chunk = await self._reader.readexactly(size + 2)
+            pending += chunk[:-2]
+            *events, pending = pending.split(b"\n\n")
+            for event in events:
+                num_events += 1
+                if first is None and _carries_text(event):
+                    first = time.perf_counter()
+                if b'"usage":{' in event:
+                    usage = json.loads(event.removeprefix(b"data: "))["usage"]
+        await self._reader.readline()
+        done = time.perf_counter()
+        return Answer(status, sent, done if first is None else first, done, usage, headers, num_events)
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            await self._writer.wait_closed()
+
+
+def _carries_text(event: bytes) -> bool:
+    return (b'"content":"' in event and b'"content":""' not in event) or (
+        b'"text":"' in event and b'"text":""' not in event
+    )
+
+
+def _headers(raw: bytes) -> dict[str, str]:
+    lines = raw.decode("latin-1").split("\r\n")[1:]
+    return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
