@@ -138,8 +138,8 @@ def local_stack(
             for number in range(num_replicas):
                 own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url}
                 stack.start(f"replica-{number}", _python("replicas", {**own, **replica_settings}))
-            own = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
-            stack.start("router", _python("router", {**own, **(router_settings or {})}))
+            router = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
+            stack.start("router", _python("router", {**router, **(router_settings or {})}))
             stack.wait_ready(num_replicas)
             yield stack
         finally:

@@ -67,7 +67,9 @@ def test_the_tree_in_the_architecture_document_is_the_tree() -> None:
             folder = match[1]
         named.update(folder + name for name in re.findall(r"[\w/]+\.(?:py|proto)\b", line.split("  #")[0]))
     actual = {
-        name for name in source_files() if not name.endswith("__init__.py") or name == "replicas/toy_model/__init__.py"
+        name
+        for name in source_files()
+        if not name.endswith("__init__.py") or name == "replicas/toy_model/__init__.py"
     } | {name for name in tracked_files() if name.endswith(".proto")}
     assert sorted(actual - named) == [], "in the tree, not in ARCHITECTURE.md"
     assert sorted(named - actual) == [], "in ARCHITECTURE.md, not in the tree"

@@ -1,0 +1,62 @@
+"""What a whole stack says of itself, for tests that ask whether everything was given back."""
+
+import time
+from collections.abc import Callable
+
+import httpx
+import redis
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtests.local_stack import LocalStack
+from replicas.protocol import keys
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.status import Epoch, ReplicaId
+
+MODEL = "toy"
+
+
+def records(stack: LocalStack) -> dict[str, ReplicaRecord]:
+    """The live replicas as Redis has them."""
+    client = redis.Redis.from_url(stack.redis_url, protocol=2)
+    found = {}
+    for name in client.smembers(keys.replicas_key(MODEL)):
+        replica_id = ReplicaId(name.decode())
+        if fields := client.hgetall(keys.replica_key(MODEL, replica_id)):
+            found[replica_id] = keys.decode_record(replica_id, fields)
+    client.close()
+    return dict(found)
+
+
+def indexed_blocks(stack: LocalStack, replica_id: str, epoch: str) -> set[BlockHash]:
+    client = redis.Redis.from_url(stack.redis_url, protocol=2)
+    members = client.smembers(keys.blocks_key(MODEL, ReplicaId(replica_id), Epoch(epoch)))
+    client.close()
+    return {BlockHash(member) for member in members if member != keys.BLOCKS_MARKER}
+
+
+def metric(stack: LocalStack, name: str) -> float:
+    """The sum of a metric's samples over all labels."""
+    text = httpx.get(stack.url + "/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    )
+
+
+def is_idle(stack: LocalStack) -> bool:
+    """Nothing runs, waits or holds a block anywhere, and the router counts nothing in flight."""
+    loads = [record.load for record in records(stack).values()]
+    busy = sum(
+        load.num_running + load.num_waiting + load.num_pending_tokens + load.num_used_blocks for load in loads
+    )
+    return bool(loads) and busy == 0 and metric(stack, "router_in_flight") == 0
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting for: {what}"
+        time.sleep(0.05)
