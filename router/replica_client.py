@@ -1,0 +1,314 @@
+"""ReplicaClient: one multiplexed Serve stream from this router process to one replica.
+
+Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to whoever waits for
+them. One client is one stream: when that breaks, everything in flight is told `ReplicaLost` and the
+client is spent. Knows nothing of routing, retries or leases: `membership.py` decides whether to
+connect again, `dispatch.py` what becomes of the requests.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import grpc
+
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import Abort, ClientFrame, LoadSnapshot, SamplingParams, Submit, TokenDelta
+from replicas.protocol.replica_pb2_grpc import ReplicaStub
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.wire import card_from_wire, client_frame_to_wire, server_frame_from_wire
+
+CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    # Describe carries tokenizer files; the largest in use are above 30 MB, and the default limit is 4 MB.
+    ("grpc.max_receive_message_length", 128 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # A dead host is noticed by the silence of its stream; pings serve the calls that have no frames, and
+    # with them the kernel gives up on unacknowledged writes after the same time (TCP_USER_TIMEOUT).
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Whether and when to connect again is membership's decision: a new client must not inherit the
+    # back-off of the one before it, and no call may be replayed behind our back.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Replicas are peers in one network; a proxy from the environment would only break the stream.
+    ("grpc.enable_http_proxy", 0),
+]
+
+MAX_FRAME_TOKENS = 256 * 1024
+"""Token ids in one ClientFrame (1 MiB): many long prompts in one turn become several frames."""
+
+LoadListener = Callable[[ReplicaId, LoadSnapshot], None]
+
+
+class ReplicaLost(Exception):
+    """The stream to the replica is gone, and with it every request that was on it."""
+
+
+class Description(NamedTuple):
+    card: ModelCard
+    bundle: TokenizerBundle | None
+    replica_id: ReplicaId
+    epoch: Epoch
+
+
+class Mailbox:
+    """Wakes the one task that waits for deltas, from however many inflights. No queue, no lock."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the next `wake`. Whoever waits looks first whether something has already come."""
+        assert self._waiter is None, "a mailbox has one consumer"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class Inflight:
+    """One submitted request: what has arrived for it and was not yet taken."""
+
+    __slots__ = ("_deltas", "_mailbox", "lost", "open_choices", "request_id")
+
+    def __init__(self, request_id: int, num_choices: int, mailbox: Mailbox) -> None:
+        self.request_id = request_id
+        self.lost: ReplicaLost | None = None
+        self.open_choices = set(range(num_choices))
+        self._deltas: list[TokenDelta] = []
+        self._mailbox = mailbox
+
+    def take(self) -> list[TokenDelta]:
+        """All deltas since the last call, in order. They come before `lost` is worth a look."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def batch(self) -> list[TokenDelta]:
+        """The next deltas, at least one; for callers with a mailbox of their own per request."""
+        while not self._deltas:
+            if self.lost is not None:
+                raise self.lost
+            await self._mailbox.wait()
+        return self.take()
+
+    def deliver(self, delta: TokenDelta) -> None:
+        # Wakes once per frame however many deltas it brings: the consumer runs after the read loop.
+        if not self._deltas:
+            self._mailbox.wake()
+        self._deltas.append(delta)
+
+    def fail(self, lost: ReplicaLost) -> None:
+        self.lost = lost
+        self._mailbox.wake()
+
+    def close_choice(self, choice: int) -> bool:
+        """True when it was the last one open."""
+        self.open_choices.discard(choice)
+        return not self.open_choices
+
+
+class ReplicaClient:
+    """`serve()` carries the stream; `submit` and `abort` are synchronous and never wait."""
+
+    def __init__(
+        self,
+        replica_id: ReplicaId,
+        address: str,
+        on_load: LoadListener,
+        *,
+        on_lost: Callable[["ReplicaClient"], None] | None = None,
+        stall_seconds: float = 10.0,
+    ) -> None:
+        self.replica_id = replica_id
+        self.address = address
+        self.lost: ReplicaLost | None = None
+        self.num_frames = 0
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._stall_seconds = stall_seconds
+        self._last_frame_time: float | None = None
+        self._request_ids = itertools.count(1)
+        self._inflight: dict[int, Inflight] = {}
+        self._submits: deque[Submit] = deque()
+        self._aborts: list[Abort] = []
+        self._outbox_filled = asyncio.Event()
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = ReplicaStub(self._channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    def quiet_seconds(self) -> float | None:
+        """Time since the last frame; None while there was none."""
+        if self._last_frame_time is None:
+            return None
+        return asyncio.get_running_loop().time() - self._last_frame_time
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        root: BlockHash,
+        *,
+        num_choices: int = 1,
+        priority: int = 0,
+        num_output_tokens: int = 0,
+        mailbox: Mailbox | None = None,
+    ) -> Inflight:
+        """Send a request with the next frame. Raises ReplicaLost if the stream is already broken."""
+        if self.lost is not None:
+            raise self.lost
+        request_id = next(self._request_ids)
+        inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
+        self._inflight[request_id] = inflight
+        self._submits.append(
+            Submit(
+                request_id=request_id,
+                token_ids=token_ids,
+                sampling=sampling,
+                root=root,
+                num_choices=num_choices,
+                priority=priority,
+                num_output_tokens=num_output_tokens,
+            )
+        )
+        self._outbox_filled.set()
+        return inflight
+
+    def abort(self, request_id: int, choice: int | None = None) -> None:
+        """Stop a choice, or all of them; nothing more is delivered for it. What has ended is ignored."""
+        inflight = self._inflight.get(request_id)
+        if inflight is None:
+            return
+        if choice is None or inflight.close_choice(choice):
+            del self._inflight[request_id]
+        self._aborts.append(Abort(request_id, choice))
+        self._outbox_filled.set()
+
+    async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
+        """Who listens there and what it serves. Raises ReplicaLost if nobody answers in time."""
+        try:
+            response: pb.DescribeResponse = await self._stub.Describe(
+                pb.DescribeRequest(include_tokenizer=include_tokenizer),
+                timeout=timeout_seconds,
+            )
+        except grpc.RpcError as error:
+            raise ReplicaLost(f"replica {self.replica_id} at {self.address}: {_reason(error)}") from error
+        bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
+        return Description(
+            card_from_wire(response.card), bundle, ReplicaId(response.replica_id), Epoch(response.epoch)
+        )
+
+    async def serve(self) -> None:
+        """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
+        call = self._stub.Serve()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call))
+                tasks.create_task(self._watch())
+                await self._read(call)
+        except* ReplicaLost:
+            pass
+        finally:
+            self._break("the connection was closed")
+            call.cancel()
+
+    async def close(self) -> None:
+        self._break("the connection was closed")
+        await self._channel.close(None)
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
+        """Always raises: ReplicaLost, once the stream has ended for whatever reason."""
+        time = asyncio.get_running_loop().time
+        try:
+            async for message in call:
+                self.num_frames += 1
+                self._last_frame_time = time()
+                self._receive(message)
+        except grpc.RpcError as error:
+            raise self._break(_reason(error)) from error
+        except ValueError as error:
+            raise self._break(f"a frame breaks the contract: {error}") from error
+        raise self._break("it closed the stream")
+
+    def _receive(self, message: pb.ServerFrame) -> None:
+        frame = server_frame_from_wire(message)
+        self._on_load(self.replica_id, frame.load)
+        inflights = self._inflight
+        for delta in frame.deltas:
+            request_id, choice = delta.key
+            inflight = inflights.get(request_id)
+            if inflight is None or choice not in inflight.open_choices:
+                continue  # aborted; this delta crossed the abort on its way
+            if delta.finish_reason is not None and inflight.close_choice(choice):
+                del inflights[request_id]
+            inflight.deliver(delta)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
+        """Everything that was submitted and aborted in one turn of the event loop goes in one frame."""
+        try:
+            while True:
+                await self._outbox_filled.wait()
+                self._outbox_filled.clear()
+                while self._submits or self._aborts:
+                    await call.write(client_frame_to_wire(self._next_frame()))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the stream has ended; the read loop learns why
+
+    def _next_frame(self) -> ClientFrame:
+        submits: list[Submit] = []
+        room = MAX_FRAME_TOKENS
+        while self._submits and (not submits or len(self._submits[0].token_ids) <= room):
+            submits.append(self._submits.popleft())
+            room -= len(submits[-1].token_ids)
+        if self._submits:
+            return ClientFrame(submits=tuple(submits))
+        # Aborts go last: each may be for a submit of this very turn.
+        aborts, self._aborts = self._aborts, []
+        return ClientFrame(submits=tuple(submits), aborts=tuple(aborts))
+
+    async def _watch(self) -> None:
+        """A replica sends a frame with every heartbeat, so silence means that the stream is dead.
+
+        Counted in several short naps, so that a pause of this process itself is not held against it.
+        """
+        num_naps = 5
+        while True:
+            seen = self.num_frames
+            for _ in range(num_naps):
+                await asyncio.sleep(self._stall_seconds / num_naps)
+                if self.num_frames != seen:
+                    break
+            else:
+                raise self._break(f"nothing came for {self._stall_seconds:g} seconds")
+
+    def _break(self, reason: str) -> ReplicaLost:
+        """Tell everyone, once. Synchronous, so that no request is routed here in between."""
+        if self.lost is None:
+            self.lost = ReplicaLost(f"replica {self.replica_id} at {self.address} is lost: {reason}")
+            if self._on_lost is not None:
+                self._on_lost(self)
+            for inflight in self._inflight.values():
+                inflight.fail(self.lost)
+            self._inflight.clear()
+            self._submits.clear()
+            self._aborts.clear()
+        return self.lost
+
+
+def _reason(error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.aio.AioRpcError)
+    return f"{error.code().name}: {error.details()}"
