@@ -242,6 +242,12 @@ class ReplicaClient:
             raise self._break(_reason(error)) from error
         except ValueError as error:
             raise self._break(f"a frame breaks the contract: {error}") from error
+        except asyncio.CancelledError:
+            # A channel that is closed under its call raises this too, though nobody cancelled the task.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._break("the connection was closed") from None
         raise self._break("it closed the stream")
 
     def _receive(self, message: pb.ServerFrame) -> None:

@@ -1,0 +1,220 @@
+"""A replica that follows a script: the real gRPC service over real sockets, tokens made up.
+
+The n-th output token of a choice is `token_at(seed of the choice, n)`, so a resumed generation must
+read as if nothing had happened; a Submit whose resumed output does not match that is refused.
+"""
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol.frames import (
+    FinishReason,
+    LoadSnapshot,
+    PromptUsage,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    ServerFrame,
+    Submit,
+    TokenDelta,
+)
+from replicas.protocol.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from replicas.protocol.wire import card_to_wire, client_frame_from_wire, server_frame_to_wire
+
+CARD = ModelCard(
+    name="toy",
+    fingerprint="f" * 64,
+    engine="scripted",
+    block_size=16,
+    num_blocks=1024,
+    context_length=4096,
+    vocab_size=50_000,
+)
+
+
+def token_at(seed: int, position: int) -> int:
+    return (seed * 1_000_003 + position * 7_919 + 17) % 50_000
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what another task or process will bring about; ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Script:
+    """What a test may change while the replica runs."""
+
+    step_seconds: float = 0.0
+    heartbeat_seconds: float = 0.05
+    holding: bool = False  # admitted requests make no progress
+    silent: bool = False  # nothing is sent any more, not even heartbeats
+    refusal: RefusalCode | None = None
+    die_after_tokens: int | None = None  # the stream breaks once that many tokens were sent
+    describes_as: tuple[str, str] | None = None  # replica id and epoch
+
+
+@dataclass
+class _Choice:
+    submit: Submit
+    choice: int
+    num_sent: int = 0
+
+    @property
+    def position(self) -> int:
+        return self.submit.num_output_tokens + self.num_sent
+
+    @property
+    def seed(self) -> int:
+        return (self.submit.sampling.seed + self.choice) % 2**64
+
+
+@dataclass
+class _Stream:
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    choices: dict[RequestKey, _Choice] = field(default_factory=dict)
+    refusals: list[TokenDelta] = field(default_factory=list)
+
+
+class ScriptedReplica(ReplicaServicer):
+    def __init__(self, replica_id: str = "r0", epoch: str = "e0", card: ModelCard = CARD) -> None:
+        self.replica_id = ReplicaId(replica_id)
+        self.epoch = Epoch(epoch)
+        self.card = card
+        self.script = Script()
+        self.files = {"tokenizer.json": b"{}"}
+        self.submits: list[Submit] = []
+        self.num_aborts = 0
+        self.num_client_frames = 0
+        self.num_tokens_sent = 0
+        self.num_describes = 0
+        self._streams: list[_Stream] = []
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def num_live(self) -> int:
+        """Choices that still run, as a real engine would count them: a dead stream's are gone."""
+        return sum(len(stream.choices) for stream in self._streams)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        add_ReplicaServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """As abruptly as one process can: every stream is cut, the port refuses."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+            self._streams.clear()
+
+    async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
+        self.num_describes += 1
+        replica_id, epoch = self.script.describes_as or (self.replica_id, self.epoch)
+        return pb.DescribeResponse(
+            card=card_to_wire(self.card),
+            tokenizer_files=self.files if request.include_tokenizer else {},
+            replica_id=replica_id,
+            epoch=epoch,
+        )
+
+    async def Serve(
+        self, requests: AsyncIterator[pb.ClientFrame], context: object
+    ) -> AsyncIterator[pb.ServerFrame]:
+        stream = _Stream()
+        self._streams.append(stream)
+        reader = asyncio.create_task(self._read(requests, stream))
+        try:
+            while not self._is_dead():
+                frame = self._step(stream)
+                if not self.script.silent:
+                    yield server_frame_to_wire(frame)
+                if stream.choices and not self.script.holding and not self.script.silent:
+                    await asyncio.sleep(self.script.step_seconds)
+                else:
+                    stream.changed.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self.script.heartbeat_seconds):
+                            await stream.changed.wait()
+        finally:
+            reader.cancel()
+            if stream in self._streams:
+                self._streams.remove(stream)
+
+    def _is_dead(self) -> bool:
+        limit = self.script.die_after_tokens
+        return limit is not None and self.num_tokens_sent >= limit
+
+    async def _read(self, requests: AsyncIterator[pb.ClientFrame], stream: _Stream) -> None:
+        async for message in requests:
+            frame = client_frame_from_wire(message)
+            self.num_client_frames += 1
+            for submit in frame.submits:
+                self.submits.append(submit)
+                self._admit(submit, stream)
+            for abort in frame.aborts:
+                self.num_aborts += 1
+                for key in list(stream.choices):
+                    if key.request_id == abort.request_id and abort.choice in (None, key.choice):
+                        del stream.choices[key]
+            stream.changed.set()
+
+    def _admit(self, submit: Submit, stream: _Stream) -> None:
+        code = self.script.refusal
+        resumed = submit.token_ids[len(submit.token_ids) - submit.num_output_tokens :]
+        if list(resumed) != [token_at(submit.sampling.seed, n) for n in range(submit.num_output_tokens)]:
+            code = RefusalCode.INVALID_REQUEST
+        for choice in range(submit.num_choices):
+            key = RequestKey(submit.request_id, choice)
+            if code is not None:
+                refusal = Refusal(code, f"refused: {code.value}")
+                stream.refusals.append(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
+            else:
+                stream.choices[key] = _Choice(submit, choice)
+
+    def _step(self, stream: _Stream) -> ServerFrame:
+        deltas, stream.refusals = stream.refusals, []
+        for key, choice in list(stream.choices.items()):
+            if self.script.holding or self.script.silent or self._is_dead():
+                break
+            token_id = token_at(choice.seed, choice.position)
+            usage = PromptUsage(len(choice.submit.token_ids), 0, 0) if choice.num_sent == 0 else None
+            choice.num_sent += 1
+            self.num_tokens_sent += 1
+            finished = choice.position >= choice.submit.sampling.max_tokens
+            if finished:
+                del stream.choices[key]
+            deltas.append(TokenDelta(key, (token_id,), FinishReason.LENGTH if finished else None, usage))
+        return ServerFrame(tuple(deltas), LoadSnapshot(num_running=len(stream.choices)))
+
+
+async def _main(port: int) -> None:
+    replica = ScriptedReplica()
+    replica.port = port
+    await replica.start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    asyncio.run(_main(parser.parse_args().port))
