@@ -1,0 +1,211 @@
+"""EngineLoop: the one thread that drives an engine: inbox, step, frame.
+
+Owns the thread, the inbox, the set of requests that live in the engine, and the measuring of speed.
+Knows nothing of asyncio, gRPC or Redis: whoever wants the frames passes a callback.
+
+    submit, abort (any thread) ──▶ inbox ──▶ add / abort ──▶ step ──▶ on_frame(frame, seconds)
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from replicas.engine import Engine, EngineRequest, RequestRefused
+from replicas.protocol.frames import (
+    FinishReason,
+    LoadSnapshot,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    TokenDelta,
+)
+
+logger = logging.getLogger(__name__)
+
+OnFrame = Callable[[StepFrame, float], None]
+"""Called in the engine thread with each frame and the seconds that its step took."""
+
+ENGINE_FAILED = "the engine of this replica has failed"
+
+OnDeath = Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class SpeedMeter:
+    """Seconds per prefilled token and per decode step, from the steps themselves.
+
+    Prefill is a ratio of two decaying sums, so a long step counts by its tokens and the fixed cost of
+    many tiny ones does not pass for slowness. Only steps that are mostly prefill count for it, and
+    only those with no prefill at all count for decode.
+    """
+
+    DECAY = 0.9
+    MIN_PREFILL_TOKENS = 16
+    PREFILL_DOMINANCE = 4
+
+    def __init__(self) -> None:
+        self._prefill_seconds = 0.0
+        self._prefill_tokens = 0.0
+        self._decode_step_seconds = 0.0
+
+    def observe(self, frame: StepFrame, seconds: float) -> None:
+        prefill, decode = frame.num_prefill_tokens, frame.num_decode_tokens
+        if prefill >= max(self.MIN_PREFILL_TOKENS, self.PREFILL_DOMINANCE * decode):
+            self._prefill_seconds = self.DECAY * self._prefill_seconds + seconds
+            self._prefill_tokens = self.DECAY * self._prefill_tokens + prefill
+        elif prefill == 0 and decode > 0:
+            before = self._decode_step_seconds or seconds
+            self._decode_step_seconds = self.DECAY * before + (1 - self.DECAY) * seconds
+
+    def fill(self, load: LoadSnapshot) -> LoadSnapshot:
+        rate = self._prefill_seconds / self._prefill_tokens if self._prefill_tokens else 0.0
+        return replace(load, prefill_seconds_per_token=rate, decode_step_seconds=self._decode_step_seconds)
+
+
+class EngineLoop:
+    """Runs `engine` in a thread of its own until `stop` or until the engine raises.
+
+    Every request gets a last delta, or was aborted, or the loop was stopped: an engine that raises
+    ends all that live in it with an INTERNAL refusal, and `submit` takes nothing more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_frame: OnFrame,
+        on_death: OnDeath,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._on_frame = on_frame
+        self._on_death = on_death
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
+        self._ended = False
+        self._live: set[RequestKey] = set()
+        self._load = LoadSnapshot(num_total_blocks=engine.card.num_blocks)
+        self._meter = SpeedMeter()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, requests: Sequence[EngineRequest]) -> bool:
+        """Give requests to the engine: False if it has ended and took none. From any thread."""
+        with self._door:
+            if not self._ended:
+                for request in requests:
+                    self._inbox.put(_Add(request))
+            return not self._ended
+
+    def abort(self, key: RequestKey) -> None:
+        """Stop a request; its last delta may already be on its way. From any thread."""
+        with self._door:
+            if not self._ended:
+                self._inbox.put(_Abort(key))
+
+    def stop(self) -> None:
+        """End the thread after the step that runs, close the engine, and wait. Idempotent."""
+        with self._door:
+            if not self._ended:
+                self._inbox.put(_Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        death: BaseException | None = None
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # the thread's outermost frame: it must end loudly, not vanish
+            logger.exception("the engine failed")
+            death = error
+        with self._door:
+            self._ended = True
+        if death is not None:
+            self._bury(death)
+        try:
+            self._engine.close()
+        except Exception:  # nothing is left to save, and a thread's death would only be printed
+            logger.exception("the engine could not be closed")
+
+    def _turn(self) -> bool:
+        """Take what is in the inbox, waiting for it if there is nothing else to do, then step once."""
+        has_news = self._drain_inbox(wait=not self._engine.has_work())
+        if has_news is None:
+            return False
+        if has_news or self._engine.has_work():
+            self._step()
+        return True
+
+    def _drain_inbox(self, *, wait: bool) -> bool | None:
+        """Whether anything was there; None if it said to stop."""
+        has_news = False
+        while True:
+            try:
+                message = self._inbox.get(block=wait and not has_news)
+            except queue.Empty:
+                return has_news
+            has_news = True
+            match message:
+                case _Add(request):
+                    self._add(request)
+                case _Abort(key):
+                    self._live.discard(key)
+                    self._engine.abort(key)
+                case _Stop():
+                    return None
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add(request)
+        except RequestRefused as refused:
+            # Said at once: the step that follows may be a long one.
+            self._emit_errors([request.key], Refusal(refused.code, refused.message))
+        else:
+            self._live.add(request.key)
+
+    def _step(self) -> None:
+        started = self._clock()
+        frame = self._engine.step()
+        seconds = self._clock() - started
+        self._meter.observe(frame, seconds)
+        self._load = self._meter.fill(frame.load)
+        for delta in frame.deltas:
+            if delta.finish_reason is not None:
+                self._live.discard(delta.key)
+        self._on_frame(replace(frame, load=self._load), seconds)
+
+    def _bury(self, death: BaseException) -> None:
+        keys = list(self._live)
+        self._live.clear()
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, _Add):
+                keys.append(message.request.key)
+        self._emit_errors(keys, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
+        self._on_death(death)
+
+    def _emit_errors(self, keys: Sequence[RequestKey], refusal: Refusal) -> None:
+        if keys:
+            deltas = [TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal) for key in keys]
+            self._on_frame(StepFrame(deltas=deltas, load=self._load), 0.0)

@@ -1,0 +1,162 @@
+"""The engine thread: what goes in, what comes out, and how it ends."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from replicas.engine import EngineRequest
+from replicas.loop import EngineLoop, SpeedMeter
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import (
+    FinishReason,
+    LoadSnapshot,
+    RefusalCode,
+    RequestKey,
+    SamplingParams,
+    StepFrame,
+    TokenDelta,
+)
+from tests.replicas.scripted_engine import ScriptedEngine
+
+ROOT = BlockHash(bytes(16))
+
+
+def request(request_id: int, num_tokens: int = 8, max_tokens: int = 3) -> EngineRequest:
+    return EngineRequest(
+        RequestKey(request_id, 0), list(range(num_tokens)), SamplingParams(max_tokens=max_tokens), ROOT
+    )
+
+
+class Harness:
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.frames: queue.SimpleQueue[StepFrame] = queue.SimpleQueue()
+        self.deaths: list[BaseException] = []
+        self.died = threading.Event()
+        self.loop = EngineLoop(engine, lambda frame, _: self.frames.put(frame), self._on_death)
+        self.loop.start()
+
+    def _on_death(self, error: BaseException) -> None:
+        self.deaths.append(error)
+        self.died.set()
+
+    def frame(self) -> StepFrame:
+        return self.frames.get(timeout=10)
+
+    def deltas_until_finished(self, *request_ids: int) -> dict[int, list[TokenDelta]]:
+        open_ids, found = set(request_ids), {request_id: list[TokenDelta]() for request_id in request_ids}
+        while open_ids:
+            for delta in self.frame().deltas:
+                found[delta.key.request_id].append(delta)
+                if delta.finish_reason is not None:
+                    open_ids.discard(delta.key.request_id)
+        return found
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    harness = Harness(ScriptedEngine())
+    yield harness
+    harness.engine.gate.set()
+    harness.loop.stop()
+
+
+def test_requests_run_to_their_end_in_one_thread_of_the_loops_own(harness: Harness) -> None:
+    harness.loop.submit([request(1), request(2, max_tokens=5)])
+    found = harness.deltas_until_finished(1, 2)
+    assert [delta.token_ids for delta in found[1]] == [(0,), (1,), (2,)]
+    assert len(found[2]) == 5
+    assert found[2][-1].finish_reason is FinishReason.LENGTH
+    assert harness.engine.thread_ids.isdisjoint({threading.get_ident()})
+
+
+def test_an_idle_loop_takes_no_steps(harness: Harness) -> None:
+    harness.loop.submit([request(1)])
+    harness.deltas_until_finished(1)
+    harness.loop.submit([request(2)])  # passes only through a thread that waits for its inbox
+    harness.deltas_until_finished(2)
+    num_steps = harness.engine.num_steps
+    threading.Event().wait(0.05)
+    assert harness.engine.num_steps == num_steps
+
+
+def test_an_abort_ends_the_request_and_reports_the_lighter_load(harness: Harness) -> None:
+    harness.engine.gate.clear()
+    harness.loop.submit([request(1, max_tokens=1000)])
+    harness.loop.abort(RequestKey(1, 0))
+    harness.engine.gate.set()
+    while harness.frame().load.num_running:
+        pass
+    assert harness.engine.aborted == [RequestKey(1, 0)]
+    assert not harness.engine.has_work()
+
+
+def test_a_refused_request_gets_one_last_delta_that_says_why(harness: Harness) -> None:
+    harness.loop.submit([request(1, num_tokens=300)])
+    (delta,) = harness.deltas_until_finished(1)[1]
+    assert delta.finish_reason is FinishReason.ERROR
+    assert delta.refusal is not None
+    assert delta.refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
+    harness = Harness(ScriptedEngine(fail_at_step=2))
+    harness.engine.gate.clear()
+    harness.loop.submit([request(1, max_tokens=100), request(2, max_tokens=100)])
+    harness.engine.gate.set()
+    found = harness.deltas_until_finished(1, 2)
+    for request_id in (1, 2):
+        assert found[request_id][-1].finish_reason is FinishReason.ERROR
+        refusal = found[request_id][-1].refusal
+        assert refusal is not None
+        assert refusal.code is RefusalCode.INTERNAL
+    assert harness.died.wait(10)
+    assert isinstance(harness.deaths[0], RuntimeError)
+    assert harness.loop.submit([request(3)]) is False
+    harness.loop.stop()
+    assert harness.engine.is_closed
+
+
+def test_what_waits_in_the_inbox_of_a_dying_engine_is_ended_too() -> None:
+    harness = Harness(ScriptedEngine(fail_at_step=1))
+    harness.engine.gate.clear()
+    harness.loop.submit([request(1)])
+    harness.loop.submit([request(2)])
+    harness.engine.gate.set()
+    found = harness.deltas_until_finished(1, 2)
+    assert {deltas[-1].finish_reason for deltas in found.values()} == {FinishReason.ERROR}
+    harness.loop.stop()
+
+
+def test_stop_joins_closes_the_engine_and_may_be_repeated(harness: Harness) -> None:
+    harness.loop.submit([request(1, max_tokens=10_000)])
+    harness.frame()
+    harness.loop.stop()
+    harness.loop.stop()
+    assert harness.engine.is_closed
+    assert not harness.deaths
+
+
+def test_every_frame_carries_the_measured_speed() -> None:
+    ticks = iter(range(1000))
+    frames: queue.SimpleQueue[StepFrame] = queue.SimpleQueue()
+    engine = ScriptedEngine()
+    loop = EngineLoop(engine, lambda frame, _: frames.put(frame), lambda _: None, lambda: next(ticks))
+    loop.start()
+    loop.submit([request(1, num_tokens=50, max_tokens=3)])
+    loads = [frames.get(timeout=10).load for _ in range(3)]
+    loop.stop()
+    assert loads[0].prefill_seconds_per_token == pytest.approx(1 / 50)
+    assert loads[0].decode_step_seconds == 0.0
+    assert loads[1].decode_step_seconds == pytest.approx(1.0)
+
+
+def test_tiny_prefills_do_not_make_a_replica_look_slow() -> None:
+    meter = SpeedMeter()
+    meter.observe(StepFrame(num_prefill_tokens=1000), 1.0)
+    for _ in range(100):
+        meter.observe(StepFrame(num_prefill_tokens=1), 0.5)
+        meter.observe(StepFrame(num_prefill_tokens=100, num_decode_tokens=90), 3.0)
+    assert meter.fill(LoadSnapshot()).prefill_seconds_per_token == pytest.approx(0.001)
