@@ -1,0 +1,213 @@
+"""Detokenizer: one choice's token ids → text, as they come, with stop strings.
+
+Owns what is not yet safe to say: an unfinished character, the possible beginning of a stop string.
+Knows nothing of HTTP, of choices or of why a generation ended.
+
+The text that comes out, joined, is what decoding all tokens at once would give, cut before the first
+stop string, however the tokens were grouped on their way here.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import tokenizers
+
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 8
+"""No character takes more tokens than this; a longer wait means bytes that will never be a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """What every token id of a byte-level vocabulary stands for."""
+
+    with_special: tuple[bytes, ...]
+    without_special: tuple[bytes, ...]
+
+
+class _Pieces(Protocol):
+    """Turns tokens into finished characters."""
+
+    def feed(self, token_ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Detokenizer:
+    """`add` what the engine made; stop when `stop_string` is set; `finish` when the engine is done."""
+
+    __slots__ = ("_held", "_min_tokens", "_num_tokens", "_pieces", "_stop", "stop_string")
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        token_bytes: TokenBytes | None,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+    ) -> None:
+        assert all(stop), "a stop string is never empty"
+        self._pieces: _Pieces = (
+            _WindowPieces(tokenizer) if token_bytes is None else _BytePieces(token_bytes.without_special)
+        )
+        self._stop = tuple(stop)
+        self._held = ""
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self.stop_string: str | None = None
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that is now certain. Text of the first `min_tokens` tokens never stops anything."""
+        if not self._stop:
+            return self._pieces.feed(token_ids)
+        if self._num_tokens >= self._min_tokens:
+            return self._release(self._pieces.feed(token_ids))
+        text = ""
+        for token_id in token_ids:
+            self._num_tokens += 1
+            piece = self._pieces.feed((token_id,))
+            text += piece if self._num_tokens <= self._min_tokens else self._release(piece)
+        return text
+
+    def finish(self) -> str:
+        """What was held back, when nothing follows any more."""
+        if self.stop_string is not None:
+            return ""
+        text = self._release(self._pieces.finish())
+        held, self._held = self._held, ""
+        return text if self.stop_string is not None else text + held
+
+    def _release(self, piece: str) -> str:
+        if not piece or self.stop_string is not None:
+            return ""
+        text = self._held + piece
+        found = _first_stop(text, self._stop)
+        if found is not None:
+            start, self.stop_string = found
+            self._held = ""
+            return text[:start]
+        num_held = _num_possible_stop(text, self._stop)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
+    """The stop string that is complete first (the longer one, if two end together) and its start."""
+    found: tuple[int, int, str] | None = None
+    for candidate in stop:
+        start = text.find(candidate)
+        if start >= 0 and (found is None or (start + len(candidate), start) < found[:2]):
+            found = (start + len(candidate), start, candidate)
+    return None if found is None else (found[1], found[2])
+
+
+def _num_possible_stop(text: str, stop: Sequence[str]) -> int:
+    """How many of the last characters could be the beginning of a stop string."""
+    longest = 0
+    for candidate in stop:
+        start = text.find(candidate[0], max(0, len(text) - len(candidate) + 1))
+        while start >= 0:
+            if candidate.startswith(text[start:]):
+                longest = max(longest, len(text) - start)
+                break
+            start = text.find(candidate[0], start + 1)
+    return longest
+
+
+class _BytePieces:
+    """Byte-level vocabularies: every token is some bytes, and UTF-8 decodes incrementally."""
+
+    __slots__ = ("_decode", "_token_bytes")
+
+    def __init__(self, token_bytes: tuple[bytes, ...]) -> None:
+        self._decode = _utf8_decoder()("replace").decode
+        self._token_bytes = token_bytes
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        token_bytes = self._token_bytes
+        if len(token_ids) == 1 and token_ids[0] < len(token_bytes):
+            return self._decode(token_bytes[token_ids[0]])
+        # Models are padded beyond their vocabulary; such ids stand for nothing.
+        return self._decode(b"".join([token_bytes[i] for i in token_ids if i < len(token_bytes)]))
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class _WindowPieces:
+    """Any other decoder: decode a short window of tokens again and emit what is new at its end."""
+
+    __slots__ = ("_end_said", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._end_said = 0
+        """Tokens at the window's start whose text is out already; they give the others their context."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._feed_one(token_id) for token_id in token_ids])
+
+    def finish(self) -> str:
+        text = self._new_text()
+        self._window.clear()
+        self._end_said = 0
+        return text
+
+    def _feed_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._new_text()
+        num_waiting = len(self._window) - self._end_said
+        if (text.endswith(REPLACEMENT) or not text) and num_waiting < MAX_HELD_TOKENS:
+            return ""
+        del self._window[: self._end_said]
+        self._end_said = len(self._window)
+        return text
+
+    def _new_text(self) -> str:
+        said: str = self._tokenizer.decode(self._window[: self._end_said], skip_special_tokens=True)
+        everything: str = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        return everything[len(said) :]
+
+
+def token_bytes_of(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
+    """The table of a byte-level vocabulary; None if the tokenizer's decoder is of another kind."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if decoder.get("type") != "ByteLevel":
+        return None
+    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    with_special = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        try:
+            with_special[token_id] = bytes([byte_of[character] for character in token])
+        except KeyError:  # an added token that is not written in the byte alphabet
+            with_special[token_id] = token.encode()
+    without_special = list(with_special)
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special:
+            without_special[token_id] = b""
+    return TokenBytes(tuple(with_special), tuple(without_special))
+
+
+@cache
+def _utf8_decoder() -> "type[codecs.IncrementalDecoder]":
+    return codecs.getincrementaldecoder("utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level vocabularies write for each byte (GPT-2's alphabet)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters: list[str] = []
+    num_moved = 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(0x100 + num_moved))
+            num_moved += 1
+    return characters

@@ -1,0 +1,75 @@
+"""SegmentCache: token ids by text, bounded in bytes, least recently used goes first.
+
+Owns its entries and its counters. Knows nothing of tokenizers.
+"""
+
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+BYTES_PER_TOKEN = 36
+"""A list slot and the integer behind it."""
+
+ENTRY_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCacheStatistics:
+    num_entries: int
+    num_bytes: int
+    max_bytes: int
+    num_hits: int
+    num_misses: int
+
+
+class SegmentCache:
+    """Several threads may use it: long prompts are encoded in a thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._entries: OrderedDict[str, list[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._num_hits = 0
+        self._num_misses = 0
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._entries
+
+    def get(self, text: str) -> list[int] | None:
+        """The ids of `text`, or None. The list belongs to the cache: read it, do not change it."""
+        with self._lock:
+            token_ids = self._entries.get(text)
+            if token_ids is None:
+                self._num_misses += 1
+            else:
+                self._num_hits += 1
+                self._entries.move_to_end(text)
+            return token_ids
+
+    def put(self, text: str, token_ids: list[int]) -> None:
+        cost = _cost(text, token_ids)
+        if cost > self._max_bytes // 4:  # one giant must not throw out everybody
+            return
+        with self._lock:
+            if text in self._entries:
+                return
+            self._entries[text] = token_ids
+            self._num_bytes += cost
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= _cost(*self._entries.popitem(last=False))
+
+    def statistics(self) -> SegmentCacheStatistics:
+        with self._lock:
+            return SegmentCacheStatistics(
+                num_entries=len(self._entries),
+                num_bytes=self._num_bytes,
+                max_bytes=self._max_bytes,
+                num_hits=self._num_hits,
+                num_misses=self._num_misses,
+            )
+
+
+def _cost(text: str, token_ids: list[int]) -> int:
+    return sys.getsizeof(text) + BYTES_PER_TOKEN * len(token_ids) + ENTRY_BYTES

@@ -1,0 +1,227 @@
+"""Tokenizer: one model's text ⇄ token ids, from the files that its replicas hand out.
+
+Owns the choice of backend (fastokens where it provably equals the reference, else Hugging Face
+tokenizers) and the cache of encoded segments. Knows nothing of chats, of HTTP or of blocks.
+
+A rendered chat is split at its special tokens, which byte-pair merges never cross, and each piece
+between them is looked up by its text: a conversation of twenty turns encodes only its newest. Whether
+that is true of a tokenizer is not assumed but tried, on probe texts, when it is loaded.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import fastokens
+import tokenizers
+
+from replicas.protocol.status import TokenizerBundle
+from router.prompt.detokenizer import Detokenizer, TokenBytes, token_bytes_of
+from router.prompt.segments import SegmentCache
+
+REFERENCE_INLINE_CHARACTERS = 8_000
+FAST_INLINE_CHARACTERS = 32_000
+"""Texts longer than this are encoded in a thread (both backends release the GIL)."""
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+
+PROBES = (
+    "Hello, world! It's 2024-05-17 at 10:45, isn't it?",
+    "  leading spaces\n\n\nand\tblank lines  \r\n   trailing   ",
+    "def f(x: int) -> str:\n    return f'{x!r:>10}' * 3  # comment\n",
+    "Ünïcödé: naïve café, Straße, Ελληνικά, русский, 日本語のテキスト, 한국어, العربية, हिन्दी",
+    "emoji 👩‍👩‍👧‍👦 🇩🇰 👍🏽 and e\u0301 against é, ﬁ, ½, ²",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0123456789012345678901234567890",
+    '{"key": [1, 2.5, -3e10, null, true], "nested": {"a": "b\\n"}}',
+    "\x00\x01\x7f\u00a0\u2028\ufeff�",
+    "",
+    " ",
+    "\n",
+)
+
+Encode = Callable[[str], list[int]]
+
+
+class TokenizerError(ValueError):
+    """The bundle has no tokenizer, or one that cannot be read."""
+
+
+class Tokenizer:
+    """Encodes and decodes for one model. Safe to use from several threads."""
+
+    def __init__(self, bundle: TokenizerBundle, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self._reference = _load_reference(bundle)
+        self._encode_plain, self.backend = _choose_backend(self._reference)
+        self.inline_characters = (
+            FAST_INLINE_CHARACTERS if self.backend == "fastokens" else REFERENCE_INLINE_CHARACTERS
+        )
+        self.special_tokens = _special_tokens(self._reference)
+        self._token_bytes: TokenBytes | None = token_bytes_of(self._reference)
+        self.vocab_size: int = self._reference.get_vocab_size(with_added_tokens=True)
+        self.cache = SegmentCache(cache_bytes)
+        self._splitter = _splitter(self._reference, self._encode_plain, self.special_tokens)
+        self._affixes = _affixes(self._reference)
+
+    @property
+    def caches_segments(self) -> bool:
+        """Whether segments were proven to concatenate to the whole."""
+        return self._splitter is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised.
+
+        `add_special_tokens` applies the tokenizer's own post-processor (a leading BOS, say): for
+        plain prompts. A chat template writes what it needs by itself.
+        """
+        if add_special_tokens:
+            if self._affixes is None:
+                return _reference_ids(self._reference, text, add_special_tokens=True)
+            prefix, suffix = self._affixes
+            return [*prefix, *self.encode(text), *suffix]
+        if self._splitter is None:
+            return self._encode_plain(text)
+        token_ids: list[int] = []
+        cached, put = self.cache.get, self.cache.put
+        special_tokens = self.special_tokens
+        for position, piece in enumerate(self._splitter.split(text)):
+            if position % 2:
+                token_ids.append(special_tokens[piece])
+            elif piece:
+                known = cached(piece)
+                if known is None:
+                    known = self._encode_plain(piece)
+                    put(piece, known)
+                token_ids += known
+        return token_ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """As `encode`, in a thread where so much of the text is new that it would hold up the loop."""
+        if len(text) > self.inline_characters and self._num_new_characters(text) > self.inline_characters:
+            return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def num_tokens_through(self, text: str, end: int) -> int:
+        """Tokens of `text` up to the first special token at or after character `end`."""
+        if self._splitter is None:
+            return len(self._encode_plain(text[:end]))
+        match = self._splitter.search(text, end)
+        return len(self.encode(text[: match.start()] if match else text))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self._reference.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """What one token alone stands for, special or not: as text, and as the bytes behind it."""
+        text = self.decode((token_id,))
+        if self._token_bytes is not None and 0 <= token_id < len(self._token_bytes.with_special):
+            return text, self._token_bytes.with_special[token_id]
+        return text, text.encode()
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token."""
+        return [self._reference.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def new_detokenizer(self, stop: Sequence[str] = (), *, min_tokens: int = 0) -> Detokenizer:
+        return Detokenizer(self._reference, self._token_bytes, stop, min_tokens=min_tokens)
+
+    def _num_new_characters(self, text: str) -> int:
+        if self._splitter is None:
+            return len(text)
+        pieces = self._splitter.split(text)[::2]
+        return sum(len(piece) for piece in pieces if piece and piece not in self.cache)
+
+
+def _load_reference(bundle: TokenizerBundle) -> tokenizers.Tokenizer:
+    source = bundle.files.get("tokenizer.json")
+    if source is None:
+        raise TokenizerError("the model has no tokenizer.json")
+    try:
+        reference = tokenizers.Tokenizer.from_buffer(source)
+    except ValueError as error:
+        raise TokenizerError(f"the model's tokenizer.json cannot be read: {error}") from error
+    reference.no_truncation()
+    reference.no_padding()
+    return reference
+
+
+def _reference_ids(
+    reference: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> list[int]:
+    # encode() would hold the GIL for the whole text.
+    ids: list[int] = reference.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+def _choose_backend(reference: tokenizers.Tokenizer) -> tuple[Encode, str]:
+    def encode_reference(text: str) -> list[int]:
+        return _reference_ids(reference, text)
+
+    try:
+        fast = fastokens.Tokenizer.from_json_str(reference.to_str())
+    except (ValueError, NotImplementedError):  # a kind of tokenizer that fastokens does not know
+        return encode_reference, "tokenizers"
+
+    def encode_fast(text: str) -> list[int]:
+        ids: list[int] = fast.encode(text).ids
+        return ids
+
+    probes = [*PROBES, _joined(PROBES, _special_tokens(reference))]
+    try:
+        equal = all(encode_fast(probe) == encode_reference(probe) for probe in probes)
+    except (ValueError, RuntimeError):
+        equal = False
+    return (encode_fast, "fastokens") if equal else (encode_reference, "tokenizers")
+
+
+def _special_tokens(reference: tokenizers.Tokenizer) -> dict[str, int]:
+    added = reference.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special and token.content}
+
+
+def _splitter(
+    reference: tokenizers.Tokenizer, encode: Encode, special_tokens: dict[str, int]
+) -> "re.Pattern[str] | None":
+    """A pattern that splits at special tokens, if the pieces' ids concatenate to those of the whole."""
+    added: list[dict[str, Any]] = json.loads(reference.to_str())["added_tokens"]
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
+        return None
+    if not special_tokens:
+        return None
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    for separator in longest_first[:8]:
+        for probes in (PROBES, PROBES[::-1]):
+            text = separator.join(probes)
+            expected: list[int] = []
+            for position, piece in enumerate(pattern.split(text)):
+                if position % 2:
+                    expected.append(special_tokens[piece])
+                elif piece:
+                    expected += encode(piece)
+            if encode(text) != expected:
+                return None
+    return pattern
+
+
+def _affixes(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
+    """What the post-processor puts before and after every text; None if it does something else."""
+    bare = _reference_ids(reference, PROBES[0])
+    full = _reference_ids(reference, PROBES[0], add_special_tokens=True)
+    starts = (start for start in range(len(full) - len(bare) + 1) if full[start : start + len(bare)] == bare)
+    start = next(starts, None)
+    if start is None:
+        return None
+    prefix, suffix = full[:start], full[start + len(bare) :]
+    for probe in PROBES:
+        whole = _reference_ids(reference, probe, add_special_tokens=True)
+        if whole != prefix + _reference_ids(reference, probe) + suffix:
+            return None
+    return prefix, suffix
+
+
+def _joined(probes: Sequence[str], special_tokens: dict[str, int]) -> str:
+    separators = list(special_tokens)[:8] or [" "]
+    return "".join(probe + separators[position % len(separators)] for position, probe in enumerate(probes))
