@@ -1,0 +1,110 @@
+"""ReplicaMetrics: what a replica tells Prometheus.
+
+Owns the names and the HTTP port. Knows nothing of where the numbers come from but frames.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from replicas.protocol.frames import StepFrame
+
+STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class ReplicaMetrics:
+    """Updated on the event loop, one call per frame."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.steps = Counter("replica_steps_total", "Engine steps", registry=registry)
+        self.step_seconds = Histogram(
+            "replica_step_seconds",
+            "Time of one engine step",
+            buckets=STEP_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "replica_prompt_tokens_total", "Prompt tokens of requests that began", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "replica_cached_tokens_total", "Prompt tokens that were read from the cache", registry=registry
+        )
+        self.generated_tokens = Counter(
+            "replica_generated_tokens_total", "Tokens that were generated", registry=registry
+        )
+        self.refusals = Counter(
+            "replica_refusals_total", "Choices that ended with a refusal", ["code"], registry=registry
+        )
+        self.running = Gauge("replica_running_requests", "Requests in the batch", registry=registry)
+        self.waiting = Gauge("replica_waiting_requests", "Requests that wait", registry=registry)
+        self.pending_tokens = Gauge(
+            "replica_pending_tokens", "Prompt tokens that are still to be computed", registry=registry
+        )
+        self.used_blocks = Gauge("replica_used_blocks", "KV blocks that requests hold", registry=registry)
+        self.cached_blocks = Gauge(
+            "replica_cached_blocks", "KV blocks that can be found by hash", registry=registry
+        )
+        self.total_blocks = Gauge("replica_total_blocks", "KV blocks that there are", registry=registry)
+        self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
+        self.index_changes = Counter(
+            "replica_index_changes_total", "Changes written to the index stream", registry=registry
+        )
+        self.index_rewrites = Counter(
+            "replica_index_rewrites_total", "Times the whole index set was written", registry=registry
+        )
+        self.index_hashes = Gauge(
+            "replica_index_hashes", "Hashes that the index should hold for this replica", registry=registry
+        )
+        self.index_lag_seconds = Gauge(
+            "replica_index_lag_seconds",
+            "Age of the oldest event in the latest index write, when it was written",
+            registry=registry,
+        )
+        # vLLM's names for the same two numbers, so that its dashboards work unchanged.
+        self._vllm_queries = Counter(
+            "vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache", registry=registry
+        )
+        self._vllm_hits = Counter(
+            "vllm:prefix_cache_hits_total", "Prompt tokens found in the cache", registry=registry
+        )
+
+    def observe(self, frame: StepFrame, step_seconds: float) -> None:
+        if step_seconds > 0:
+            self.steps.inc()
+            self.step_seconds.observe(step_seconds)
+        prompt = cached = generated = 0
+        for delta in frame.deltas:
+            generated += len(delta.token_ids)
+            if delta.usage is not None:
+                prompt += delta.usage.num_prompt_tokens
+                cached += delta.usage.num_cached_tokens
+            if delta.refusal is not None:
+                self.refusals.labels(delta.refusal.code.value).inc()
+        self.generated_tokens.inc(generated)
+        if prompt:
+            self.prompt_tokens.inc(prompt)
+            self._vllm_queries.inc(prompt)
+            self.cached_tokens.inc(cached)
+            self._vllm_hits.inc(cached)
+        load = frame.load
+        self.running.set(load.num_running)
+        self.waiting.set(load.num_waiting)
+        self.pending_tokens.set(load.num_pending_tokens)
+        self.used_blocks.set(load.num_used_blocks)
+        self.cached_blocks.set(load.num_cached_blocks)
+        self.total_blocks.set(load.num_total_blocks)
+
+
+@asynccontextmanager
+async def metrics_endpoint(metrics: ReplicaMetrics, host: str, port: int) -> AsyncIterator[int]:
+    """Serve /metrics from a thread while the block runs; yields the port. Raises OSError if it is taken."""
+    server, thread = start_http_server(port, host, metrics.registry)
+    try:
+        yield server.server_port
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        await asyncio.to_thread(thread.join)

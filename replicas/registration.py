@@ -1,0 +1,153 @@
+"""Registration: the lease that says this replica is alive, renewed with each heartbeat.
+
+Owns the replica's record in Redis. Knows nothing of engines or streams, and of the index only the name
+of its set and the number of its newest change.
+
+A record is written only while it is absent or our own: WATCH, read, MULTI. Another epoch in it, once
+we have been registered, means that a newer incarnation has taken our name: then we are the ghost, and
+`on_lost` is called. An epoch that was there before we came is a dead predecessor; its set is removed.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, WatchError
+
+from replicas.protocol.keys import (
+    MODELS_KEY,
+    ReplicaRecord,
+    blocks_key,
+    encode_record,
+    replica_key,
+    replicas_key,
+)
+from replicas.protocol.status import Epoch, ReplicaId
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseLost(Exception):
+    """Another incarnation serves under this replica's id."""
+
+
+class Index(Protocol):
+    """What the heartbeat needs of the index writer."""
+
+    @property
+    def set_key(self) -> str: ...
+
+    def check(self, number: int, num_members: int) -> None: ...
+
+
+class Registration:
+    def __init__(
+        self,
+        redis: "Redis",
+        model: str,
+        replica_id: ReplicaId,
+        epoch: Epoch,
+        *,
+        record: Callable[[], ReplicaRecord],
+        index: Index,
+        lease_seconds: float,
+        heartbeat_seconds: float,
+        set_ttl_seconds: float,
+        on_lost: Callable[[LeaseLost], None],
+    ) -> None:
+        self._redis = redis
+        self._model = model
+        self._replica_id = replica_id
+        self._epoch = epoch
+        self._key = replica_key(model, replica_id)
+        self._record = record
+        self._index = index
+        self._lease_ms = int(lease_seconds * 1000)
+        self._heartbeat_seconds = heartbeat_seconds
+        self._set_ttl_ms = int(set_ttl_seconds * 1000)
+        self._on_lost = on_lost
+        self._due = asyncio.Event()
+        self._due.set()
+        self._registered = asyncio.Event()
+        self._is_redis_away = False
+
+    def announce(self) -> None:
+        """Write the record now: something in it has changed that cannot wait for the next heartbeat."""
+        self._due.set()
+
+    async def wait_registered(self) -> None:
+        """Return once the record has been written for the first time."""
+        await self._registered.wait()
+
+    async def run(self) -> None:
+        """Renew the lease until cancelled, or until it is lost."""
+        while True:
+            self._due.clear()
+            try:
+                if not await self._beat():
+                    continue
+            except LeaseLost as lost:
+                self._on_lost(lost)
+                return
+            except (RedisError, OSError) as error:
+                if not self._is_redis_away:
+                    logger.warning("cannot reach Redis; serving on without it error=%r", error)
+                self._is_redis_away = True
+            else:
+                if self._is_redis_away:
+                    logger.info("Redis is back")
+                self._is_redis_away = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await self._due.wait()
+
+    async def remove(self) -> None:
+        """Take the record away, if it is still ours. Raises RedisError or OSError."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(self._key)
+            if _text(await pipeline.hget(self._key, "epoch")) != self._epoch:
+                return
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.delete(self._key)
+            pipeline.srem(replicas_key(self._model), self._replica_id)
+            with contextlib.suppress(WatchError):  # somebody else's by now
+                await pipeline.execute()
+
+    async def _beat(self) -> bool:
+        """One heartbeat; False if the record was touched meanwhile and must be looked at again."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(self._key)
+            holder = _text(await pipeline.hget(self._key, "epoch"))
+            predecessor = None
+            if holder is not None and holder != self._epoch:
+                if self._registered.is_set():
+                    raise LeaseLost(
+                        f"replica {self._replica_id} is served by another process: epoch {holder} has"
+                        f" taken the place of {self._epoch}"
+                    )
+                predecessor = Epoch(holder)
+            record = self._record()
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.scard(self._index.set_key)
+            pipeline.hset(self._key, mapping=encode_record(record))  # type: ignore[arg-type]
+            pipeline.pexpire(self._key, self._lease_ms)
+            pipeline.sadd(replicas_key(self._model), self._replica_id)
+            pipeline.pexpire(self._index.set_key, self._set_ttl_ms)
+            if predecessor is not None:
+                pipeline.unlink(blocks_key(self._model, self._replica_id, predecessor))
+            try:
+                num_members, *_ = await pipeline.execute()
+            except WatchError:
+                return False
+        # Another hash slot than the model's keys, so outside the transaction.
+        await self._redis.sadd(MODELS_KEY, self._model)
+        self._registered.set()
+        self._index.check(record.last_change, num_members)
+        return True
+
+
+def _text(value: object) -> str | None:
+    return value.decode() if isinstance(value, bytes) else None
