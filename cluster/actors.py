@@ -1,0 +1,157 @@
+"""ReplicaActor: one replica as a Ray actor; and how such an actor is placed, found again and removed.
+
+Owns names in Ray, placement groups and the runtime environment of replicas. Decides nothing: what
+should run is the controller's business, and what a replica does is `replicas.host`'s.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import PoolSpec
+from replicas.config import ReplicaConfig
+from replicas.protocol.status import Epoch, ReplicaId
+
+NAMESPACE = "kvasir"
+CONTROLLER_NAME = "fleet-controller"
+_REPLICA_PREFIX = "replica:"
+
+ReplicaHandle: TypeAlias = Any
+"""Ray's handle to a ReplicaActor. Its methods exist at run time only, so there is no type to check."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a replica says of itself when it has started."""
+
+    pid: int
+    address: str
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailure:
+    """Why a replica will not start, in its own words. Trying again may help, or may not."""
+
+    sentence: str
+
+
+class ReplicaActor:
+    """Hosts one ReplicaHost. Plain values in and out, so that the caller needs none of its modules."""
+
+    def __init__(self, config: ReplicaConfig, log_directory: str | None) -> None:
+        # Here, since the controller and `kvasir up` import this file too, and need none of all that.
+        from replicas.host import ReplicaHost
+
+        log_to(log_directory, config.replica_id)
+        self._host = ReplicaHost(config)
+        self._outcome: ReplicaReport | StartFailure | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> ReplicaReport | StartFailure:
+        """Serve, and say where. Called again, by a controller that has lost its memory, it only says."""
+        async with self._starting:
+            if self._outcome is None:
+                self._outcome = await self._start()
+            return self._outcome
+
+    async def _start(self) -> ReplicaReport | StartFailure:
+        try:
+            await self._host.start()
+        except Exception as error:
+            logger.exception("the replica did not start")
+            return StartFailure(str(error) or repr(error))
+        return ReplicaReport(os.getpid(), self._host.address, self._host.epoch)
+
+    async def run_until_dead(self) -> str:
+        """Pending while the replica lives: the controller's sentinel. Ends with what killed the engine."""
+        try:
+            await self._host.wait_dead()
+        except Exception as error:
+            logger.exception("the engine died")
+            return str(error) or repr(error)
+        return "its engine ended"
+
+    async def drain(self) -> None:
+        """Admit nothing more; return when everything in flight has finished."""
+        await self._host.drain()
+
+    async def stop(self) -> None:
+        await self._host.stop()
+
+
+def log_to(directory: str | None, name: str) -> None:
+    """Send this process's log to `directory/name.log`, or to standard error."""
+    handler = (
+        logging.StreamHandler() if directory is None else logging.FileHandler(Path(directory) / f"{name}.log")
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | None) -> ReplicaHandle:
+    """Create the actor of a replica. It starts when Ray has found room for it, which may be never."""
+    name = _REPLICA_PREFIX + replica_id
+    await asyncio.to_thread(_remove_group, name)
+    group = await asyncio.to_thread(_create_group, pool, name)
+    environment = {
+        "OMP_NUM_THREADS": str(pool.num_threads),
+        # The actor both forks and serves gRPC; nothing forked ever calls gRPC.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+    }
+    config = dataclasses.replace(
+        pool.config_of(replica_id), num_threads=pool.replica.num_threads or pool.num_threads
+    )
+    actor_class: Any = ray.remote(ReplicaActor)
+    options = actor_class.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=0,  # with restarts of Ray's own a death is seen after 1.5 s instead of 10 ms
+        max_concurrency=1000,
+        num_cpus=pool.bundles()[0].get("CPU", 0),
+        num_gpus=pool.bundles()[0].get("GPU", 0),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        runtime_env={"env_vars": environment},
+    )
+    return await asyncio.to_thread(options.remote, config, log_directory)
+
+
+def find() -> dict[ReplicaId, ReplicaHandle]:
+    """The replicas' actors that live in this Ray cluster, whoever made them."""
+    found = {}
+    for name in ray.util.list_named_actors():
+        if name.startswith(_REPLICA_PREFIX):
+            try:
+                found[ReplicaId(name.removeprefix(_REPLICA_PREFIX))] = ray.get_actor(name, NAMESPACE)
+            except ValueError:
+                logger.info("%s ended while it was looked up", name)
+    return found
+
+
+def remove(replica_id: ReplicaId, actor: ReplicaHandle | None) -> None:
+    """End the actor, if it lives, and give its place back."""
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
+    _remove_group(_REPLICA_PREFIX + replica_id)
+
+
+def _create_group(pool: PoolSpec, name: str) -> Any:
+    return placement_group(list(pool.bundles()), strategy="PACK", name=name, lifetime="detached")
+
+
+def _remove_group(name: str) -> None:
+    for entry in placement_group_table().values():
+        if entry["name"] == name and entry["state"] != "REMOVED":
+            remove_placement_group(ray.util.get_placement_group(name))
