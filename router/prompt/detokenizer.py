@@ -11,7 +11,6 @@ import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import tokenizers
@@ -124,7 +123,7 @@ class _BytePieces:
     __slots__ = ("_decode", "_token_bytes")
 
     def __init__(self, token_bytes: tuple[bytes, ...]) -> None:
-        self._decode = _utf8_decoder()("replace").decode
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._token_bytes = token_bytes
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -192,11 +191,6 @@ def token_bytes_of(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
         if added.special:
             without_special[token_id] = b""
     return TokenBytes(tuple(with_special), tuple(without_special))
-
-
-@cache
-def _utf8_decoder() -> "type[codecs.IncrementalDecoder]":
-    return codecs.getincrementaldecoder("utf-8")
 
 
 def _byte_characters() -> list[str]:

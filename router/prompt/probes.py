@@ -1,0 +1,88 @@
+"""Conversations on which two template engines must agree before the faster one is trusted.
+
+Owns the examples: every shape of message that a request may carry, and every character that an engine
+might escape, trim or format in a way of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_WEATHER_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Look up the weather <now> & \"later\" in 'Århus'",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": ["Århus", "東京"]},
+                "days": {"type": "integer", "default": 3, "minimum": -1, "maximum": 1e21},
+                "scale": {"type": "number", "default": 0.1},
+                "verbose": {"type": "boolean", "default": False},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": None,
+    },
+}
+
+_PLAIN_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {"name": "stop", "description": "", "parameters": {}},
+}
+
+_CALL: Mapping[str, Any] = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Århus", "days": 2, "at": [1.5, None, True]}},
+}
+
+_HELLO = {"role": "user", "content": "Hello <b>& 'world'</b> \"quoted\" {{ not a template }}"}
+_SYSTEM = {"role": "system", "content": "  You are terse.\n\n"}
+_ANSWER = {"role": "assistant", "content": "Hi.\n"}
+_THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi.", "reasoning_content": "hm"}
+_CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_CALLING_WITH_TEXT = {"role": "assistant", "content": "Let me see.", "tool_calls": [_CALL, _CALL]}
+_RESULT = {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": '{"sky": "blå"}'}
+_UNICODE = {"role": "user", "content": "日本語 👩‍👩‍👧 é \u2028 \x00 \t tab\r\n"}
+_EMPTY = {"role": "user", "content": ""}
+_DEVELOPER = {"role": "developer", "content": "Answer in verse."}
+_NAMED = {"role": "user", "name": "ada", "content": "Who am I?"}
+
+_CONVERSATIONS: Sequence[Sequence[Mapping[str, Any]]] = (
+    (_HELLO,),
+    (_SYSTEM, _HELLO),
+    (_SYSTEM, _HELLO, _ANSWER, _UNICODE),
+    (_HELLO, _ANSWER, _HELLO, _THOUGHT, _NAMED),
+    (_SYSTEM, _HELLO, _CALLING, _RESULT),
+    (_HELLO, _CALLING_WITH_TEXT, _RESULT, _RESULT, _ANSWER, _HELLO),
+    (_DEVELOPER, _EMPTY),
+    (_SYSTEM, _SYSTEM, _HELLO, _HELLO, _ANSWER),
+    (_SYSTEM,),
+    (_ANSWER, _HELLO),
+    (_HELLO, {"role": "martian", "content": "?"}),
+    ({"role": "user"},),
+    ({"role": "user", "content": [{"type": "text", "text": "in parts"}]},),
+)
+
+
+def _probes() -> tuple[Mapping[str, Any], ...]:
+    probes: list[Mapping[str, Any]] = []
+    for messages in _CONVERSATIONS:
+        for tools in (None, [_WEATHER_TOOL, _PLAIN_TOOL]):
+            for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+                probes += [
+                    {
+                        "messages": messages,
+                        "tools": tools,
+                        "add_generation_prompt": add_generation_prompt,
+                        **variables,
+                    }
+                    for add_generation_prompt in (True, False)
+                ]
+    return tuple(probes)
+
+
+PROBE_CONVERSATIONS = _probes()
+"""Template variables, ready to render."""
