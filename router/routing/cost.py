@@ -1,0 +1,102 @@
+"""What it would cost to serve a request at a replica, in seconds.
+
+Owns the arithmetic and its parameters. Knows no policy: who is asked, and what happens with near-ties,
+is decided in `decision.py`.
+
+    cost(r) = wait(r) + prefill(uncached at r) + copy_price * rate * (deepest overlap - overlap at r)
+
+The first two terms are the expected time to first token. The last is the price of a copy: prefilling at
+r what another replica holds fills r's cache with a duplicate and evicts something else.
+"""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.routing.load import ReplicaLoad
+
+SPEED_BAND = 2.0
+"""Replicas whose measured speed is within this factor of the median count as equally fast.
+
+Measured rates wobble with the size of the last prompts; taken literally they would send every cold
+prompt to whoever last looked fastest, and no bucket would keep its home."""
+
+SPEED_LIMIT = 8.0
+"""No replica counts as slower or faster than the median by more: a wrong measurement must not starve it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostParameters:
+    """`copy_price` is the design's lambda; 0 is the plain expected time to first token.
+
+    A request goes by affinity among replicas within `near_tie_tokens` of prefill and
+    `near_tie_requests` of the cheapest. Fleets up to `num_compared_candidates` are compared whole;
+    beyond, the first of the affinity order, the deepest holders and the idlest of a random draw.
+    """
+
+    copy_price: float = 4.0
+    near_tie_tokens: int = 256
+    near_tie_requests: int = 4
+    default_prefill_seconds_per_token: float = 1e-4
+    default_decode_step_seconds: float = 1e-2
+    num_compared_candidates: int = 16
+    num_affinity_candidates: int = 4
+    num_holder_candidates: int = 4
+    num_idle_candidates: int = 4
+
+
+class FleetRates(NamedTuple):
+    """What a typical replica of the fleet needs; what an unmeasured one is taken to need."""
+
+    prefill_seconds_per_token: float
+    decode_step_seconds: float
+
+
+class Cost(NamedTuple):
+    wait_seconds: float
+    prefill_seconds: float
+    copy_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.wait_seconds + self.prefill_seconds + self.copy_seconds
+
+
+def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
+    """Medians of the measured rates, defaults where nobody has measured."""
+    prefill = [load.prefill_seconds_per_token for load in loads if load.prefill_seconds_per_token is not None]
+    decode = [load.decode_step_seconds for load in loads if load.decode_step_seconds is not None]
+    return FleetRates(
+        statistics.median(prefill) if prefill else parameters.default_prefill_seconds_per_token,
+        statistics.median(decode) if decode else parameters.default_decode_step_seconds,
+    )
+
+
+def cost_of(
+    load: ReplicaLoad,
+    *,
+    num_uncached_tokens: int,
+    num_copied_tokens: int,
+    rates: FleetRates,
+    copy_price: float,
+) -> Cost:
+    """The cost of `num_uncached_tokens` at a replica that is this busy.
+
+    `num_copied_tokens` of them lie in another replica's cache. Whoever runs or waits there delays the
+    request by a decode step each: its own steps share their time with them, so that of two replicas
+    with equal caches and queues the one with the smaller batch is cheaper.
+    """
+    rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
+    step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
+    return Cost(
+        wait_seconds=load.num_pending_tokens * rate + load.num_requests * step,
+        prefill_seconds=num_uncached_tokens * rate,
+        copy_seconds=copy_price * rate * num_copied_tokens,
+    )
+
+
+def _own_or_typical(own: float | None, typical: float) -> float:
+    if own is None or typical / SPEED_BAND <= own <= typical * SPEED_BAND:
+        return typical
+    return min(max(own, typical / SPEED_LIMIT), typical * SPEED_LIMIT)

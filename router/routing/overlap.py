@@ -1,0 +1,271 @@
+"""PrefixIndex: which replica holds how much of a prompt, as far as this router knows.
+
+Owns the mirror's data and the predictions. Knows neither Redis nor time: changes are handed in.
+
+One dictionary maps a block hash to a bitmask of the replicas that hold it, stored or predicted, so that
+a lookup asks for all of them at once. Each replica also has the set of its stored hashes and the counts
+of its predicted ones; the bit is set exactly while the hash is in either.
+
+The index is *thinned*: replicas report every `blocks_per_stride`-th block of a chain and the last full
+block of each prompt. Hashes are chained, so a hash that is present stands for everything before it::
+
+    block      0  1  2  3  4  5  6  7  8  9 10 11        blocks_per_stride = 4
+    reported            x           x     x              prompt of 10 full blocks
+                        └─ walk ────┘  └─ probe: up to one stride past the last hit, deepest first
+
+A missing stride position ends the walk for that replica: what lies behind a hole is not believed.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import IndexChange, blocks_per_stride
+from replicas.protocol.status import Epoch, ReplicaId
+
+MAX_PREDICTED_BLOCKS = 200_000
+
+
+class ChangeOutcome(enum.Enum):
+    APPLIED = "applied"
+    STALE = "stale"
+    """Contained in what was replaced or applied already; ignored."""
+    GAP = "gap"
+    """Changes before it are missing; ignored, and the replica's set must be read again."""
+    UNKNOWN = "unknown"
+    """Of a replica or an epoch that `replace` was not last called with; ignored."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prediction:
+    replica: "_Replica"
+    block_hashes: Sequence[BlockHash]
+    cancelled: set[BlockHash] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    replica_id: ReplicaId
+    bit: int
+    epoch: Epoch | None = None
+    last_change: int = 0
+    stored: set[BlockHash] = field(default_factory=set)
+    predicted: dict[BlockHash, int] = field(default_factory=dict)
+    predictions: dict[int, _Prediction] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    def __init__(
+        self, block_size: int, index_stride: int, *, max_predicted_blocks: int = MAX_PREDICTED_BLOCKS
+    ) -> None:
+        self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
+        self._max_predicted_blocks = max_predicted_blocks
+        self._holders: dict[BlockHash, int] = {}
+        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._replica_ids: list[ReplicaId | None] = []
+        """By slot. A slot is free (None) only after every bit of its last replica has been swept."""
+        self._predictions: dict[int, _Prediction] = {}
+        self._num_predicted_blocks = 0
+
+    def thin(self, block_size: int, index_stride: int) -> None:
+        """From now on the index is thinned like this: for a model whose replicas were all replaced."""
+        self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
+
+    @property
+    def num_entries(self) -> int:
+        """Pairs of replica and stored hash."""
+        return sum(len(replica.stored) for replica in self._replicas.values())
+
+    @property
+    def num_predictions(self) -> int:
+        return len(self._predictions)
+
+    def num_stored(self, replica_id: ReplicaId) -> int:
+        replica = self._replicas.get(replica_id)
+        return 0 if replica is None else len(replica.stored)
+
+    def epoch(self, replica_id: ReplicaId) -> Epoch | None:
+        """The epoch last given to `replace`; None for a replica that it was never called for."""
+        replica = self._replicas.get(replica_id)
+        return None if replica is None else replica.epoch
+
+    def last_change(self, replica_id: ReplicaId) -> int:
+        """The number of the newest change that is known to be contained; 0 if none is."""
+        replica = self._replicas.get(replica_id)
+        return 0 if replica is None else replica.last_change
+
+    def stored(self, replica_id: ReplicaId) -> frozenset[BlockHash]:
+        replica = self._replicas.get(replica_id)
+        return frozenset() if replica is None else frozenset(replica.stored)
+
+    def overlaps(self, block_hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:
+        """Leading blocks of this chain at each replica that has any."""
+        holders = self._holders
+        stride = self._blocks_per_stride
+        num_blocks = len(block_hashes)
+        depths: dict[ReplicaId, int] = {}
+        walking = (1 << len(self._replica_ids)) - 1
+        depth = 0
+        while walking and depth < num_blocks:
+            end = depth + stride
+            reached = walking & holders.get(block_hashes[end - 1], 0) if end <= num_blocks else 0
+            if reached != walking:
+                self._probe(block_hashes, depth, min(end - 1, num_blocks), walking & ~reached, depths)
+            walking = reached
+            depth = end
+        self._set_depth(walking, min(depth, num_blocks), depths)
+        return depths
+
+    def _probe(
+        self, block_hashes: Sequence[BlockHash], depth: int, end: int, mask: int, depths: dict[ReplicaId, int]
+    ) -> None:
+        """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`."""
+        holders = self._holders
+        for block in range(end - 1, depth - 1, -1):
+            found = mask & holders.get(block_hashes[block], 0)
+            if found:
+                self._set_depth(found, block + 1, depths)
+                mask &= ~found
+                if not mask:
+                    return
+        if depth:
+            self._set_depth(mask, depth, depths)
+
+    def _set_depth(self, mask: int, depth: int, depths: dict[ReplicaId, int]) -> None:
+        while mask:
+            lowest = mask & -mask
+            replica_id = self._replica_ids[lowest.bit_length() - 1]
+            assert replica_id is not None, "a bit is set in a slot that nobody has"
+            depths[replica_id] = depth
+            mask ^= lowest
+
+    def replace(
+        self, replica_id: ReplicaId, epoch: Epoch, hashes: Iterable[BlockHash], *, last_change: int = 0
+    ) -> None:
+        """What the replica holds now. `hashes` contain every change up to `last_change`, maybe more.
+
+        Predictions stay, unless they were made for another incarnation.
+        """
+        replica = self._replica(replica_id)
+        if replica.epoch not in (None, epoch):
+            self._end_all_predictions(replica)
+        replica.epoch = epoch
+        replica.last_change = last_change
+        now_stored = set(hashes)
+        gone = replica.stored - now_stored
+        new = now_stored - replica.stored
+        replica.stored = now_stored
+        for block_hash in gone:
+            if block_hash not in replica.predicted:
+                self._clear_bit(block_hash, replica.bit)
+        self._set_bits(new, replica.bit)
+
+    def apply(self, change: IndexChange) -> ChangeOutcome:
+        replica = self._replicas.get(change.replica_id)
+        if replica is None or replica.epoch != change.epoch:
+            return ChangeOutcome.UNKNOWN
+        if change.number <= replica.last_change:
+            return ChangeOutcome.STALE
+        if change.number > replica.last_change + 1:
+            return ChangeOutcome.GAP
+        replica.last_change = change.number
+        if change.cleared:
+            self._end_all_predictions(replica)
+            self._sweep(replica)
+        for block_hash in change.removed:
+            self._remove(replica, block_hash)
+        replica.stored.update(change.added)
+        self._set_bits(change.added, replica.bit)
+        return ChangeOutcome.APPLIED
+
+    def forget(self, replica_id: ReplicaId) -> None:
+        """The replica is gone, with its predictions. Unknown ones are ignored."""
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return
+        self._end_all_predictions(replica)
+        self._sweep(replica)
+        self._replica_ids[replica.bit.bit_length() - 1] = None
+
+    def predict(self, prediction_id: int, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> None:
+        """These blocks are about to be computed at the replica: count them until the prediction ends.
+
+        A removal of such a block ends it for that block. Predictions beyond the limit end the oldest.
+        """
+        assert prediction_id not in self._predictions, "prediction ids are used once"
+        block_hashes = block_hashes[: self._max_predicted_blocks]
+        while self._num_predicted_blocks + len(block_hashes) > self._max_predicted_blocks:
+            self.end_prediction(next(iter(self._predictions)))
+        replica = self._replica(replica_id)
+        prediction = _Prediction(replica, block_hashes)
+        self._predictions[prediction_id] = replica.predictions[prediction_id] = prediction
+        self._num_predicted_blocks += len(block_hashes)
+        predicted = replica.predicted
+        for block_hash in block_hashes:
+            predicted[block_hash] = predicted.get(block_hash, 0) + 1
+        self._set_bits(block_hashes, replica.bit)
+
+    def end_prediction(self, prediction_id: int) -> None:
+        """Unknown ones (ended with their replica, or by the limit) are ignored."""
+        prediction = self._predictions.pop(prediction_id, None)
+        if prediction is None:
+            return
+        replica = prediction.replica
+        del replica.predictions[prediction_id]
+        self._num_predicted_blocks -= len(prediction.block_hashes)
+        cancelled = prediction.cancelled or ()
+        for block_hash in prediction.block_hashes:
+            if block_hash in cancelled:
+                continue
+            count = replica.predicted[block_hash] - 1
+            if count:
+                replica.predicted[block_hash] = count
+                continue
+            del replica.predicted[block_hash]
+            if block_hash not in replica.stored:
+                self._clear_bit(block_hash, replica.bit)
+
+    def _remove(self, replica: _Replica, block_hash: BlockHash) -> None:
+        is_predicted = replica.predicted.pop(block_hash, None) is not None
+        if is_predicted:
+            for prediction in replica.predictions.values():
+                if prediction.cancelled is None:
+                    prediction.cancelled = set()
+                prediction.cancelled.add(block_hash)
+        if is_predicted or block_hash in replica.stored:
+            replica.stored.discard(block_hash)
+            self._clear_bit(block_hash, replica.bit)
+
+    def _end_all_predictions(self, replica: _Replica) -> None:
+        for prediction_id in list(replica.predictions):
+            self.end_prediction(prediction_id)
+
+    def _sweep(self, replica: _Replica) -> None:
+        for block_hash in replica.stored:
+            self._clear_bit(block_hash, replica.bit)
+        replica.stored.clear()
+
+    def _set_bits(self, block_hashes: Iterable[BlockHash], bit: int) -> None:
+        holders = self._holders
+        for block_hash in block_hashes:
+            holders[block_hash] = holders.get(block_hash, 0) | bit
+
+    def _clear_bit(self, block_hash: BlockHash, bit: int) -> None:
+        others = self._holders[block_hash] & ~bit
+        if others:
+            self._holders[block_hash] = others
+        else:
+            del self._holders[block_hash]
+
+    def _replica(self, replica_id: ReplicaId) -> _Replica:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            if None in self._replica_ids:
+                slot = self._replica_ids.index(None)
+                self._replica_ids[slot] = replica_id
+            else:
+                slot = len(self._replica_ids)
+                self._replica_ids.append(replica_id)
+            replica = self._replicas[replica_id] = _Replica(replica_id, 1 << slot)
+        return replica

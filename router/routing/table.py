@@ -1,0 +1,236 @@
+"""RoutingTable: the replicas of every model, and one synchronous step from a prompt to a reservation.
+
+Owns the load book and one prefix index per model. Knows neither tokens nor text nor how replicas are
+found and reached. `route()` reads, decides, reserves and predicts without giving up control once, so
+two requests of one event loop never decide on the same state.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import blocks_per_stride
+from replicas.protocol.status import ModelCard, ReplicaId
+from router.errors import NoReplicaAvailable, UnknownModel
+from router.routing.cost import CostParameters
+from router.routing.decision import Decision, RoutingRequest
+from router.routing.load import LoadBook, ReplicaLoad, Reservation
+from router.routing.overlap import PrefixIndex
+from router.routing.policies import POLICIES
+
+if TYPE_CHECKING:
+    import random
+
+LINGER_SECONDS = 0.2
+"""A prediction outlives the first token by so long: the index hears of the blocks a little later."""
+
+
+@dataclass(slots=True)
+class _Model:
+    index: PrefixIndex
+    blocks_per_stride: int
+    replicas: dict[ReplicaId, ModelCard] = field(default_factory=dict)
+    draining: set[ReplicaId] = field(default_factory=set)
+
+
+class RoutedRequest:
+    """A decision that has been acted upon. Leaving it gives everything back, whatever happened."""
+
+    __slots__ = ("_end_prediction", "_reservation", "decision")
+
+    def __init__(
+        self, decision: Decision, reservation: Reservation, end_prediction: Callable[[bool], None]
+    ) -> None:
+        self.decision = decision
+        self._reservation = reservation
+        self._end_prediction: Callable[[bool], None] | None = end_prediction
+
+    def first_token(self) -> None:
+        """The prompt has been computed: its blocks are stored and its prefill is over."""
+        self._reservation.first_token()
+        self._finish_prediction(is_computed=True)
+
+    def close(self) -> None:
+        self._reservation.release()
+        self._finish_prediction(is_computed=False)
+
+    def _finish_prediction(self, *, is_computed: bool) -> None:
+        if self._end_prediction is not None:
+            end_prediction, self._end_prediction = self._end_prediction, None
+            end_prediction(is_computed)
+
+    def __enter__(self) -> "RoutedRequest":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RoutingTable:
+    """`clock` is any clock in seconds; without one, predictions end with the first token at once."""
+
+    def __init__(
+        self,
+        policy: str,
+        parameters: CostParameters,
+        rng: "random.Random",
+        *,
+        clock: Callable[[], float] | None = None,
+        linger_seconds: float = LINGER_SECONDS,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"there is no routing policy {policy!r}; there are {', '.join(POLICIES)}")
+        self._policy = POLICIES[policy]
+        self._parameters = parameters
+        self._rng = rng
+        self._clock = clock
+        self._linger_seconds = linger_seconds
+        self._models: dict[str, _Model] = {}
+        self._model_of: dict[ReplicaId, str] = {}
+        self._num_routed = 0
+        self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
+        self.loads = LoadBook()
+
+    @property
+    def models(self) -> list[str]:
+        """Every model that a replica was ever added for."""
+        return list(self._models)
+
+    @property
+    def num_predictions(self) -> int:
+        return sum(model.index.num_predictions for model in self._models.values())
+
+    def add_replica(self, replica_id: ReplicaId, card: ModelCard, index_stride: int) -> None:
+        """A ready replica. Adding one that is there already gives it its new card and ends its drain.
+
+        Raises ValueError if the model's other replicas thin their index differently: then no walk
+        through the index would be right for all.
+        """
+        if self._model_of.get(replica_id, card.name) != card.name:
+            self.remove_replica(replica_id)
+        stride = blocks_per_stride(card.block_size, index_stride)
+        model = self._models.get(card.name)
+        if model is None:
+            model = _Model(PrefixIndex(card.block_size, index_stride), stride)
+            self._models[card.name] = model
+        elif model.blocks_per_stride != stride and set(model.replicas) <= {replica_id}:
+            model.index.thin(card.block_size, index_stride)
+            model.blocks_per_stride = stride
+        elif model.blocks_per_stride != stride:
+            raise ValueError(
+                f"replica {replica_id} indexes every {stride} blocks of {card.name},"
+                f" the others every {model.blocks_per_stride}"
+            )
+        model.replicas[replica_id] = card
+        model.draining.discard(replica_id)
+        self._model_of[replica_id] = card.name
+
+    def remove_replica(self, replica_id: ReplicaId) -> None:
+        """The replica is gone, with its load, its index and its predictions. Unknown ones are ignored."""
+        name = self._model_of.pop(replica_id, None)
+        if name is None:
+            return
+        model = self._models[name]
+        del model.replicas[replica_id]
+        model.draining.discard(replica_id)
+        model.index.forget(replica_id)
+        self.loads.forget(replica_id)
+
+    def set_draining(self, replica_id: ReplicaId) -> None:
+        """The replica takes nothing new. Unknown ones are ignored."""
+        name = self._model_of.get(replica_id)
+        if name is not None:
+            self._models[name].draining.add(replica_id)
+
+    def update_load(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
+        """A snapshot from the replica's stream. One of a replica that is gone is ignored."""
+        if replica_id in self._model_of:
+            self.loads.update(replica_id, snapshot)
+
+    def update_load_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
+        """A snapshot from the replica's heartbeat, which counts while its stream is silent."""
+        if replica_id in self._model_of:
+            self.loads.update_from_registry(replica_id, snapshot)
+
+    def replica_ids(self, model: str) -> list[ReplicaId]:
+        """All replicas of the model, those that drain as well. Raises UnknownModel."""
+        return list(self._model(model).replicas)
+
+    def load(self, replica_id: ReplicaId) -> ReplicaLoad:
+        return self.loads.view(replica_id)
+
+    def index(self, model: str) -> PrefixIndex:
+        """The same object for as long as the table lives. Raises UnknownModel."""
+        return self._model(model).index
+
+    def route(
+        self,
+        model: str,
+        request: RoutingRequest,
+        block_hashes: Sequence[BlockHash],
+        *,
+        exclude: Collection[ReplicaId] = (),
+    ) -> RoutedRequest:
+        """Decide, reserve and predict. Raises UnknownModel or NoReplicaAvailable."""
+        fleet = self._model(model)
+        self._end_lingering()
+        view = self.loads.view
+        replicas = {
+            replica_id: view(replica_id)
+            for replica_id in fleet.replicas
+            if replica_id not in fleet.draining and replica_id not in exclude
+        }
+        if not replicas:
+            raise NoReplicaAvailable(f"no replica of {model} is ready just now")
+        request = dataclasses.replace(request, sequence=self._num_routed)
+        overlaps = fleet.index.overlaps(block_hashes)
+        decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
+        return self._act(fleet.index, request, block_hashes, overlaps, decision)
+
+    def _act(
+        self,
+        index: PrefixIndex,
+        request: RoutingRequest,
+        block_hashes: Sequence[BlockHash],
+        overlaps: dict[ReplicaId, int],
+        decision: Decision,
+    ) -> RoutedRequest:
+        prediction_id = self._num_routed
+        self._num_routed += 1
+        reservation = self.loads.reserve(
+            decision.replica_id,
+            num_uncached_tokens=request.num_tokens - decision.overlap_tokens,
+            num_tokens=request.num_tokens,
+        )
+        index.predict(
+            prediction_id, decision.replica_id, block_hashes[overlaps.get(decision.replica_id, 0) :]
+        )
+
+        def end_prediction(is_computed: bool) -> None:
+            if is_computed and self._clock is not None:
+                self._lingering.append((self._clock() + self._linger_seconds, index, prediction_id))
+            else:
+                index.end_prediction(prediction_id)
+
+        return RoutedRequest(decision, reservation, end_prediction)
+
+    def _end_lingering(self) -> None:
+        if self._clock is None or not self._lingering:
+            return
+        now = self._clock()
+        while self._lingering and self._lingering[0][0] <= now:
+            _, index, prediction_id = self._lingering.popleft()
+            index.end_prediction(prediction_id)
+
+    def _model(self, name: str) -> _Model:
+        model = self._models.get(name)
+        if model is None:
+            raise UnknownModel(f"there is no model {name}")
+        return model
