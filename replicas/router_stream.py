@@ -1,0 +1,115 @@
+"""RouterStream: what one router has open on its Serve stream, and what it has not been sent yet.
+
+Owns the outbox of one stream: deltas in order, merged into one message while the writer is behind,
+bounded. Knows nothing of gRPC or of the engine.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from replicas.protocol.frames import LoadSnapshot, ServerFrame, TokenDelta
+
+MAX_DELTAS_PER_MESSAGE = 4096
+"""A message of so many deltas stays under a few MiB even with twenty logprobs each."""
+
+MAX_OUTBOX_WEIGHT = 400_000
+"""Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
+
+One that is so far behind will not catch up; cutting it off frees its requests for everybody else.
+"""
+
+MIN_LOAD_INTERVAL_SECONDS = 0.02
+"""A change of load alone is sent no more often than this."""
+
+MATERIAL_TOKENS = 256
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that runs: the router's own id for it, and the choices that have not ended."""
+
+    stream: "RouterStream"
+    wire_id: int
+    choices: set[int]
+
+
+@dataclass(slots=True, eq=False)
+class RouterStream:
+    """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time."""
+
+    load: LoadSnapshot
+    clock: Callable[[], float]
+    open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    overflowed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_closing: bool = False
+    _outbox: list[TokenDelta] = field(default_factory=list)
+    _weight: int = 0
+    _sent_load: LoadSnapshot | None = None
+    _sent_at: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        self._outbox.append(delta)
+        self._weight += _weight(delta)
+        if self._weight > MAX_OUTBOX_WEIGHT:
+            self.overflowed.set()
+        self.wanted.set()
+
+    def offer_load(self, load: LoadSnapshot) -> None:
+        """Remember the newest load; wake the writer if it differs enough to be worth a message."""
+        self.load = load
+        if self.wanted.is_set() or self._timer is not None or not self._is_material(load):
+            return
+        wait = self._sent_at + MIN_LOAD_INTERVAL_SECONDS - self.clock()
+        if wait <= 0:
+            self.wanted.set()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
+
+    def take(self) -> ServerFrame:
+        """The next message: the oldest deltas that fit, and the newest load."""
+        deltas = self._outbox[:MAX_DELTAS_PER_MESSAGE]
+        del self._outbox[:MAX_DELTAS_PER_MESSAGE]
+        self._weight -= sum(map(_weight, deltas))
+        if not self._outbox:
+            self.wanted.clear()
+        self._sent_load, self._sent_at = self.load, self.clock()
+        return ServerFrame(tuple(deltas), self.load)
+
+    @property
+    def is_flushed(self) -> bool:
+        return not self._outbox
+
+    def close(self) -> None:
+        """Let the writer send what is left and end the stream."""
+        self.is_closing = True
+        self.wanted.set()
+
+    def discard(self) -> None:
+        """The stream is over: forget what was not sent."""
+        self._outbox.clear()
+        self._weight = 0
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.wanted.set()
+
+    def _is_material(self, load: LoadSnapshot) -> bool:
+        sent = self._sent_load
+        return (
+            sent is None
+            or load.num_running != sent.num_running
+            or load.num_waiting != sent.num_waiting
+            or abs(load.num_pending_tokens - sent.num_pending_tokens) >= MATERIAL_TOKENS
+        )
+
+
+def _weight(delta: TokenDelta) -> int:
+    weight = 1 + len(delta.token_ids)
+    if delta.logprobs is not None:
+        weight += sum(1 + len(logprobs.top) for logprobs in delta.logprobs)
+    return weight

@@ -1,0 +1,339 @@
+"""ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, Drain, health.
+
+Owns the streams and the mapping between each router's request ids and the engine's. Decides nothing
+about scheduling, and knows nothing of Redis.
+
+A request lives here from its Submit until every choice has had its last delta, was aborted, or its
+stream ended. What ends a stream aborts all that it had open.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from replicas.engine import EngineRequest, expand
+from replicas.loop import ENGINE_FAILED
+from replicas.metrics import ReplicaMetrics
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol import replica_pb2_grpc, wire
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import (
+    Abort,
+    FinishReason,
+    LoadSnapshot,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    Submit,
+    TokenDelta,
+)
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.router_stream import OpenRequest, RouterStream
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Replica"].full_name
+
+MAX_CHOICES = 128
+"""The most continuations of one prompt; each costs a batch slot, and the wire would allow four billion."""
+
+HASHES_PER_BLOCK_LIST = 65_536
+
+SERVER_OPTIONS: Sequence[tuple[str, int]] = (
+    # A tokenizer bundle of a large vocabulary is tens of MiB, a frame of long prompts a few; 4 MiB, the
+    # default, is too little for both.
+    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    # A router whose machine vanished says nothing: pings find out, and its requests are freed.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Routers ping us for the same reason; the default (300 s) would end their connection as abuse.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    # One Serve stream per router process and a few short calls: more on one connection is a bug or worse.
+    ("grpc.max_concurrent_streams", 128),
+    # Two replicas on one port would each get half of the connections; the second must fail instead.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class EngineInbox(Protocol):
+    """What the server needs of the engine loop."""
+
+    def submit(self, requests: Sequence[EngineRequest]) -> bool: ...
+
+    def abort(self, key: RequestKey) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What Describe answers."""
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    card: ModelCard
+    bundle: TokenizerBundle
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamEnd:
+    """Why a stream was ended from this side; None as status is a regular end."""
+
+    status: grpc.StatusCode | None = None
+    message: str = ""
+
+
+class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
+    """`deliver` takes frames on the event loop; everything else is gRPC's business."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        inbox: EngineInbox,
+        *,
+        list_blocks: Callable[[], Iterable[BlockHash]],
+        on_drain: Callable[[], None],
+        metrics: ReplicaMetrics,
+        heartbeat_seconds: float,
+        max_open_requests: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._inbox = inbox
+        self._list_blocks = list_blocks
+        self._on_drain = on_drain
+        self._metrics = metrics
+        self._heartbeat_seconds = heartbeat_seconds
+        self._max_open_requests = max_open_requests
+        self._clock = clock
+        self._request_ids = itertools.count(1)
+        self._open: dict[int, OpenRequest] = {}
+        self._streams: list[RouterStream] = []
+        self._load = LoadSnapshot(num_total_blocks=identity.card.num_blocks)
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def load(self) -> LoadSnapshot:
+        """The newest that the engine has said."""
+        return self._load
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, not yet healthy. Returns the port; raises OSError if it cannot be had."""
+        server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        replica_pb2_grpc.add_ReplicaServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        await self.set_serving(False)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
+        await server.start()
+        self._server = server
+        return int(bound)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What grpc.health answers, for the whole server and for the service."""
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
+
+    def drain(self) -> None:
+        """Refuse whatever is submitted from now on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Return once no request is open."""
+        await self._idle.wait()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Send what is queued, end every stream, close. What still runs is aborted."""
+        if self._server is None:
+            return
+        for stream in self._streams:
+            stream.close()
+        await self._server.stop(grace_seconds)
+        self._server = None
+
+    def deliver(self, frame: StepFrame) -> None:
+        """Give each stream its share of one frame, and the load to all."""
+        self._load = frame.load
+        for delta in frame.deltas:
+            request_id, choice = delta.key
+            request = self._open.get(request_id)
+            if request is None or choice not in request.choices:
+                continue  # aborted while this was on its way
+            request.stream.put(
+                TokenDelta(
+                    RequestKey(request.wire_id, choice),
+                    delta.token_ids,
+                    delta.finish_reason,
+                    delta.usage,
+                    delta.logprobs,
+                    delta.refusal,
+                )
+            )
+            if delta.finish_reason is not None:
+                self._end_choice(request_id, request, choice)
+        for stream in self._streams:
+            stream.offer_load(frame.load)
+
+    async def Serve(  # noqa: N802, RUF100 - gRPC's name
+        self, request_iterator: AsyncIterator[pb.ClientFrame], context: Any
+    ) -> None:
+        stream = RouterStream(self._load, self._clock)
+        stream.wanted.set()  # a router that has just come wants to know the load
+        self._streams.append(stream)
+        self._metrics.streams.set(len(self._streams))
+        try:
+            end = await self._serve(stream, request_iterator, context)
+        finally:
+            self._abort_all(stream)
+            stream.discard()
+            self._streams.remove(stream)
+            self._metrics.streams.set(len(self._streams))
+        if end.status is not None:
+            logger.warning("ended a router's stream status=%s reason=%s", end.status.name, end.message)
+            await context.abort(end.status, end.message)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802, RUF100
+        identity = self._identity
+        return pb.DescribeResponse(
+            card=wire.card_to_wire(identity.card),
+            tokenizer_files=dict(identity.bundle.files) if request.include_tokenizer else {},
+            replica_id=identity.replica_id,
+            epoch=identity.epoch,
+        )
+
+    async def ListBlocks(  # noqa: N802, RUF100
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.BlockList]:
+        hashes = list(self._list_blocks())
+        for at in range(0, len(hashes), HASHES_PER_BLOCK_LIST):
+            yield pb.BlockList(hashes=b"".join(hashes[at : at + HASHES_PER_BLOCK_LIST]))
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802, RUF100
+        self._on_drain()
+        return pb.DrainResponse()
+
+    async def _serve(
+        self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame], context: Any
+    ) -> _StreamEnd:
+        """Read, write and watch the bound until the first of the three is over."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._read(stream, messages)),
+                group.create_task(self._cut_off(stream)),
+                group.create_task(self._write(stream, context)),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+        return next(task.result() for task in tasks if task in done)
+
+    async def _read(self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame]) -> _StreamEnd:
+        async for message in messages:
+            try:
+                frame = wire.client_frame_from_wire(message)
+            except ValueError as error:
+                return _StreamEnd(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            for submit in frame.submits:
+                self._submit(stream, submit)
+            for abort in frame.aborts:
+                self._abort(stream, abort)
+        return _StreamEnd()
+
+    async def _write(self, stream: RouterStream, context: Any) -> _StreamEnd:
+        """One message per wake-up, and one per heartbeat when nothing happens."""
+        while not (stream.is_closing and stream.is_flushed):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await stream.wanted.wait()
+            await context.write(wire.server_frame_to_wire(stream.take()))
+        return _StreamEnd()
+
+    async def _cut_off(self, stream: RouterStream) -> _StreamEnd:
+        await stream.overflowed.wait()
+        return _StreamEnd(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router does not read its stream")
+
+    def _submit(self, stream: RouterStream, submit: Submit) -> None:
+        refusal = self._refusal(stream, submit)
+        if refusal is not None:
+            self._refuse(stream, submit, refusal)
+            return
+        request_id = next(self._request_ids)
+        requests = expand(submit, request_id)
+        if not self._inbox.submit(requests):
+            self._refuse(stream, submit, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
+            return
+        choices = {request.key.choice for request in requests}
+        self._open[request_id] = OpenRequest(stream, submit.request_id, choices)
+        stream.open_ids[submit.request_id] = request_id
+        self._idle.clear()
+
+    def _refusal(self, stream: RouterStream, submit: Submit) -> Refusal | None:
+        if submit.request_id in stream.open_ids:
+            # Nobody could tell the two apart, so the one that runs ends with the one that came.
+            self._abort(stream, Abort(submit.request_id))
+            return Refusal(RefusalCode.INVALID_REQUEST, f"request id {submit.request_id} is in use")
+        if self._is_draining:
+            return Refusal(RefusalCode.DRAINING, "this replica is draining")
+        if len(self._open) >= self._max_open_requests:
+            # The engine counts too, but only between steps: its inbox must not grow meanwhile.
+            return Refusal(RefusalCode.OVERLOADED, "this replica has as many requests as it takes")
+        if submit.num_choices > MAX_CHOICES:
+            return Refusal(RefusalCode.INVALID_REQUEST, f"a request has at most {MAX_CHOICES} choices")
+        return None
+
+    def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
+        self._metrics.refusals.labels(refusal.code.value).inc()
+        for choice in range(min(submit.num_choices, MAX_CHOICES)):
+            key = RequestKey(submit.request_id, choice)
+            stream.put(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
+
+    def _abort(self, stream: RouterStream, abort: Abort) -> None:
+        request_id = stream.open_ids.get(abort.request_id)
+        if request_id is None:
+            return  # it has ended meanwhile
+        request = self._open[request_id]
+        choices = request.choices if abort.choice is None else request.choices & {abort.choice}
+        for choice in list(choices):
+            self._inbox.abort(RequestKey(request_id, choice))
+            self._end_choice(request_id, request, choice)
+
+    def _abort_all(self, stream: RouterStream) -> None:
+        for wire_id in list(stream.open_ids):
+            self._abort(stream, Abort(wire_id))
+
+    def _end_choice(self, request_id: int, request: OpenRequest, choice: int) -> None:
+        request.choices.discard(choice)
+        if not request.choices:
+            del self._open[request_id]
+            del request.stream.open_ids[request.wire_id]
+            if not self._open:
+                self._idle.set()
