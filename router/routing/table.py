@@ -163,6 +163,12 @@ class RoutingTable:
         """All replicas of the model, those that drain as well. Raises UnknownModel."""
         return list(self._model(model).replicas)
 
+    def block_size(self, model: str) -> int:
+        """Tokens per block, the same for all its replicas. Raises UnknownModel or NoReplicaAvailable."""
+        for card in self._model(model).replicas.values():
+            return card.block_size
+        raise NoReplicaAvailable(f"no replica of {model} is ready just now")
+
     def load(self, replica_id: ReplicaId) -> ReplicaLoad:
         return self.loads.view(replica_id)
 

@@ -116,7 +116,7 @@ class ScriptedReplica(ReplicaServicer):
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        add_ReplicaServicer_to_server(self, self._server)
+        add_ReplicaServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
