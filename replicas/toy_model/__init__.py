@@ -1,0 +1,12 @@
+"""The toy model that ships with Kvasir: where its files are.
+
+Owns the checkpoint, the text that it is made from and the script that makes it. Knows nothing of
+engines: to the rest of the project this is one more checkpoint directory.
+"""
+
+from pathlib import Path
+
+
+def toy_model_path() -> Path:
+    """The checkpoint directory: config, weights, tokenizer, chat template."""
+    return Path(__file__).resolve().parent
