@@ -1,0 +1,167 @@
+"""Requests, schedulers and a stand-in for KV memory, for the tests of everything that schedules."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from replicas.engine import EngineRequest
+from replicas.kvcache.manager import KVCacheManager
+from replicas.protocol.blocks import BlockHash, MediaSpan
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from replicas.protocol.frames import RequestKey, SamplingParams, StepFrame, TokenDelta
+from replicas.torch_engine.request import Chunk, Request, SampledToken
+from replicas.torch_engine.scheduler import Scheduler
+
+ROOT = BlockHash(b"one namespace !!")
+OTHER_ROOT = BlockHash(b"another one  !!!")
+EOS = 2
+
+
+def engine_request(
+    token_ids: Sequence[int],
+    *,
+    request_id: int = 1,
+    root: BlockHash = ROOT,
+    media: tuple[MediaSpan, ...] = (),
+    priority: int = 0,
+    num_output_tokens: int = 0,
+    max_tokens: int = 4,
+    **sampling: Any,
+) -> EngineRequest:
+    return EngineRequest(
+        RequestKey(request_id, 0),
+        token_ids,
+        SamplingParams(max_tokens=max_tokens, **sampling),
+        root,
+        media,
+        priority,
+        num_output_tokens,
+    )
+
+
+def request(token_ids: Sequence[int], **fields: Any) -> Request:
+    return Request(engine_request(token_ids, **fields), arrival=0)
+
+
+def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> int | None:
+    """Find, allocate and "compute" all of a request (or its first tokens): cached tokens, None if it failed."""
+    cached_block_ids = manager.find_cached(request)
+    num_cached_tokens = len(cached_block_ids) * manager.block_size
+    end = request.num_tokens if num_tokens is None else num_tokens
+    if not manager.allocate(request, end - num_cached_tokens, cached_block_ids):
+        return None
+    request.num_computed_tokens = end
+    return num_cached_tokens
+
+
+def decode(manager: KVCacheManager, request: Request, token_id: int) -> bool:
+    """Append a token and compute it."""
+    request.token_ids.append(token_id)
+    if not manager.allocate(request, 1):
+        request.token_ids.pop()
+        return False
+    request.num_computed_tokens += 1
+    return True
+
+
+def scheduler(num_blocks: int = 65, block_size: int = 4, **limits: Any) -> Scheduler:
+    settings: dict[str, Any] = {
+        "max_batched_tokens": 64,
+        "max_running": 16,
+        "max_waiting": 64,
+        "context_length": 4096,
+        "vocab_size": 1000,
+        "eos_token_ids": (EOS,),
+    }
+    return Scheduler(KVCacheManager(num_blocks, block_size), **(settings | limits))
+
+
+def next_token(request: Request) -> int:
+    """Deterministic, so that equal prompts continue equally; never EOS."""
+    return 10 + (sum(request.token_ids) + request.num_tokens) % 900
+
+
+class EventBalance:
+    """What a reader of the events believes to be cached, copy by copy."""
+
+    def __init__(self) -> None:
+        self.held: Counter[BlockHash] = Counter()
+        self.stored: Counter[BlockHash] = Counter()
+        self.removed: Counter[BlockHash] = Counter()
+
+    def apply(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored(block_hashes):
+                    self.held.update(block_hashes)
+                    self.stored.update(block_hashes)
+                case BlockRemoved(block_hashes):
+                    self.held.subtract(block_hashes)
+                    self.removed.update(block_hashes)
+                    assert min(self.held[block_hash] for block_hash in block_hashes) >= 0
+                case AllBlocksCleared():
+                    self.held.clear()
+        self.held = +self.held
+
+
+class FakeModel:
+    """Drives a scheduler like an engine does, over slots that remember whose KV they hold.
+
+    KV of a position is the chain and all tokens up to it. A step writes all its chunks first and then
+    reads the whole context of each, so a block that is shared but holds something else is found out.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler._manager
+        self.slots: dict[int, object] = {}
+        self.events = EventBalance()
+        self.chunks: list[Chunk] = []
+        self.deltas: list[TokenDelta] = []
+
+    def step(self, *, token_ids: dict[RequestKey, int] | None = None) -> StepFrame:
+        self.chunks = self.scheduler.schedule()
+        for chunk in self.chunks:
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                self.slots[self._slot(chunk.request, position)] = self._kv(chunk.request, position)
+        for chunk in self.chunks:
+            for position in range(chunk.start + chunk.num_tokens):
+                assert self.slots[self._slot(chunk.request, position)] == self._kv(chunk.request, position)
+        sampled = {
+            chunk.request.key: SampledToken(
+                (token_ids or {}).get(chunk.request.key, next_token(chunk.request))
+            )
+            for chunk in self.chunks
+            if chunk.samples
+        }
+        frame = self.scheduler.finish_step(self.chunks, sampled)
+        self.events.apply(frame.events)
+        self.deltas += frame.deltas
+        self.check()
+        return frame
+
+    def run(self, max_steps: int = 1000) -> list[TokenDelta]:
+        """Until nothing is left to do; every delta since the model was made."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                return self.deltas
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def check(self) -> None:
+        pool = self.manager.pool
+        pool.check()
+        hashes = [pool.hash_of(block_id) for block_id in range(pool.num_blocks)]
+        assert self.events.held == Counter(block_hash for block_hash in hashes if block_hash is not None)
+
+    def _slot(self, request: Request, position: int) -> int:
+        block, offset = divmod(position, self.manager.block_size)
+        assert request.block_ids[block] != 0
+        return request.block_ids[block] * self.manager.block_size + offset
+
+    def _kv(self, request: Request, position: int) -> object:
+        return hash((request.engine_request.root, tuple(request.token_ids[: position + 1])))
+
+
+def tokens_of(deltas: Iterable[TokenDelta], request_id: int) -> list[int]:
+    return [token for delta in deltas if delta.key.request_id == request_id for token in delta.token_ids]

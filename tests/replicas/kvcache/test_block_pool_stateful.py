@@ -1,0 +1,175 @@
+"""The block pool and its manager against a naive twin, under any sequence of operations.
+
+The twin keeps plain lists and whole prefixes instead of hashes, and searches instead of remembering.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replicas.kvcache.manager import KVCacheManager
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.torch_engine.request import Request
+from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decode, request
+
+Prefix = tuple[object, ...]
+
+
+@dataclass
+class NaiveCache:
+    num_blocks: int
+    block_size: int
+    free: list[int] = field(default_factory=list)
+    users: Counter[int] = field(default_factory=Counter)
+    stored: list[tuple[int, Prefix]] = field(default_factory=list)
+    """Blocks and what they hold, oldest first."""
+
+    def __post_init__(self) -> None:
+        self.free = list(range(1, self.num_blocks))
+
+    def find(self, prefix: Prefix) -> int | None:
+        return next((block for block, held in self.stored if held == prefix), None)
+
+    def hits(self, tokens: Prefix) -> list[int]:
+        hits = []
+        for end in range(self.block_size, len(tokens) - 1, self.block_size):
+            block = self.find(tokens[: end + 1])
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def extend(self, table: list[int], tokens: Prefix, hits: list[int], start: int, end: int) -> bool:
+        """Grow a block table to hold `end` tokens; `tokens[0]` is the namespace."""
+        missing = -(-end // self.block_size) - len(table) - len(hits)
+        if missing > len([block for block in self.free if block not in hits]):
+            return False
+        for block in hits:
+            if block in self.free:
+                self.free.remove(block)
+        table += hits
+        for _ in range(missing):
+            block = self.free.pop(0)
+            self.stored = [(other, held) for other, held in self.stored if other != block]
+            table.append(block)
+        for block in table[len(table) - missing - len(hits) :]:
+            self.users[block] += 1
+        for index in range(start // self.block_size, end // self.block_size):
+            self.stored.append((table[index], tokens[: (index + 1) * self.block_size + 1]))
+        return True
+
+    def release(self, table: list[int]) -> None:
+        for block in reversed(table):
+            self.users[block] -= 1
+            if self.users[block] == 0:
+                if any(other == block for other, _ in self.stored):
+                    self.free.append(block)
+                else:
+                    self.free.insert(0, block)
+
+
+@dataclass
+class Pair:
+    """One request as the manager sees it, and its block table as the twin has it."""
+
+    request: Request
+    table: list[int]
+
+    @property
+    def tokens(self) -> Prefix:
+        return (self.request.engine_request.root, *self.request.token_ids)
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: list[Pair] = []
+        self.events = EventBalance()
+
+    @initialize(num_blocks=st.integers(2, 14), block_size=st.integers(1, 3))
+    def build(self, num_blocks: int, block_size: int) -> None:
+        self.manager = KVCacheManager(num_blocks, block_size)
+        self.twin = NaiveCache(num_blocks, block_size)
+
+    @rule(
+        root=st.sampled_from([ROOT, ROOT, ROOT, OTHER_ROOT]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        share=st.floats(0, 1),
+    )
+    def admit(self, root: BlockHash, tokens: list[int], share: float) -> None:
+        pair = Pair(request(tokens, root=root), [])
+        hits = self.twin.hits(pair.tokens)
+        assert self.manager.find_cached(pair.request) == hits
+        num_cached = len(hits) * self.manager.block_size
+        end = num_cached + max(1, int((len(tokens) - num_cached) * share))
+        admitted = admit(self.manager, pair.request, end) is not None
+        assert admitted == self.twin.extend(pair.table, pair.tokens, hits, num_cached, end)
+        if admitted:
+            self.live.append(pair)
+        else:
+            assert pair.request.block_ids == []
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def grow(self, data: st.DataObject, token_id: int) -> None:
+        """Compute the rest of the prompt, or append a token and compute that."""
+        pair = data.draw(st.sampled_from(self.live))
+        start = pair.request.num_computed_tokens
+        if start < pair.request.num_tokens:
+            end = data.draw(st.integers(start + 1, pair.request.num_tokens))
+            grown = self.manager.allocate(pair.request, end - start)
+            pair.request.num_computed_tokens = end if grown else start
+            assert grown == self.twin.extend(pair.table, pair.tokens, [], start, end)
+        else:
+            grown = decode(self.manager, pair.request, token_id)
+            tokens = pair.tokens if grown else (*pair.tokens, token_id)
+            assert grown == self.twin.extend(pair.table, tokens, [], start, start + 1)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        pair = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.manager.free(pair.request)
+        self.twin.release(pair.table)
+
+    @rule()
+    def reset(self) -> None:
+        assert self.manager.reset() == (not self.live)
+        if not self.live:
+            self.twin.stored.clear()
+
+    @invariant()
+    def agrees_with_the_twin(self) -> None:
+        pool = self.manager.pool
+        pool.check()
+        assert pool.free_order() == self.twin.free
+        assert all(pair.request.block_ids == pair.table for pair in self.live)
+        owners = Counter(block for pair in self.live for block in pair.table)
+        assert owners == +self.twin.users
+        assert all(pool.ref_count(block) == owners[block] for block in range(pool.num_blocks))
+        assert pool.num_free + len(owners) == pool.num_usable
+
+    @invariant()
+    def events_tell_what_is_held(self) -> None:
+        self.events.apply(self.manager.take_events())
+        assert self.events.held == Counter(self.hash_of(prefix) for _, prefix in self.twin.stored)
+
+    def hash_of(self, prefix: Prefix) -> BlockHash:
+        root, *tokens = prefix
+        return hash_blocks(root, tokens, self.manager.block_size)[-1]  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for pair in self.live:
+            self.manager.free(pair.request)
+        self.manager.pool.allocate(self.manager.pool.num_usable)
+        self.events.apply(self.manager.take_events())
+        assert self.manager.pool.num_cached == 0 and not self.events.held
+
+
+BlockPoolMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestBlockPoolAgainstItsTwin = BlockPoolMachine.TestCase
