@@ -1,0 +1,168 @@
+"""TorchEngine: Kvasir's own engine, one model on one device.
+
+Owns the putting together of scheduler, model and sampler, and the sizing of the KV cache. Knows
+nothing of threads, gRPC or text; `replicas/loop.py` drives it.
+"""
+
+from pathlib import Path
+
+import torch
+
+from replicas.config import ReplicaConfig
+from replicas.engine import EngineRequest, RequestRefused
+from replicas.kvcache.manager import KVCacheManager
+from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
+from replicas.protocol.settings import SettingsError
+from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.torch_engine.attention import KVPool, kv_bytes_per_block
+from replicas.torch_engine.model import Decoder
+from replicas.torch_engine.model_config import ModelConfig
+from replicas.torch_engine.request import SampledToken
+from replicas.torch_engine.runner import ModelRunner
+from replicas.torch_engine.sampler import Sampler
+from replicas.torch_engine.scheduler import Scheduler
+from replicas.torch_engine.weights import fingerprint, load_checkpoint, tokenizer_bundle
+
+_TOY_MODEL = Path(__file__).parent.parent / "toy_model"
+_CPU_CACHE_BYTES = 128 * 2**20
+_FREE_GPU_MEMORY_RATIO = 0.85
+_SENSIBLE_CONTEXT = 256
+"""A cache that cannot hold one sequence of so many tokens is a mistake in the settings."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchEngine:
+    """Raises CheckpointError if the model cannot be served, SettingsError if the settings do not fit it."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        directory = Path(config.model) if config.model is not None else _TOY_MODEL
+        checkpoint = load_checkpoint(directory)
+        self._bundle = tokenizer_bundle(directory)
+        device = _device(config.device)
+        dtype = _dtype(config.dtype, checkpoint.config, device)
+        model = Decoder(checkpoint, dtype=dtype, device=device)
+        num_blocks = _num_blocks(config, checkpoint.config, dtype, device)
+        context_length = _context_length(config, checkpoint.config, num_blocks)
+        self._card = ModelCard(
+            name=config.model_name or directory.resolve().name,
+            fingerprint=fingerprint(directory),
+            engine="torch",
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            context_length=context_length,
+            vocab_size=checkpoint.config.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+            max_batched_tokens=config.max_batched_tokens,
+            max_running=config.max_running,
+        )
+        num_ids = num_blocks + 1  # the null block has an id too
+        self._scheduler = _scheduler(
+            self._card, KVCacheManager(num_ids, config.block_size), config.max_waiting
+        )
+        pool = KVPool(
+            checkpoint.config, num_blocks=num_ids, block_size=config.block_size, dtype=dtype, device=device
+        )
+        self.runner = ModelRunner(model, pool, context_length)
+        self._sampler = Sampler(checkpoint.eos_token_ids)
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    def bundle(self) -> TokenizerBundle:
+        """The files that the model's text goes through."""
+        return self._bundle
+
+    def add(self, request: EngineRequest) -> None:
+        if request.media:
+            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")
+        self._scheduler.add(request)
+
+    def abort(self, key: RequestKey) -> None:
+        self._scheduler.abort(key)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> StepFrame:
+        chunks = self._scheduler.schedule()
+        sampled: dict[RequestKey, SampledToken] = {}
+        if chunks:
+            logits = self.runner.run(chunks)
+            requests = [chunk.request for chunk in chunks if chunk.samples]
+            if requests:
+                sampled = self._sampler.sample(requests, logits)
+        return self._scheduler.finish_step(chunks, sampled)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """The model and its cache go with the runner, the only one that holds them."""
+        del self.runner
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"setting device is cpu, cuda, cuda:N or auto, not {name}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"setting device is cpu, cuda, cuda:N or auto, not {name}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"setting device is {name}, but torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """On a CPU float32 by default: the others save memory there, but no time."""
+    if name == "auto":
+        name = model.dtype_name if device.type == "cuda" else "float32"
+    if name not in _DTYPES:
+        raise SettingsError(f"setting dtype is {', '.join(_DTYPES)} or auto, not {name}")
+    return _DTYPES[name]
+
+
+def _num_blocks(config: ReplicaConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """How many KV blocks to allocate. Asked when the weights are loaded: they take their memory first."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    available = config.kv_cache_bytes
+    if available is None:
+        available = _CPU_CACHE_BYTES
+        if device.type == "cuda":
+            available = int(torch.cuda.mem_get_info(device)[0] * _FREE_GPU_MEMORY_RATIO)
+    return available // kv_bytes_per_block(model, config.block_size, dtype)
+
+
+def _context_length(config: ReplicaConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The longest sequence that was asked for, that the model bears and that the cache holds."""
+    wanted = min(config.context_length or model.longest_context, model.longest_context)
+    capacity = num_blocks * config.block_size
+    least = min(wanted, _SENSIBLE_CONTEXT)
+    if capacity < least:
+        raise SettingsError(
+            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.block_size}), too few for "
+            f"one sequence of {least}: raise num_blocks or kv_cache_bytes, or lower context_length"
+        )
+    return min(wanted, capacity)
+
+
+def _scheduler(card: ModelCard, manager: KVCacheManager, max_waiting: int) -> Scheduler:
+    return Scheduler(
+        manager,
+        max_batched_tokens=card.max_batched_tokens,
+        max_running=card.max_running,
+        max_waiting=max_waiting,
+        context_length=card.context_length,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+    )

@@ -1,0 +1,84 @@
+"""Running a TorchEngine to the end of its requests, and keeping the logits that it computed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replicas.config import ReplicaConfig
+from replicas.engine import EngineRequest
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import PromptUsage, RequestKey, SamplingParams, TokenDelta, TokenLogprobs
+from replicas.torch_engine.engine import TorchEngine
+from replicas.torch_engine.request import Chunk
+
+ROOT = BlockHash(bytes(16))
+
+
+@dataclass
+class Outcome:
+    token_ids: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    usage: PromptUsage | None = None
+    finish: str | None = None
+
+
+class Driver:
+    """An engine on the CPU whose logits are recorded. Settings are those of ReplicaConfig."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        settings = {"block_size": 8, "num_blocks": 256, "context_length": 400, "device": "cpu", **settings}
+        self.engine = TorchEngine(ReplicaConfig(model=str(model), **settings))
+        self.outcomes: dict[RequestKey, Outcome] = {}
+        self.num_computed_tokens = 0
+        self.largest_batch = 0
+        self.num_restarts = 0
+        self._run = self.engine.runner.run
+        self.engine.runner.run = self._recording_run  # type: ignore[method-assign]
+        self._next_id = 0
+
+    def _recording_run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        logits = self._run(chunks)
+        self.num_computed_tokens += sum(chunk.num_tokens for chunk in chunks)
+        self.largest_batch = max(self.largest_batch, len(chunks))
+        self.num_restarts = max([self.num_restarts, *(chunk.request.num_preemptions for chunk in chunks)])
+        for chunk, row in zip([chunk for chunk in chunks if chunk.samples], logits, strict=True):
+            self.outcomes[chunk.request.key].logits.append(row.clone())
+        return logits
+
+    def add(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, num_output_tokens: int = 0
+    ) -> RequestKey:
+        self._next_id += 1
+        key = RequestKey(self._next_id, 0)
+        self.engine.add(EngineRequest(key, prompt, sampling, root=ROOT, num_output_tokens=num_output_tokens))
+        self.outcomes[key] = Outcome()
+        return key
+
+    def step(self) -> None:
+        for delta in self.engine.step().deltas:
+            self._record(delta)
+
+    def finish(self) -> Mapping[RequestKey, Outcome]:
+        while self.engine.has_work():
+            self.step()
+        return self.outcomes
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> Outcome:
+        """Greedy and past EOS unless `sampling` says otherwise."""
+        key = self.add(prompt, greedy(num_tokens, **sampling))
+        return self.finish()[key]
+
+    def _record(self, delta: TokenDelta) -> None:
+        outcome = self.outcomes[delta.key]
+        outcome.token_ids.extend(delta.token_ids)
+        outcome.logprobs.extend(delta.logprobs or ())
+        outcome.usage = outcome.usage or delta.usage
+        outcome.finish = delta.finish_reason
+
+
+def greedy(num_tokens: int, **sampling: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
