@@ -153,14 +153,12 @@ class Run:
 
     async def __anext__(self) -> Sequence[TokenDelta]:
         while True:
-            if self._error is not None:
-                raise self._error
             batch = self._collect()
             if batch:
                 self._visible = True
                 return batch
             if self._error is not None:
-                continue
+                raise self._error
             if not self._num_open:
                 raise StopAsyncIteration
             seconds = self._place() if self._num_unplaced else None
@@ -237,7 +235,8 @@ class Run:
             RefusalCode.INVALID_REQUEST,
         ):
             self._error = _client_error(refusal, visible=visible)
-            self._close_choice(choice)
+            for index in range(len(self._choices)):
+                self.abort_choice(index)
         elif visible:
             self._unplace(attempt, choice, code)
         else:
@@ -341,7 +340,8 @@ class Run:
         retry = self._dispatcher.retry
         if self._num_waits >= retry.max_waits:
             raise self._give_up()
-        seconds = retry.first_wait_seconds * 2**self._num_waits * self._dispatcher.rng.uniform(0.5, 1.5)
+        doublings = 1 << self._num_waits
+        seconds = retry.first_wait_seconds * doublings * self._dispatcher.rng.uniform(0.5, 1.5)
         self._num_waits += 1
         self._wait_until = now + seconds
         self._excluded.clear()  # by then a replica may be back, or less busy

@@ -214,6 +214,8 @@ class ReplicaClient:
 
     async def serve(self) -> None:
         """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
+        if self.lost is not None:
+            return
         call = self._stub.Serve()
         try:
             async with asyncio.TaskGroup() as tasks:
