@@ -1,0 +1,78 @@
+"""ApiContext: what every HTTP endpoint of a router shares.
+
+Owns the count of requests in flight. Knows no dialect; the parts that it names are built at the edge.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+from replicas.protocol.frames import TokenDelta
+from replicas.protocol.status import ReplicaId
+from router.config import RouterConfig
+from router.dispatch import DispatchStatistics, Generation
+from router.errors import Overloaded
+from router.metrics import RouterMetrics
+from router.prompt.catalog import ModelCatalog
+from router.routing.decision import Decision
+
+
+class Runs(Protocol):
+    """One generation under way: `router.dispatch.Run`, or a script of one in tests."""
+
+    @property
+    def decision(self) -> Decision: ...
+    @property
+    def replica_id(self) -> ReplicaId: ...
+    async def __aenter__(self) -> "Runs": ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def __aiter__(self) -> "Runs": ...
+    async def __anext__(self) -> Sequence[TokenDelta]: ...
+    def abort_choice(self, choice: int) -> None: ...
+
+
+class Dispatches(Protocol):
+    def run(self, generation: Generation) -> Runs: ...
+    def statistics(self) -> DispatchStatistics: ...
+
+
+@dataclass(slots=True)
+class ApiContext:
+    """`num_replicas` says how many replicas of a model are ready; `rng` makes seeds and ids."""
+
+    config: RouterConfig
+    catalog: ModelCatalog
+    dispatcher: Dispatches
+    metrics: RouterMetrics
+    num_replicas: Callable[[str], int]
+    rng: random.Random
+    wall_clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.perf_counter
+    num_in_flight: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics.in_flight.set_function(lambda: self.num_in_flight)
+        self.metrics.watch(self.catalog, self.dispatcher.statistics)
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Counts one request. Raises Overloaded when there are too many."""
+        self.check_room()
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    def check_room(self) -> None:
+        if self.num_in_flight >= self.config.max_in_flight:
+            raise Overloaded("The router is serving as many requests as it can. Please try again in 1s.")
+
+    def new_id(self, prefix: str) -> str:
+        return f"{prefix}{self.rng.getrandbits(96):024x}"

@@ -1,0 +1,106 @@
+"""The raw HTTP side of the hot endpoints: reading a body, noticing that the client has left, answering.
+
+Owns limits on what is read. Knows no dialect: errors are raised, not written.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable
+from types import TracebackType
+
+from starlette.types import Receive, Scope, Send
+
+from router.errors import BodyTooLarge
+
+Header = tuple[bytes, bytes]
+
+_SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client has closed the connection; nobody reads an answer."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+def client_request_id(scope: Scope) -> str | None:
+    """The client's own X-Request-Id if it can be echoed safely. It is never a key to anything."""
+    value = header(scope, b"x-request-id")
+    if value is None or _SANE_REQUEST_ID.fullmatch(value) is None:
+        return None
+    return value.decode("ascii")
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge (before reading, if the client announces it) or ClientGone."""
+    announced = header(scope, b"content-length")
+    if announced is not None and announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body", False):
+        body: bytes = message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        return body
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+        message = await receive()
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than the {max_bytes} bytes that are accepted.")
+
+
+class WhileConnected:
+    """`async with`: what is inside is cancelled when the client leaves, and ClientGone is raised."""
+
+    __slots__ = ("_gone", "_listener", "_receive", "_task")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._listener = asyncio.create_task(self._listen())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.cancel()
+        if self._gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientGone from error
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+
+async def send_whole(send: Send, status: int, headers: Iterable[Header], body: bytes) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

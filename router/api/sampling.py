@@ -1,0 +1,195 @@
+"""The fields of a request that say how to continue its prompt, their limits, and SamplingParams.
+
+Owns the limits. Knows nothing of how the prompt came about.
+"""
+
+from typing import Any
+
+import msgspec
+
+from replicas.protocol.frames import SamplingParams
+from router.api.openai_shared import check_range, check_salt
+from router.errors import ContextLengthExceeded, InvalidRequest
+from router.prompt.catalog import ServedModel
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_PRIORITY = 2**31 - 1
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What chat and plain completions share. Unknown fields are ignored, as everywhere in the field."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: str | None = None
+
+
+def check_fields(request: GenerationFields, max_choices: int) -> None:
+    """Everything that can be judged without the prompt. Raises InvalidRequest."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            parameter="stream_options",
+        )
+    check_range("n", request.n, 1, max_choices)
+    check_range("temperature", request.temperature, 0.0, 2.0)
+    check_range("top_p", request.top_p, 0.0, 1.0)
+    check_range("min_p", request.min_p, 0.0, 1.0)
+    check_range("presence_penalty", request.presence_penalty, -2.0, 2.0)
+    check_range("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
+    check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.top_p == 0.0:
+        raise InvalidRequest("Invalid value for 'top_p': it must be above 0.", parameter="top_p")
+    for parameter, value, low in (
+        ("top_k", request.top_k, -1),
+        ("max_tokens", request.max_tokens, 1),
+        ("min_tokens", request.min_tokens, 0),
+    ):
+        if value is not None and value < low:
+            raise InvalidRequest(
+                f"Invalid value for '{parameter}': {value} is below {low}.", parameter=parameter
+            )
+    if request.repetition_penalty is not None and not request.repetition_penalty > 0:
+        raise InvalidRequest(
+            "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
+        )
+    check_salt(request.cache_salt)
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"Invalid 'stop': {len(strings)} stop strings, but at most {MAX_STOP_STRINGS} are allowed.",
+            parameter="stop",
+        )
+    for text in strings:
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"Invalid 'stop': a stop string has 1 to {MAX_STOP_CHARACTERS} characters.", parameter="stop"
+            )
+    return strings
+
+
+def sampling_params(
+    request: GenerationFields,
+    model: ServedModel,
+    *,
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    seed: int,
+    prompt_parameter: str,
+) -> SamplingParams:
+    """Raises ContextLengthExceeded if prompt and answer do not fit, InvalidRequest for wrong token ids."""
+    max_tokens = _max_tokens(model.card.context_length, num_prompt_tokens, max_tokens, prompt_parameter)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"Invalid value for 'min_tokens': {min_tokens} is above the {max_tokens} tokens allowed.",
+            parameter="min_tokens",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        seed=seed % 2**64,
+        logit_bias=_logit_bias(request.logit_bias, model) if request.logit_bias else (),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids, model) if request.stop_token_ids else (),
+        ignore_eos=bool(request.ignore_eos),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | None, parameter: str) -> int:
+    if num_prompt_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"This model's context holds {context_length} tokens, but the {parameter} alone came to"
+            f" {num_prompt_tokens} tokens. Please shorten the {parameter}.",
+            parameter=parameter,
+        )
+    if max_tokens is None:
+        return context_length - num_prompt_tokens
+    if num_prompt_tokens + max_tokens > context_length:
+        raise ContextLengthExceeded(
+            f"This model's context holds {context_length} tokens, but you asked for"
+            f" {num_prompt_tokens + max_tokens}: {num_prompt_tokens} in the {parameter} and {max_tokens} to"
+            f" generate. Please reduce either.",
+            parameter=parameter,
+        )
+    return max_tokens
+
+
+def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
+    pairs: list[tuple[int, float]] = []
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < model.card.vocab_size):
+            raise InvalidRequest(
+                f"Invalid key in 'logit_bias': '{key[:40]}' is no token id of this model (0 to"
+                f" {model.card.vocab_size - 1}).",
+                parameter="logit_bias",
+            )
+        check_range("logit_bias", value, -100.0, 100.0)
+        pairs.append((int(key), value))
+    return tuple(pairs)
+
+
+def _stop_token_ids(token_ids: list[int], model: ServedModel) -> tuple[int, ...]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKEN_IDS} are allowed.", parameter="stop_token_ids"
+        )
+    return check_token_ids(token_ids, model, "stop_token_ids")
+
+
+def check_token_ids(token_ids: list[Any], model: ServedModel, parameter: str) -> tuple[int, ...]:
+    """Raises InvalidRequest unless all are token ids of the model."""
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise InvalidRequest(
+            f"Invalid type for '{parameter}': token ids are integers.",
+            parameter=parameter,
+            code="invalid_type",
+        )
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.card.vocab_size):
+        raise InvalidRequest(
+            f"Invalid '{parameter}': token ids of this model go from 0 to {model.card.vocab_size - 1}.",
+            parameter=parameter,
+        )
+    return tuple(token_ids)

@@ -1,0 +1,96 @@
+"""RouterConfig: every setting of a router process, and the only place with its defaults.
+
+Knows no environment: `replicas/protocol/settings.py` reads that. The secret may lie in a file of its own,
+so that it shows in no process list.
+"""
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from replicas.protocol.blocks import MIN_SECRET_BYTES
+from replicas.protocol.settings import SettingsError, setting
+
+ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
+MAX_SECRET_BYTES = 64
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    host: str = setting("127.0.0.1", help="address to listen on for HTTP")
+    port: int = setting(8000, help="HTTP port; 0 takes a free one")
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
+    )
+    secret: str | None = field(
+        default=None,
+        repr=False,
+        metadata={"help": "cluster secret as hex digits (16 to 64 bytes), the same for every router"},
+    )
+    secret_file: str | None = setting(
+        None,
+        help="file with the cluster secret; without secret and file each router makes its own at start",
+    )
+
+    policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
+    copy_price: float = setting(
+        4.0,
+        help="price of computing what another replica holds, as a share of that computation; 0 ignores it",
+    )
+    index_stride: int = setting(
+        128, help="the index keeps one block hash per this many tokens; as the replicas have it"
+    )
+    poll_seconds: float = setting(0.5, help="time between looks at the registry of replicas")
+
+    max_body_bytes: int = setting(32 * 2**20, help="longest request body; beyond, 413")
+    max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
+    max_choices: int = setting(16, help="most choices (n) per prompt")
+    max_prompts: int = setting(128, help="most prompts in one completions request")
+    tokenizer_cache_bytes: int = setting(256 * 2**20, help="memory for encoded text, per model")
+    drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise SettingsError(f"setting port must be between 0 and 65535, not {self.port}")
+        for name in ("max_body_bytes", "max_in_flight", "max_choices", "max_prompts", "index_stride"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"setting {name} must be at least 1")
+        for name in ("copy_price", "tokenizer_cache_bytes", "drain_seconds"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"setting {name} must not be negative")
+        if not self.poll_seconds > 0:
+            raise SettingsError("setting poll_seconds must be positive")
+        if self.secret is not None and self.secret_file is not None:
+            raise SettingsError("settings secret and secret_file exclude each other")
+
+
+def read_secret(config: RouterConfig) -> bytes:
+    """The cluster secret: hex digits, or the file's bytes as they are. Raises SettingsError.
+
+    A secret made up at start is fine for a single router: it only means that a restarted one finds
+    nothing of what is cached.
+    """
+    if config.secret is not None:
+        try:
+            return _checked(bytes.fromhex(config.secret), "setting secret")
+        except ValueError as error:
+            raise SettingsError("setting secret must be hex digits") from error
+    if config.secret_file is None:
+        return secrets.token_bytes(32)
+    try:
+        content = Path(config.secret_file).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read the secret file {config.secret_file}: {error.strerror}") from error
+    try:
+        secret = bytes.fromhex(content.decode("ascii").strip())
+    except ValueError:
+        secret = content
+    return _checked(secret, f"the secret file {config.secret_file}")
+
+
+def _checked(secret: bytes, what: str) -> bytes:
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        raise SettingsError(
+            f"{what} holds {len(secret)} bytes; it needs {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
+        )
+    return secret

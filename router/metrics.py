@@ -1,0 +1,152 @@
+"""RouterMetrics: what a router counts, for Prometheus.
+
+Owns names, labels and buckets. Label values come from closed sets (served models, our own routes, status
+codes, reasons), never from a client's text. Knows nothing of where the numbers arise.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.dispatch import DispatchStatistics
+from router.prompt.catalog import ModelCatalog
+
+LATENCY_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+)
+
+TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+UNKNOWN_MODEL = "unknown"
+
+
+class RouterMetrics:
+    """One per router. Children are kept by their labels: looking them up again costs more than counting."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._requests = Counter(
+            "router_requests", "Requests answered", ["model", "route", "code"], registry=registry
+        )
+        self._ttft = Histogram(
+            "router_ttft_seconds",
+            "From a request's arrival to its first token",
+            ["model"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._e2e = Histogram(
+            "router_e2e_seconds",
+            "From a request's arrival to the end of its answer",
+            ["model"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter("router_prompt_tokens", "Prompt tokens", ["model"], registry=registry)
+        self._cached_tokens = Counter(
+            "router_cached_tokens", "Prompt tokens that a replica had cached", ["model"], registry=registry
+        )
+        self._output_tokens = Counter(
+            "router_output_tokens", "Tokens generated", ["model"], registry=registry
+        )
+        self._decisions = Counter(
+            "router_decisions", "Routing decisions by reason", ["reason"], registry=registry
+        )
+        self._overlap_error = Histogram(
+            "router_overlap_error_tokens",
+            "Distance between the overlap that was expected and the tokens that were cached",
+            ["model"],
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.in_flight = Gauge("router_in_flight", "Requests being served", registry=registry)
+        self._of_model: dict[str, _ModelMetrics] = {}
+        self._of_outcome: dict[tuple[str, str, int], Counter] = {}
+        self._of_reason: dict[str, Counter] = {}
+
+    def model(self, name: str) -> "_ModelMetrics":
+        """The metrics of a served model; never call it with a name that is not served."""
+        known = self._of_model.get(name)
+        if known is None:
+            known = self._of_model[name] = _ModelMetrics(
+                ttft=self._ttft.labels(name),
+                e2e=self._e2e.labels(name),
+                prompt_tokens=self._prompt_tokens.labels(name),
+                cached_tokens=self._cached_tokens.labels(name),
+                output_tokens=self._output_tokens.labels(name),
+                overlap_error=self._overlap_error.labels(name),
+            )
+        return known
+
+    def count_request(self, model: str | None, route: str, code: int) -> None:
+        key = (model or UNKNOWN_MODEL, route, code)
+        known = self._of_outcome.get(key)
+        if known is None:
+            known = self._of_outcome[key] = self._requests.labels(*key)
+        known.inc()
+
+    def count_decision(self, reason: str) -> None:
+        known = self._of_reason.get(reason)
+        if known is None:
+            known = self._of_reason[reason] = self._decisions.labels(reason)
+        known.inc()
+
+    def watch(self, catalog: ModelCatalog, dispatch: Callable[[], DispatchStatistics]) -> None:
+        """Have what others count anyway read at each scrape."""
+        self.registry.register(_Watched(catalog, dispatch))
+
+    def render(self) -> bytes:
+        """Prometheus text. Takes milliseconds: call it in a thread."""
+        return generate_latest(self.registry)
+
+
+class _ModelMetrics:
+    __slots__ = ("cached_tokens", "e2e", "output_tokens", "overlap_error", "prompt_tokens", "ttft")
+
+    def __init__(
+        self,
+        *,
+        ttft: Histogram,
+        e2e: Histogram,
+        prompt_tokens: Counter,
+        cached_tokens: Counter,
+        output_tokens: Counter,
+        overlap_error: Histogram,
+    ) -> None:
+        self.ttft = ttft
+        self.e2e = e2e
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.output_tokens = output_tokens
+        self.overlap_error = overlap_error
+
+
+class _Watched(Collector):
+    def __init__(self, catalog: ModelCatalog, dispatch: Callable[[], DispatchStatistics]) -> None:
+        self._catalog = catalog
+        self._dispatch = dispatch
+
+    def collect(self) -> Iterable[Metric]:
+        dispatch = self._dispatch()
+        yield CounterMetricFamily(
+            "router_retries", "Submissions repeated before the first token", value=dispatch.num_retries
+        )
+        yield CounterMetricFamily(
+            "router_resumes", "Submissions that continued elsewhere", value=dispatch.num_resumes
+        )
+        yield CounterMetricFamily("router_lost_attempts", "Submissions lost", value=dispatch.num_lost)
+        yield GaugeMetricFamily("router_runs", "Generations in dispatch", value=dispatch.num_running)
+        cache_bytes = GaugeMetricFamily(
+            "router_token_cache_bytes", "Memory of encoded text segments", labels=["model"]
+        )
+        hits = CounterMetricFamily("router_token_cache_hits", "Text segments found encoded", labels=["model"])
+        misses = CounterMetricFamily("router_token_cache_misses", "Text segments encoded", labels=["model"])
+        for name in self._catalog.names():
+            statistics = self._catalog.get(name).tokenizer.cache.statistics()
+            cache_bytes.add_metric([name], statistics.num_bytes)
+            hits.add_metric([name], statistics.num_hits)
+            misses.add_metric([name], statistics.num_misses)
+        yield from (cache_bytes, hits, misses)
