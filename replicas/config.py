@@ -58,6 +58,10 @@ class ReplicaConfig:
     lease_seconds: float = setting(3.0, help="a replica that is silent for so long is dead")
     heartbeat_seconds: float = setting(1.0, help="time between heartbeats")
     drain_seconds: float = setting(30.0, help="longest wait for running requests on SIGTERM")
+    metrics_port: int | None = setting(
+        None,
+        help="port of the Prometheus endpoint /metrics on host, 0 takes a free one; none means no endpoint",
+    )
 
     def __post_init__(self) -> None:
         if self.engine not in ("torch", "simulated"):

@@ -98,6 +98,7 @@ class IndexWriter:
         num_unknown = self._residency.observe(events)
         if num_unknown:
             logger.warning("the engine removed blocks that it never stored count=%d", num_unknown)
+        self._metrics.index_hashes.set(len(self._residency.kept))
         if self._residency.has_change:
             if self._unwritten_since is None:
                 self._unwritten_since = self._clock()

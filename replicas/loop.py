@@ -123,13 +123,19 @@ class EngineLoop:
             if not self._ended:
                 self._inbox.put(_Abort(key))
 
-    def stop(self) -> None:
-        """End the thread after the step that runs, close the engine, and wait. Idempotent."""
+    def stop(self, timeout_seconds: float | None = None) -> bool:
+        """End the thread after the step that runs, close the engine, and wait. Idempotent.
+
+        False if the step does not end in time; the thread is then left to itself.
+        """
         with self._door:
             if not self._ended:
                 self._inbox.put(_Stop())
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._thread.ident is None:
+            self._engine.close()  # never started, so nobody else will
+        elif self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         death: BaseException | None = None

@@ -17,6 +17,7 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, WatchError
 
+from replicas.errors import LeaseLost
 from replicas.protocol.keys import (
     MODELS_KEY,
     ReplicaRecord,
@@ -28,10 +29,6 @@ from replicas.protocol.keys import (
 from replicas.protocol.status import Epoch, ReplicaId
 
 logger = logging.getLogger(__name__)
-
-
-class LeaseLost(Exception):
-    """Another incarnation serves under this replica's id."""
 
 
 class Index(Protocol):

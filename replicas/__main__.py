@@ -1,0 +1,80 @@
+"""`python -m replicas`: one replica as a process of its own.
+
+Owns signals, logging and exit codes. The first SIGTERM or SIGINT drains, the second stops at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+import uvloop
+
+from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
+from replicas.errors import ReplicaError, StartupError
+from replicas.host import ReplicaHost
+from replicas.protocol.settings import SettingsError, load_settings
+from replicas.torch_engine.model_config import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+EXIT_FAILED = 1
+EXIT_NOT_STARTED = 2
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run until told to stop. 0: left in order; 1: died while serving; 2: did not start."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    try:
+        config = load_settings(
+            ReplicaConfig,
+            arguments=arguments,
+            environment=environment,
+            prefix=ENVIRONMENT_PREFIX,
+            program="python -m replicas",
+            description="Serve one model from one engine, for routers to find.",
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config))
+    except (SettingsError, CheckpointError, StartupError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_NOT_STARTED
+    except ReplicaError as error:
+        logger.critical("%s", error)
+        return EXIT_FAILED
+    return 0
+
+
+async def serve(config: ReplicaConfig) -> None:
+    """Host the replica until it has ended. Raises what ended it, unless it was a signal."""
+    host = ReplicaHost(config)
+    signals: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, None)
+    leaving = asyncio.create_task(_leave(host, signals), name="signals")
+    try:
+        await host.start()
+        await host.wait_dead()
+    finally:
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+
+
+async def _leave(host: ReplicaHost, signals: "asyncio.Queue[None]") -> None:
+    await signals.get()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(host.drain())
+        await signals.get()
+        logger.warning("stopping at once")
+        await host.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,69 @@
+"""build_engine: from settings to an engine and the text files of its model.
+
+Owns the choice. Imports torch only when the torch engine is asked for.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from replicas.config import ReplicaConfig
+from replicas.engine import Engine
+from replicas.protocol.settings import SettingsError
+from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.simulated_engine import COST_MODELS, SimulatedEngine
+from replicas.torch_engine.model_config import read_eos_token_ids, read_model_config
+from replicas.torch_engine.weights import fingerprint, tokenizer_bundle
+
+TOY_MODEL = Path(__file__).parent / "toy_model"
+
+SIMULATED_CACHE_TOKENS: Mapping[str, int] = {
+    "h100-8b": 400_000,  # 128 KiB a token in what bfloat16 weights leave of 80 GB
+    "h100x4-70b": 500_000,
+    "instant": 131_072,
+}
+"""How much KV the simulated hardware holds, where num_blocks does not say."""
+
+
+def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
+    """Raises CheckpointError or SettingsError. Takes seconds, and blocks."""
+    if config.engine == "simulated":
+        return _build_simulated(config)
+    from replicas.torch_engine.engine import TorchEngine
+
+    engine = TorchEngine(config)
+    return engine, engine.bundle()
+
+
+def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
+    """The checkpoint lends its vocabulary, its tokenizer and its name; nothing is computed with it."""
+    directory = Path(config.model) if config.model is not None else TOY_MODEL
+    hardware, speed = config.simulated_hardware, config.simulated_speed
+    if hardware not in COST_MODELS:
+        raise SettingsError(f"setting simulated_hardware is {', '.join(COST_MODELS)}, not {hardware}")
+    if not speed > 0:
+        raise SettingsError("setting simulated_speed must be above 0")
+    model = read_model_config(directory)
+    num_blocks = config.num_blocks or SIMULATED_CACHE_TOKENS[hardware] // config.block_size
+    card = ModelCard(
+        name=config.model_name or directory.resolve().name,
+        fingerprint=fingerprint(directory),
+        engine="simulated",
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        context_length=min(config.context_length or model.longest_context, num_blocks * config.block_size),
+        vocab_size=model.vocab_size,
+        eos_token_ids=read_eos_token_ids(directory),
+        max_batched_tokens=config.max_batched_tokens,
+        max_running=config.max_running,
+    )
+    engine = SimulatedEngine(
+        card,
+        COST_MODELS[hardware],
+        num_blocks=num_blocks + 1,  # the null block has an id too
+        max_batched_tokens=config.max_batched_tokens,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        sleep=lambda seconds: time.sleep(seconds / speed),
+    )
+    return engine, tokenizer_bundle(directory)

@@ -1,0 +1,25 @@
+"""Everything that keeps a replica from serving, each with one sentence for the person who runs it.
+
+    ReplicaError
+    ├── StartupError        it would not start, or must not: nothing was registered
+    ├── EngineDied          the engine raised; its requests were ended
+    └── LeaseLost           another process serves under this replica's id
+
+Besides these: SettingsError (`protocol/settings.py`) and CheckpointError (`torch_engine`), on the way up.
+"""
+
+
+class ReplicaError(Exception):
+    pass
+
+
+class StartupError(ReplicaError):
+    pass
+
+
+class EngineDied(ReplicaError):
+    pass
+
+
+class LeaseLost(ReplicaError):
+    pass

@@ -1,0 +1,322 @@
+"""ReplicaHost: everything of one replica in one object: engine thread, server, index, lease.
+
+Owns the replica's state, the order in which its parts start and end, and the one task that they all
+hang on. Knows nothing of processes, signals or Ray: `__main__.py` and the fleet's actor host it.
+
+    start: engine ─▶ proof ─▶ engine thread ─▶ server listens ─▶ READY ─▶ lease
+    end:   lease given back ─▶ streams flushed and ended ─▶ engine thread ─▶ index set removed
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from replicas.config import ReplicaConfig
+from replicas.engine import Engine
+from replicas.engines import build_engine
+from replicas.errors import EngineDied, LeaseLost, StartupError
+from replicas.frame_bridge import FrameBridge
+from replicas.index_writer import IndexWriter
+from replicas.loop import EngineLoop
+from replicas.metrics import ReplicaMetrics, metrics_endpoint
+from replicas.proof import prove_hashes
+from replicas.protocol.frames import StepFrame
+from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle, advance
+from replicas.registration import Registration
+from replicas.server import Identity, ReplicaServer
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[ReplicaConfig], tuple[Engine, TokenizerBundle]]
+
+LEASES_PER_SET = 20
+"""The blocks set outlives the lease by so much: a pause costs no rewrite, a dead replica's set goes."""
+
+FLUSH_SECONDS = 2.0
+"""How long routers may take to read what is still queued for them when the replica ends."""
+
+FAREWELL_SECONDS = 1.0
+"""How long Redis may take to hear that we go. If it does not, everything there expires by itself."""
+
+ENGINE_STOP_SECONDS = 10.0
+INDEX_TIMEOUT_SECONDS = 5.0
+
+
+class ReplicaHost:
+    """`start`, then `wait_dead`; `drain` or `stop` end it, and so does the death of the engine."""
+
+    def __init__(self, config: ReplicaConfig, *, build: Build = build_engine) -> None:
+        self._config = config
+        self._build = build
+        self.epoch = Epoch(f"{time.time_ns():016x}-{secrets.token_hex(4)}")
+        self._state = ReplicaState.STARTING
+        self._address: str | None = None
+        self._failure: BaseException | None = None
+        self._end = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._parts: _Parts | None = None
+        self.metrics_port: int | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    @property
+    def address(self) -> str:
+        """Where routers reach it: host:port. Known once it has started."""
+        assert self._address is not None, "the replica has not started"
+        return self._address
+
+    async def start(self) -> None:
+        """Return when routers may come. Raises StartupError, CheckpointError or SettingsError.
+
+        Redis may be away: the replica serves all the same, and registers when it is back.
+        """
+        assert self._supervisor is None, "a replica starts once"
+        engine, bundle = await asyncio.to_thread(self._build, self._config)
+        try:
+            await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
+            self._parts = _Parts(self._config, self.epoch, engine, bundle, self)
+        except BaseException:
+            engine.close()
+            raise
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(self._parts, started), name="replica")
+        await started
+
+    async def drain(self) -> None:
+        """Admit nothing more, finish what runs (for at most `drain_seconds`), and leave."""
+        if self._state is ReplicaState.STARTING:
+            self._end.set()
+        if self._supervisor is not None:
+            await self._finish_requests()
+            await self._ended.wait()
+
+    async def stop(self) -> None:
+        """End now: what runs is aborted. Idempotent."""
+        self._end.set()
+        if self._supervisor is not None:
+            await self._ended.wait()
+
+    async def wait_dead(self) -> None:
+        """Return when the replica has ended. Raises what ended it, unless somebody asked for it."""
+        await self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def record(self) -> ReplicaRecord:
+        """What the next heartbeat says."""
+        assert self._parts is not None
+        return ReplicaRecord(
+            replica_id=ReplicaId(self._config.replica_id),
+            epoch=self.epoch,
+            address=self.address,
+            state=self._state,
+            card_digest=self._parts.card.digest(),
+            last_change=self._parts.index.last_change,
+            load=self._parts.server.load,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """End because of `error`."""
+        if self._failure is None:
+            self._failure = error
+        self._end.set()
+
+    def begin_drain(self) -> None:
+        """Drain as a task of the supervisor's: somebody asked over the wire."""
+        assert self._parts is not None
+        if self._state is ReplicaState.READY:
+            self._parts.spawn(self._finish_requests())
+        elif self._state is ReplicaState.STARTING:
+            self._end.set()
+
+    async def _finish_requests(self) -> None:
+        assert self._parts is not None
+        if self._state is ReplicaState.READY:
+            self._state = advance(self._state, ReplicaState.DRAINING)
+            logger.info("draining requests=%d", self._parts.server.num_requests)
+            self._parts.server.drain()
+            self._parts.registration.announce()
+            await self._parts.server.set_serving(False)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.drain_seconds):
+                    await self._parts.server.wait_idle()
+            self._end.set()
+
+    async def _supervise(self, parts: "_Parts", started: "asyncio.Future[None]") -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self._shut_down, parts)
+                await self._open(parts, stack)
+                async with asyncio.TaskGroup() as group:
+                    parts.run_tasks(group)
+                    await self._become_ready(parts)
+                    started.set_result(None)
+                    await self._end.wait()
+                    parts.cancel_tasks()
+        except BaseException as error:  # the replica's outermost frame: whoever waits must hear of it
+            if not started.done():
+                started.set_exception(error)
+            elif self._failure is None:
+                self._failure = error
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self._ended.set()
+
+    async def _open(self, parts: "_Parts", stack: contextlib.AsyncExitStack) -> None:
+        config = self._config
+        try:
+            if config.metrics_port is not None:
+                endpoint = metrics_endpoint(parts.metrics, config.host, config.metrics_port)
+                self.metrics_port = await stack.enter_async_context(endpoint)
+            port = await parts.server.start(config.host, config.port)
+        except OSError as error:
+            raise StartupError(f"cannot listen: {error}") from error
+        self._address = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
+        parts.engine_loop.start()
+
+    async def _become_ready(self, parts: "_Parts") -> None:
+        self._state = advance(self._state, ReplicaState.READY)
+        await parts.server.set_serving(True)
+        parts.registration.announce()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.lease_seconds):
+                await parts.registration.wait_registered()
+        logger.info(
+            "ready replica=%s epoch=%s address=%s model=%s engine=%s blocks=%d",
+            self._config.replica_id,
+            self.epoch,
+            self.address,
+            parts.card.name,
+            parts.card.engine,
+            parts.card.num_blocks,
+        )
+
+    async def _shut_down(self, parts: "_Parts") -> None:
+        self._state = advance(self._state, ReplicaState.STOPPED)
+        logger.info("leaving replica=%s epoch=%s", self._config.replica_id, self.epoch)
+        await parts.server.set_serving(False)
+        await _farewell(parts.registration.remove())
+        await parts.server.stop(FLUSH_SECONDS)
+        parts.bridge.close()
+        if not await asyncio.to_thread(parts.engine_loop.stop, ENGINE_STOP_SECONDS):
+            logger.error("the engine does not end its step; leaving it behind")
+        await _farewell(parts.index.remove())
+        await parts.close_clients()
+
+
+class _Parts:
+    """The parts of one replica, wired to each other."""
+
+    def __init__(
+        self, config: ReplicaConfig, epoch: Epoch, engine: Engine, bundle: TokenizerBundle, host: ReplicaHost
+    ) -> None:
+        self.card = engine.card
+        self.metrics = ReplicaMetrics(CollectorRegistry())
+        self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
+        self.engine_loop = EngineLoop(
+            engine,
+            self.bridge.put,
+            lambda error: self.bridge.call(lambda: host.fail(EngineDied(f"the engine failed: {error!r}"))),
+        )
+        # The lease must not wait behind a large index write, nor as long: two clients.
+        self._lease_redis = _connect(config.redis_url, config.lease_seconds / 2)
+        self._index_redis = _connect(config.redis_url, INDEX_TIMEOUT_SECONDS)
+        replica_id = ReplicaId(config.replica_id)
+        set_ttl_seconds = LEASES_PER_SET * config.lease_seconds
+        self.index = IndexWriter(
+            self._index_redis,
+            self.card,
+            replica_id,
+            epoch,
+            index_stride=config.index_stride,
+            stream_length=config.events_stream_length,
+            set_ttl_seconds=set_ttl_seconds,
+            metrics=self.metrics,
+        )
+        self.registration = Registration(
+            self._lease_redis,
+            self.card.name,
+            replica_id,
+            epoch,
+            record=host.record,
+            index=self.index,
+            lease_seconds=config.lease_seconds,
+            heartbeat_seconds=config.heartbeat_seconds,
+            set_ttl_seconds=set_ttl_seconds,
+            on_lost=lambda lost: self._step_down(host, lost),
+        )
+        self.server = ReplicaServer(
+            Identity(replica_id, epoch, self.card, bundle),
+            self.engine_loop,
+            list_blocks=lambda: self.index.block_hashes,
+            on_drain=host.begin_drain,
+            metrics=self.metrics,
+            heartbeat_seconds=config.heartbeat_seconds,
+            max_open_requests=config.max_running + config.max_waiting,
+        )
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def run_tasks(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self.spawn(self.index.run())
+        self.spawn(self.registration.run())
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        assert self._group is not None
+        self._tasks.append(self._group.create_task(work))
+
+    def cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def close_clients(self) -> None:
+        await self._lease_redis.aclose()
+        await self._index_redis.aclose()
+
+    def _deliver(self, frame: StepFrame, step_seconds: float) -> None:
+        self.server.deliver(frame)
+        self.index.observe(frame.events)
+        self.metrics.observe(frame, step_seconds)
+
+    def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:
+        logger.error("%s; stepping down", lost)
+        host.fail(lost)
+
+
+def _connect(url: str, timeout_seconds: float) -> "Redis":
+    """A client that never retries by itself: a transaction sent twice would be two changes."""
+    try:
+        return Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=timeout_seconds,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise StartupError(f"setting redis_url is no Redis address: {error}") from error
+
+
+async def _farewell(message: Coroutine[None, None, None]) -> None:
+    """Tell Redis that we go, if it listens."""
+    try:
+        async with asyncio.timeout(FAREWELL_SECONDS):
+            await message
+    except (RedisError, OSError) as error:  # TimeoutError is an OSError
+        logger.warning("Redis could not be told that this replica leaves error=%r", error)

@@ -1,0 +1,74 @@
+"""The start-up proof: an engine's block hashes must be those that routers compute.
+
+Owns the probe. A replica whose hashes differ would fill the index with names that no router ever asks
+for, and nothing would look broken; so it is refused before it registers.
+"""
+
+import random
+
+from replicas.engine import Engine, EngineRequest, RequestRefused
+from replicas.errors import StartupError
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
+from replicas.protocol.events import BlockStored, CacheEvent
+from replicas.protocol.frames import FinishReason, RequestKey, SamplingParams
+
+NUM_PROBE_BLOCKS = 3
+MAX_PROBE_STEPS = 1000
+
+
+def prove_hashes(engine: Engine, rng: random.Random) -> None:
+    """Run a probe prompt and compare. Raises StartupError; leaves nothing in the engine if it passes."""
+    card = engine.card
+    room = min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
+    num_blocks = min(NUM_PROBE_BLOCKS, room // card.block_size)
+    if num_blocks < 1:
+        raise StartupError(
+            f"a context of {card.context_length} tokens and {card.num_blocks} blocks of {card.block_size}"
+            " leave no room for a single cached block"
+        )
+    root = BlockHash(rng.randbytes(HASH_BYTES))
+    prompt = [rng.randrange(card.vocab_size) for _ in range(num_blocks * card.block_size + 1)]
+    output, events = _run(engine, root, prompt)
+    expected = hash_blocks(root, prompt + output, card.block_size)
+    reported = {
+        event.first_block_index + offset: block_hash
+        for event in events
+        if isinstance(event, BlockStored)
+        for offset, block_hash in enumerate(event.block_hashes)
+    }
+    for position in range(num_blocks):
+        if position not in reported:
+            raise StartupError(
+                f"the {card.engine} engine did not report block {position} of the probe prompt as stored"
+            )
+    for position, block_hash in sorted(reported.items()):
+        if position >= len(expected) or expected[position] != block_hash:
+            raise StartupError(
+                f"the {card.engine} engine reports another hash for block {position} of the probe prompt"
+                " than routers compute: this replica would never be found, and does not serve"
+            )
+    if not engine.reset_prefix_cache():
+        raise StartupError(f"the {card.engine} engine still holds blocks after the probe prompt")
+    while engine.has_work():  # what it says of the probe is nobody's business
+        engine.step()
+
+
+def _run(engine: Engine, root: BlockHash, prompt: list[int]) -> tuple[list[int], list[CacheEvent]]:
+    """The tokens that the engine adds to the prompt, and all events meanwhile."""
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+    try:
+        engine.add(EngineRequest(RequestKey(0, 0), prompt, sampling, root))
+    except RequestRefused as refused:
+        raise StartupError(f"the engine refuses the probe prompt: {refused.message}") from refused
+    output: list[int] = []
+    events: list[CacheEvent] = []
+    for _ in range(MAX_PROBE_STEPS):
+        frame = engine.step()
+        events.extend(frame.events)
+        for delta in frame.deltas:
+            output.extend(delta.token_ids)
+            if delta.finish_reason is FinishReason.ERROR:
+                raise StartupError("the engine fails on the probe prompt")
+            if delta.finish_reason is not None:
+                return output, events
+    raise StartupError(f"the engine does not finish the probe prompt in {MAX_PROBE_STEPS} steps")
