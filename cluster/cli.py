@@ -1,0 +1,172 @@
+"""The `kvasir` command: up, down, status, chat.
+
+Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
+what a command needs when that command runs, so that `--help` and `status` answer at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from cluster.errors import ClusterError, NotRunning
+from cluster.run_directory import RunDirectory, default_run_directory
+
+MOST_REPLICAS = 512
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one sentence, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = {"up": _up, "down": _down, "status": _status, "chat": _chat}
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        return _complain(f"there is no command {words[0]}; there are {', '.join(commands)} and test")
+    arguments = _parser(os.environ).parse_args(words)
+    try:
+        return commands[arguments.command](arguments)
+    except ClusterError as error:
+        _complain(str(error))
+        return error.exit_code
+
+
+def _complain(sentence: str) -> int:
+    print(f"kvasir: {sentence}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _say(sentence: str) -> None:
+    print(sentence, flush=True)
+
+
+def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvasir",
+        description="A serving cluster in which a prompt goes to the replica that holds its KV blocks.",
+        epilog="`kvasir COMMAND --help` explains a command. `kvasir test` runs every check of the code.",
+        allow_abbrev=False,
+    )
+    common = _Parser(add_help=False)
+    common.add_argument(
+        "--run-dir",
+        type=Path,
+        default=default_run_directory(Path.cwd(), environment),
+        metavar="DIR",
+        help="where the cluster keeps its state and logs; one cluster each (default: %(default)s)",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_up(commands.add_parser("up", parents=[common], allow_abbrev=False, help="start a cluster here"))
+    commands.add_parser("down", parents=[common], allow_abbrev=False, help="stop it, whatever its state")
+    commands.add_parser(
+        "status", parents=[common], allow_abbrev=False, help="show what runs and how busy it is"
+    )
+    _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas", type=_replica_count, default=2, metavar="N", help="how many (default: 2)"
+    )
+    parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: torch")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
+    parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
+    parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="the router's port, 0 for a free one (default: %(default)s)"
+    )
+    parser.add_argument("--policy", default="kvasir", metavar="NAME", help="how replicas are chosen")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the replicas; repeatable",
+    )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="a router (default: the cluster that runs here, else one of its own)")
+    parser.add_argument("--model", metavar="NAME", help="model to talk to (default: the first one)")
+    parser.add_argument("--user", help="sent along as the request's user")
+
+
+def _replica_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {MOST_REPLICAS}, not {text}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 0 to 65535, not {text}")
+    return int(text)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from cluster.processes import MARK
+    from cluster.ray_head import RAY_ENVIRONMENT
+    from cluster.up import options_from, serve
+
+    directory = RunDirectory(arguments.run_dir)
+    # Ray takes its settings from here alone, and hands the mark on to its workers.
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update({**RAY_ENVIRONMENT, MARK: str(directory.path)})
+    return serve(options_from(arguments, directory, dict(os.environ)), _say)
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from cluster.down import take_down
+
+    _say(take_down(RunDirectory(arguments.run_dir)))
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    directory = RunDirectory(arguments.run_dir)
+    state = directory.read_state() if directory.owner() is not None else None
+    if state is None:
+        raise NotRunning(f"no cluster runs in {directory.path}; start one with ./kvasir up")
+
+    from cluster.status import read_registry, render
+
+    _say(render(state, read_registry(state.redis_url)))
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    import contextlib
+
+    import httpx
+
+    from cluster.chat import Chat, converse, first_model
+    from cluster.down import own_cluster
+
+    with contextlib.ExitStack() as stack:
+        url = arguments.url
+        if url is None:
+            directory = RunDirectory(arguments.run_dir)
+            state = directory.read_state() if directory.owner() is not None else None
+            if state is None:
+                print("No cluster runs here: starting one for this chat.", file=sys.stderr, flush=True)
+                state = stack.enter_context(own_cluster(directory))
+            url = state.router_url
+        timeout = httpx.Timeout(10.0, read=600.0)
+        base = url.rstrip("/").removesuffix("/v1")
+        client = stack.enter_context(httpx.Client(base_url=base, timeout=timeout, trust_env=False))
+        model = arguments.model or first_model(client)
+        if sys.stdin.isatty():
+            _say(f"{model} at {base}. /help shows the commands.")
+        converse(Chat(client, model, sys.stdout, user=arguments.user), sys.stdin)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

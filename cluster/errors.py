@@ -1,0 +1,23 @@
+"""Everything that stops a command of `kvasir`, each with one sentence for the person who typed it.
+
+ClusterError
+├── AlreadyRunning      another `kvasir up` owns the run directory
+├── NotRunning          the command needs a running cluster
+└── StartFailed         some part of a cluster would not start
+"""
+
+
+class ClusterError(Exception):
+    exit_code = 2
+
+
+class AlreadyRunning(ClusterError):
+    pass
+
+
+class NotRunning(ClusterError):
+    exit_code = 1
+
+
+class StartFailed(ClusterError):
+    pass

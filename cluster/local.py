@@ -1,0 +1,278 @@
+"""LocalCluster: everything that `kvasir up` runs on one machine, from Redis to the router.
+
+Owns the order of starting and stopping, and the state file. Knows nothing of command lines, nor of
+how a terminal shows progress: it says sentences to whoever listens.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from cluster.config import BackoffSpec, FleetSpec, PoolSpec
+from cluster.controller import FleetView
+from cluster.errors import StartFailed
+from cluster.fleet_watch import FleetWatch
+from cluster.processes import Service, kill_marked
+from cluster.ray_head import RayHead, start_ray, stop_ray
+from cluster.redis_server import PrivateRedis
+from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
+from replicas.config import ReplicaConfig
+
+ROUTER_START_SECONDS = 60.0
+ROUTER_STOP_SECONDS = 2.0
+FLEET_STOP_SECONDS = 4.0
+ROUTER = "the router"
+RAY_CPUS = 64
+"""Ray's idea of this machine. Replicas ask for a hundredth each, so it never stands in their way."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """What to run. `redis_url` None starts a private Redis; `port` 0 takes a free one."""
+
+    run_directory: RunDirectory
+    num_replicas: int
+    replica: ReplicaConfig
+    host: str
+    port: int
+    policy: str
+    redis_url: str | None
+    environment: Mapping[str, str]
+
+
+class LocalCluster:
+    def __init__(self, options: LocalOptions, say: Say) -> None:
+        self._options = options
+        self._directory = options.run_directory
+        self._say = say
+        self._state: ClusterState | None = None
+
+    async def run(self, on_ray_started: Callable[[], None]) -> None:
+        """Start everything, say when it serves, keep it alive until cancelled, leave nothing behind.
+
+        `on_ray_started` is called when Ray has been started, which takes signal handlers away.
+        Raises AlreadyRunning or StartFailed.
+        """
+        with self._directory.claim():
+            kill_marked(self._directory.path, self._directory.ray_directory)
+            port = take_port(self._options.host, self._options.port)
+            self._directory.new_secret()
+            try:
+                await self._run(port, on_ray_started)
+            finally:
+                kill_marked(self._directory.path, self._directory.ray_directory)
+                self._directory.forget()
+
+    async def _run(self, port: int, on_ray_started: Callable[[], None]) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            redis, redis_url = await self._start_redis(stack)
+            router, router_url = await self._start_router(stack, port, redis_url)
+            with self._stage("Ray") as stage:
+                head = start_ray(self._directory.ray_directory, RAY_CPUS)
+                stack.callback(stop_ray, self._directory.ray_directory)
+                on_ray_started()
+                stage.append(head.address)
+            self._state = ClusterState(
+                pid=os.getpid(),
+                redis_url=redis_url,
+                redis_pid=redis.pid if redis else None,
+                ray_address=head.address,
+                router_url=router_url,
+                router_pid=router.pid,
+                block_size=self._options.replica.block_size,
+                ready=False,
+            )
+            watch = FleetWatch(self._spec(head, redis_url), self._on_view)
+            stack.push_async_callback(watch.stop, FLEET_STOP_SECONDS)
+            async with _one_error(), asyncio.TaskGroup() as tasks:
+                tasks.create_task(watch.keep(self._say))
+                await self._wait_ready(watch, router, router_url)
+                for service in filter(None, (redis, router)):
+                    tasks.create_task(self._keep(service))
+
+    async def _start_redis(self, stack: contextlib.AsyncExitStack) -> tuple[Service | None, str]:
+        if self._options.redis_url is not None:
+            self._say(f"Redis     {self._options.redis_url} (from REDIS_URL)")
+            return None, self._options.redis_url
+        with self._stage("Redis") as stage:
+            log = self._directory.logs / "redis.log"
+            redis = PrivateRedis(self._directory.path, log, self._options.environment)
+            stack.push_async_callback(redis.service.stop, 1.0)
+            await redis.start()
+            stage.append(f"{redis.url} (pid {redis.service.pid})")
+        return redis.service, redis.url
+
+    async def _start_router(
+        self, stack: contextlib.AsyncExitStack, port: int, redis_url: str
+    ) -> tuple[Service, str]:
+        host = self._options.host
+        command = [sys.executable, "-m", "router", "--host", host, "--port", str(port)]
+        command += ["--redis-url", redis_url, "--policy", self._options.policy]
+        command += ["--secret-file", str(self._directory.secret_file)]
+        command += ["--index-stride", str(self._options.replica.index_stride)]
+        router = Service(
+            "the router", command, self._directory.logs / "router.log", self._options.environment
+        )
+        stack.push_async_callback(router.stop, ROUTER_STOP_SECONDS)
+        await router.start()
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return router, f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+    def _spec(self, head: RayHead, redis_url: str) -> FleetSpec:
+        num_replicas, config = self._options.num_replicas, self._options.replica
+        wants_gpu = config.engine == "torch" and config.device != "cpu"
+        pool = PoolSpec(
+            num_replicas,
+            replica=replace(config, redis_url=redis_url),
+            num_cpus=0.01,
+            num_gpus=_gpu_share(head.num_gpus, num_replicas) if wants_gpu else 0.0,
+            num_threads=max(1, len(os.sched_getaffinity(0)) // num_replicas),
+        )
+        return FleetSpec((pool,), log_directory=str(self._directory.logs))
+
+    async def _wait_ready(self, watch: FleetWatch, router: Service, router_url: str) -> None:
+        with self._stage("replicas") as stage:
+            await watch.wait_ready()
+            stage.append(f"{self._options.num_replicas} ready")
+        with self._stage("router") as stage:
+            models = await _served_models(router, router_url)
+            stage.append(f"{router_url} (pid {router.pid})")
+        assert self._state is not None
+        self._write(replace(self._state, ready=True))
+        self._say(summary(self._state, models[0]))
+
+    def _on_view(self, view: FleetView) -> None:
+        assert self._state is not None
+        entries = [
+            ReplicaEntry(
+                replica_id=replica.replica_id,
+                state=replica.state.value,
+                pid=replica.report.pid if replica.report else None,
+                address=replica.report.address if replica.report else None,
+                epoch=replica.report.epoch if replica.report else None,
+            )
+            for replica in view.replicas
+        ]
+        if self._state.ready:
+            for note in view.notes:
+                self._say(f"fleet     {note}")
+        self._write(replace(self._state, replicas=tuple(entries)))
+
+    def _write(self, state: ClusterState) -> None:
+        self._state = state
+        self._directory.write_state(state)
+
+    async def _keep(self, service: Service) -> None:
+        backoff = BackoffSpec()
+        num_early_deaths = 0
+        while True:
+            since = time.monotonic()
+            code = await service.wait()
+            early = time.monotonic() - since < backoff.healthy_seconds
+            num_early_deaths = num_early_deaths + 1 if early else 1
+            self._say(f"{service.name} ended with code {code} (log: {service.log}); starting it again")
+            await asyncio.sleep(backoff.delay_seconds(num_early_deaths))
+            await service.start()
+            assert self._state is not None
+            if service.name == ROUTER:
+                self._write(replace(self._state, router_pid=service.pid))
+            else:
+                self._write(replace(self._state, redis_pid=service.pid))
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[list[str]]:
+        """Say how long the block took, and what it put into the list."""
+        started = time.monotonic()
+        details: list[str] = []
+        yield details
+        self._say(f"{name:<9} {time.monotonic() - started:5.2f} s  {' '.join(details)}")
+
+
+def take_port(host: str, port: int) -> int:
+    """`port` if it is free on `host`, any free one for 0. Raises StartFailed."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            taken: int = probe.getsockname()[1]
+            return taken
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise StartFailed(
+            f"the router cannot listen on {host} port {port}: {reason}; choose another --port"
+        ) from error
+
+
+def _gpu_share(num_gpus: float, num_replicas: int) -> float:
+    """What part of a GPU each replica gets; Ray counts in ten-thousandths."""
+    return min(1.0, int(10_000 * num_gpus / num_replicas) / 10_000)
+
+
+@contextlib.asynccontextmanager
+async def _one_error() -> AsyncIterator[None]:
+    """A StartFailed out of a task group as itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        failures = group.subgroup(StartFailed)
+        if failures is None:
+            raise
+        failure: BaseException = failures
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        raise failure from None
+
+
+async def _served_models(router: Service, url: str) -> list[str]:
+    """The models that the router serves, as soon as it serves any."""
+    try:
+        async with asyncio.timeout(ROUTER_START_SECONDS):
+            while not (models := await asyncio.to_thread(_models, url)):
+                if router.has_ended():
+                    raise StartFailed(f"the router did not start:\n{router.complaint()}")
+                await asyncio.sleep(0.05)
+            return models
+    except TimeoutError:
+        raise StartFailed(
+            f"the router found no replica within {ROUTER_START_SECONDS:g} s; see {router.log}"
+        ) from None
+
+
+def _models(url: str) -> list[str]:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as response:
+            return [str(model["id"]) for model in json.load(response)["data"]]
+    except (OSError, ValueError, KeyError):
+        return []
+
+
+def summary(state: ClusterState, model: str) -> str:
+    """What runs where, and three lines to try."""
+    lines = ["", f"router     {state.router_url}  pid {state.router_pid}", f"Redis      {state.redis_url}"]
+    lines += [
+        f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
+        for entry in state.replicas
+    ]
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    url = f"{state.router_url}/v1"
+    lines += [
+        "",
+        "Try:",
+        f"  curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f'  OpenAI(base_url="{url}", api_key="-").chat.completions.create(model="{model}", messages=[…])',
+        "  ./kvasir chat",
+        "",
+        "Ctrl-C ends all of it.",
+    ]
+    return "\n".join(lines)

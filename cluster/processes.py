@@ -1,0 +1,131 @@
+"""Child processes of `kvasir up`: started so that they die with it, and found again if one did not.
+
+Owns the mark that tells our processes from others'. Knows nothing of what the processes do.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from cluster.errors import StartFailed
+
+MARK = "KVASIR_CLUSTER_OF"
+"""Environment variable that every process of a cluster inherits; its value is the run directory."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Service:
+    """One long-running child with a log file. Its whole process group ends with it."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = log
+        self._command = tuple(command)
+        self._environment = dict(environment)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        with await asyncio.to_thread(self.log.open, "ab") as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,
+                    preexec_fn=death_with_parent(signal.SIGKILL),
+                )
+            except OSError as error:
+                raise StartFailed(f"cannot start {self.name}: {error}") from error
+
+    async def wait(self) -> int:
+        assert self._process is not None, "start it first"
+        return await self._process.wait()
+
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.returncode is not None
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ask, wait, kill. Safe to call in any state."""
+        if self._process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_seconds):
+                    await self._process.wait()
+                    return
+
+    def complaint(self) -> str:
+        """The last lines of its log, for a message about why it ended."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-5:])
+
+
+def death_with_parent(number: signal.Signals) -> Callable[[], None] | None:
+    """What a child calls before exec so that the kernel signals it when the calling thread has ended."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux: `kvasir down` still finds leftovers
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: nothing that takes a lock may happen between fork and exec
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def find_marked(run_directory: Path, ray_directory: Path) -> list[int]:
+    """Processes of the cluster in `run_directory`, by their inherited mark or by where they log to.
+
+    Both, because Ray's workers overwrite part of their environment with their title. Never this
+    process or one that it descends from.
+    """
+    mark = f"{MARK}={run_directory}".encode() + b"\0"
+    spared = _ancestry()
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if pid not in spared and _is_ours(pid, mark, ray_directory)]
+
+
+def _is_ours(pid: int, mark: bytes, ray_directory: Path) -> bool:
+    process = Path(f"/proc/{pid}")
+    with suppress(OSError):
+        environment = (process / "environ").read_bytes()
+        if environment.startswith(mark) or b"\0" + mark in environment:
+            return True
+        return (process / "fd/1").readlink().is_relative_to(ray_directory)
+    return False
+
+
+def _ancestry() -> set[int]:
+    pids, pid = set(), os.getpid()
+    while pid > 0 and pid not in pids:
+        pids.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return pids
+
+
+def kill_marked(run_directory: Path, ray_directory: Path, patience_seconds: float = 5.0) -> int:
+    """Kill what is left of a cluster, and say how many processes that were."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + patience_seconds
+    while (left := find_marked(run_directory, ray_directory)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(left)
+        time.sleep(0.02)
+    return len(killed)

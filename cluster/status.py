@@ -1,0 +1,84 @@
+"""What a running cluster looks like: the registry in Redis, joined with the state file, as a table.
+
+Owns the table. Asks nobody but Redis, so it answers while replicas are busy and controllers are down.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import redis
+
+from cluster.run_directory import ClusterState
+from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, decode_record, replica_key, replicas_key
+from replicas.protocol.status import ReplicaId
+
+HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The live records of every replica, by id; `complaint` says why there are none to be had."""
+
+    records: Mapping[ReplicaId, ReplicaRecord]
+    complaint: str | None = None
+
+
+def read_registry(redis_url: str) -> Registry:
+    records: dict[ReplicaId, ReplicaRecord] = {}
+    try:
+        with redis.Redis.from_url(
+            redis_url, socket_timeout=2, socket_connect_timeout=2, protocol=2
+        ) as client:
+            models: set[bytes] = client.smembers(MODELS_KEY)
+            for model in sorted(name.decode() for name in models):
+                ids: set[bytes] = client.smembers(replicas_key(model))
+                for replica_id in sorted(ReplicaId(member.decode()) for member in ids):
+                    fields: dict[bytes, bytes] = client.hgetall(replica_key(model, replica_id))
+                    if fields:
+                        records[replica_id] = decode_record(replica_id, fields)
+    except (redis.RedisError, ValueError) as error:
+        return Registry({}, str(error))
+    return Registry(records)
+
+
+def render(state: ClusterState, registry: Registry) -> str:
+    entries = {ReplicaId(entry.replica_id): entry for entry in state.replicas}
+    rows = [HEADER]
+    for replica_id in sorted(entries.keys() | registry.records.keys()):
+        entry, record = entries.get(replica_id), registry.records.get(replica_id)
+        current = entry is not None and record is not None and record.epoch == entry.epoch
+        rows.append(
+            (
+                replica_id,
+                record.state.value if record and (current or not entry) else (entry.state if entry else "?"),
+                (record.epoch if record else None) or (entry.epoch if entry else None) or "-",
+                str(entry.pid) if entry and entry.pid else "-",
+                (record.address if record else None) or (entry.address if entry else None) or "-",
+                *_load_cells(record, state.block_size),
+            )
+        )
+    redis_line = f"Redis   {state.redis_url}" + (f"  pid {state.redis_pid}" if state.redis_pid else "")
+    if registry.complaint:
+        redis_line += f"  NOT REACHABLE: {registry.complaint}"
+    phase = "" if state.ready else "  (still starting)"
+    router_line = f"router  {state.router_url}  pid {state.router_pid}{phase}"
+    return "\n".join([*_align(rows), "", router_line, redis_line, f"Ray     {state.ray_address}"])
+
+
+def _load_cells(record: ReplicaRecord | None, block_size: int) -> tuple[str, str, str]:
+    if record is None:
+        return ("-", "-", "-")
+    load = record.load
+    waiting = f" +{load.num_waiting} waiting" if load.num_waiting else ""
+    return (
+        f"{load.num_running}{waiting}",
+        f"{load.num_used_blocks}/{load.num_total_blocks}",
+        str(load.num_cached_blocks * block_size),
+    )
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
