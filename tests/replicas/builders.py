@@ -44,7 +44,7 @@ def request(token_ids: Sequence[int], **fields: Any) -> Request:
 
 
 def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> int | None:
-    """Find, allocate and "compute" all of a request (or its first tokens): cached tokens, None if it failed."""
+    """Find, allocate and "compute" all of a request (or its first tokens): cached tokens, or None."""
     cached_block_ids = manager.find_cached(request)
     num_cached_tokens = len(cached_block_ids) * manager.block_size
     end = request.num_tokens if num_tokens is None else num_tokens

@@ -249,7 +249,7 @@ def test_worked_example_of_six_times() -> None:
 def test_worked_example_of_duplicated_blocks() -> None:
     """Equal prompts ABCDEF that continue equally: the second holds a copy of EFGH, and both are cached."""
     manager = KVCacheManager(11, 4)
-    first, second = request("ABCDEF".encode()), request("ABCDEF".encode())
+    first, second = request(b"ABCDEF"), request(b"ABCDEF")
     admit(manager, first)
     for token_id in b"GH":
         decode(manager, first, token_id)
@@ -274,7 +274,7 @@ def test_worked_example_of_duplicated_blocks() -> None:
 
 
 def test_worked_example_of_an_image() -> None:
-    """Eight tokens of text, 41 placeholders and one more token, in blocks of 16: every block is the image's."""
+    """Eight tokens of text, 41 placeholders and one more token, in blocks of 16."""
     placeholder = 10
     prompt = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551, *[placeholder] * 41, 4, 5]
 

@@ -1,0 +1,447 @@
+"""The scheduler, step by step: order of service, budgets, hits, preemption, stopping, aborting."""
+
+from typing import Any
+
+import pytest
+
+from replicas.protocol.events import AllBlocksCleared, BlockStored
+from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, StepFrame
+from replicas.torch_engine.scheduler import Scheduler
+from tests.replicas.builders import (
+    EOS,
+    OTHER_ROOT,
+    FakeModel,
+    engine_request,
+    scheduler,
+    tokens_of,
+)
+
+
+def key(request_id: int) -> RequestKey:
+    return RequestKey(request_id, 0)
+
+
+def model(**limits: Any) -> FakeModel:
+    return FakeModel(scheduler(**limits))
+
+
+def plan(model: FakeModel) -> list[tuple[int, int, int, bool]]:
+    """The chunks of the latest step: request id, first token, tokens, whether it samples."""
+    return [
+        (chunk.request.key.request_id, chunk.start, chunk.num_tokens, chunk.samples) for chunk in model.chunks
+    ]
+
+
+def usage(frame: StepFrame) -> PromptUsage:
+    [found] = [delta.usage for delta in frame.deltas if delta.usage is not None]
+    return found
+
+
+def add(model: FakeModel, request_id: int, num_tokens: int, **fields: Any) -> None:
+    """A prompt of its own: no other request id shares a block with it."""
+    start = 100 + 50 * request_id
+    token_ids = [start + position % 50 for position in range(num_tokens)]
+    model.scheduler.add(engine_request(token_ids, request_id=request_id, **fields))
+
+
+def test_nothing_to_do_is_an_empty_step() -> None:
+    idle = model()
+    assert not idle.scheduler.has_work()
+    frame = idle.step()
+    assert idle.chunks == [] and frame.deltas == [] and frame.events == []
+    assert frame.load.num_total_blocks == 64
+
+
+def test_a_prompt_is_computed_at_once_and_then_token_by_token() -> None:
+    one = model()
+    add(one, 1, 10, max_tokens=3)
+    frames = []
+    plans = []
+    while one.scheduler.has_work():
+        frames.append(one.step())
+        plans.append(plan(one))
+    assert plans == [[(1, 0, 10, True)], [(1, 10, 1, True)], [(1, 11, 1, True)]]
+    assert [frame.num_prefill_tokens for frame in frames] == [10, 0, 0]
+    assert [frame.num_decode_tokens for frame in frames] == [0, 1, 1]
+    assert [frame.deltas[0].finish_reason for frame in frames] == [None, None, FinishReason.LENGTH]
+    assert [frame.deltas[0].usage for frame in frames] == [PromptUsage(10, 0, 8), None, None]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 7, 8, 16, 17, 18, 64])
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks(budget: int) -> None:
+    chunked = model(max_batched_tokens=budget)
+    add(chunked, 1, 17, max_tokens=2)
+    chunks = []
+    while chunked.scheduler.has_work():
+        frame = chunked.step()
+        chunks += plan(chunked)
+        assert bool(frame.deltas) == chunks[-1][3]
+    starts = list(range(0, 17, budget))
+    assert chunks[:-1] == [(1, start, min(budget, 17 - start), start == starts[-1]) for start in starts]
+    assert chunks[-1] == (1, 17, 1, True)
+    assert tokens_of(chunked.deltas, 1) == tokens_of(unbounded(17, max_tokens=2), 1)
+
+
+def unbounded(num_tokens: int, **fields: Any) -> list[Any]:
+    alone = model(max_batched_tokens=4096)
+    add(alone, 1, num_tokens, **fields)
+    return alone.run()
+
+
+def test_decoding_requests_get_their_token_before_prompts_share_the_rest() -> None:
+    mixed = model(max_batched_tokens=8)
+    add(mixed, 1, 4)
+    add(mixed, 2, 4)
+    mixed.step()
+    add(mixed, 3, 20)
+    mixed.step()
+    assert plan(mixed) == [(1, 4, 1, True), (2, 4, 1, True), (3, 0, 6, False)]
+    add(mixed, 4, 4)
+    mixed.step()
+    assert plan(mixed) == [(1, 5, 1, True), (2, 5, 1, True), (3, 6, 6, False)]
+    mixed.step()
+    mixed.step()
+    assert plan(mixed) == [(3, 18, 2, True), (4, 0, 4, True)]
+
+
+def test_more_running_requests_than_budget_never_happen() -> None:
+    narrow = model(max_batched_tokens=2, max_running=16)
+    for request_id in (1, 2, 3):
+        add(narrow, request_id, 1)
+    narrow.step()
+    assert [request_id for request_id, *_ in plan(narrow)] == [1, 2]
+    narrow.step()
+    assert plan(narrow) == [(1, 1, 1, True), (2, 1, 1, True)]
+
+
+def test_no_more_than_max_running_requests_run() -> None:
+    two = model(max_running=2)
+    for request_id in (1, 2, 3):
+        add(two, request_id, 4, max_tokens=request_id)
+    frame = two.step()
+    assert (frame.load.num_running, frame.load.num_waiting) == (1, 1)
+    two.step()
+    assert [request_id for request_id, *_ in plan(two)] == [2, 3]
+
+
+def test_lower_priority_numbers_go_first_then_who_came_first() -> None:
+    ranked = model(max_running=1)
+    for request_id, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
+        add(ranked, request_id, 4, priority=priority, max_tokens=1)
+    assert [delta.key.request_id for delta in ranked.run()] == [4, 2, 1, 3]
+
+
+def test_a_waiting_request_that_does_not_fit_holds_back_those_behind_it() -> None:
+    full = model(num_blocks=11)
+    add(full, 1, 24)
+    full.step()
+    add(full, 2, 20)
+    add(full, 3, 4)
+    frame = full.step()
+    assert plan(full) == [(1, 24, 1, True)]
+    assert frame.load.num_waiting == 2
+
+
+def test_a_prompt_is_not_started_unless_all_of_it_fits() -> None:
+    full = model(num_blocks=11, max_batched_tokens=8)
+    add(full, 1, 6, max_tokens=3)
+    full.step()
+    add(full, 2, 37)
+    full.step()
+    assert plan(full) == [(1, 6, 1, True)]
+    full.step()
+    full.step()
+    assert plan(full) == [(2, 0, 8, False)]
+
+
+class TestPrefixHits:
+    def test_counts_are_exact_around_a_block_boundary(self) -> None:
+        for num_tokens, num_cached, num_written in (
+            (63, 48, 0),
+            (64, 48, 16),
+            (65, 64, 0),
+            (80, 64, 16),
+            (15, 0, 0),
+            (16, 0, 16),
+            (17, 16, 0),
+        ):
+            warm = model(block_size=16, max_batched_tokens=512)
+            prompt = list(range(100, 180))
+            warm.scheduler.add(engine_request(prompt, request_id=1, max_tokens=1))
+            assert usage(warm.step()) == PromptUsage(80, 0, 80)
+            warm.scheduler.add(engine_request(prompt[:num_tokens], request_id=2, max_tokens=1))
+            frame = warm.step()
+            assert usage(frame) == PromptUsage(num_tokens, num_cached, num_written)
+            assert frame.num_prefill_tokens == num_tokens - num_cached
+
+    def test_a_longer_prompt_hits_what_the_shorter_one_and_its_answer_filled(self) -> None:
+        turns = model(block_size=4)
+        turns.scheduler.add(engine_request(range(100, 110), request_id=1, max_tokens=8))
+        answer = tokens_of(turns.run(), 1)
+        turns.scheduler.add(engine_request([*range(100, 110), *answer, 7, 8, 9], request_id=2, max_tokens=1))
+        # 10 + 8 tokens, of which the last has no KV: 17 computed, four full blocks.
+        assert usage(turns.step()) == PromptUsage(21, 16, 4)
+
+    def test_twins_in_one_step_compute_the_shared_prefix_once(self) -> None:
+        twins = model(max_batched_tokens=64)
+        for request_id in (1, 2, 3):
+            twins.scheduler.add(engine_request(range(100, 118), request_id=request_id, max_tokens=2))
+        frame = twins.step()
+        assert plan(twins) == [(1, 0, 18, True), (2, 16, 2, True), (3, 16, 2, True)]
+        assert [delta.usage for delta in frame.deltas] == [
+            PromptUsage(18, 0, 16),
+            PromptUsage(18, 16, 0),
+            PromptUsage(18, 16, 0),
+        ]
+        assert frame.load.num_used_blocks == 7
+        tokens = [tokens_of(twins.run(), request_id) for request_id in (1, 2, 3)]
+        assert tokens[0] == tokens[1] == tokens[2]
+
+    def test_a_twin_of_a_half_computed_prompt_hits_what_is_there(self) -> None:
+        twins = model(max_batched_tokens=16)
+        twins.scheduler.add(engine_request(range(100, 124), request_id=1))
+        twins.step()
+        twins.scheduler.add(engine_request(range(100, 124), request_id=2))
+        twins.step()
+        assert plan(twins) == [(1, 16, 8, True), (2, 20, 4, True)]
+
+    def test_another_root_never_shares(self) -> None:
+        tenants = model()
+        tenants.scheduler.add(engine_request(range(100, 120), request_id=1, max_tokens=1))
+        tenants.scheduler.add(engine_request(range(100, 120), request_id=2, root=OTHER_ROOT, max_tokens=1))
+        frame = tenants.step()
+        assert [delta.usage for delta in frame.deltas] == [PromptUsage(20, 0, 20)] * 2
+
+    def test_blocks_are_reported_by_the_step_that_computes_them(self) -> None:
+        chunked = model(max_batched_tokens=10)
+        add(chunked, 1, 17, max_tokens=5)
+        events, ends_prompt = [], []
+        while chunked.scheduler.has_work():
+            blocks = stored(chunked.step())
+            events.append([(event.first_block_index, len(event.block_hashes)) for event in blocks])
+            ends_prompt.append([event.ends_prompt for event in blocks])
+        # Positions 17 to 20 are output: the block that they begin is full when 19 is computed.
+        assert events == [[(0, 2)], [(2, 2)], [], [], [(4, 1)], []]
+        assert ends_prompt == [[False], [True], [], [], [False], []]
+
+    def test_a_reset_waits_for_running_requests_and_reports_itself(self) -> None:
+        cleared = model()
+        add(cleared, 1, 9, max_tokens=2)
+        cleared.step()
+        assert not cleared.scheduler.reset_prefix_cache()
+        cleared.run()
+        assert not cleared.scheduler.has_work()
+        assert cleared.scheduler.reset_prefix_cache()
+        assert cleared.scheduler.has_work()
+        assert cleared.step().events == [AllBlocksCleared()]
+        assert not cleared.scheduler.has_work()
+        add(cleared, 2, 9)
+        assert cleared.step().load.num_cached_blocks == 2
+
+
+def stored(frame: StepFrame) -> list[BlockStored]:
+    return [event for event in frame.events if isinstance(event, BlockStored)]
+
+
+class TestPreemption:
+    def crowded(self) -> FakeModel:
+        """Two requests that fill all ten blocks, and both need one more in the next step."""
+        crowd = model(num_blocks=11)
+        add(crowd, 1, 20, max_tokens=12)
+        add(crowd, 2, 20, max_tokens=12)
+        crowd.step()
+        return crowd
+
+    def test_the_last_to_arrive_makes_room_and_waits_in_front(self) -> None:
+        crowd = self.crowded()
+        add(crowd, 3, 4)
+        frame = crowd.step()
+        assert plan(crowd) == [(1, 20, 1, True)]
+        assert (frame.load.num_running, frame.load.num_waiting) == (1, 2)
+        assert [request.key.request_id for request in crowd.scheduler._waiting] == [2, 3]
+
+    def test_the_lowest_priority_makes_room_even_if_it_came_first(self) -> None:
+        crowd = model(num_blocks=11)
+        add(crowd, 1, 20, priority=1, max_tokens=12)
+        add(crowd, 2, 20, priority=0, max_tokens=12)
+        crowd.step()
+        crowd.step()
+        assert plan(crowd) == [(2, 20, 1, True)]
+
+    def test_a_step_that_preempts_admits_nothing(self) -> None:
+        crowd = self.crowded()
+        add(crowd, 3, 4, priority=-1)
+        crowd.step()
+        assert plan(crowd) == [(1, 20, 1, True)]
+        crowd.step()
+        assert (3, 0, 4, True) in plan(crowd)
+
+    def test_resuming_hits_the_blocks_that_it_left_behind(self) -> None:
+        crowd = self.crowded()
+        crowd.step()
+        crowd.scheduler.abort(key(1))
+        crowd.step()
+        # 20 prompt tokens and one sampled: four or five of its five blocks are still there.
+        [(request_id, start, num_tokens, samples)] = plan(crowd)
+        assert (request_id, samples) == (2, True)
+        assert start >= 16 and start + num_tokens == 21
+
+    def test_preemption_changes_neither_tokens_nor_usage(self) -> None:
+        crowd = self.crowded()
+        deltas = crowd.run()
+        for request_id in (1, 2):
+            alone = model()
+            add(alone, request_id, 20, max_tokens=12)
+            assert tokens_of(deltas, request_id) == tokens_of(alone.run(), request_id)
+        assert [delta.usage for delta in deltas if delta.usage] == [PromptUsage(20, 0, 20)] * 2
+
+    def test_a_prompt_that_runs_out_of_blocks_half_way_steps_back_itself(self) -> None:
+        crowd = model(num_blocks=11, max_batched_tokens=8)
+        add(crowd, 1, 15, max_tokens=20)
+        crowd.step()
+        crowd.step()
+        add(crowd, 2, 22, max_tokens=1)
+        plans = []
+        while crowd.scheduler.has_work():
+            crowd.step()
+            plans.append([chunk[:3] for chunk in plan(crowd) if chunk[0] == 2])
+        # It has four blocks by then, the other request five: one is left, and it needs two.
+        assert plans[:4] == [[(2, 0, 7)], [(2, 7, 7)], [], []]
+        deltas = crowd.deltas
+        assert len(tokens_of(deltas, 1)) == 20 and len(tokens_of(deltas, 2)) == 1
+
+
+class TestStopping:
+    def finish(self, sampled: list[int], **fields: Any) -> tuple[list[int], FinishReason | None]:
+        one = model(context_length=fields.pop("context_length", 4096))
+        one.scheduler.add(engine_request(fields.pop("token_ids", [5, 6, 7]), **fields))
+        for token_id in sampled:
+            assert one.scheduler.has_work()
+            one.step(token_ids={key(1): token_id})
+        return tokens_of(one.deltas, 1), one.deltas[-1].finish_reason
+
+    def test_eos_ends_the_answer_and_is_part_of_it(self) -> None:
+        assert self.finish([9, EOS], max_tokens=9) == ([9, EOS], FinishReason.STOP)
+
+    def test_eos_as_the_last_allowed_token_is_a_stop(self) -> None:
+        assert self.finish([9, EOS], max_tokens=2) == ([9, EOS], FinishReason.STOP)
+
+    def test_eos_can_be_ignored(self) -> None:
+        assert self.finish([EOS, EOS], max_tokens=2, ignore_eos=True) == ([EOS, EOS], FinishReason.LENGTH)
+
+    def test_a_stop_token_stops_even_where_eos_is_ignored(self) -> None:
+        stop: dict[str, Any] = {"stop_token_ids": (9,), "ignore_eos": True}
+        assert self.finish([EOS, 9], max_tokens=5, **stop) == ([EOS, 9], FinishReason.STOP)
+
+    def test_nothing_stops_before_min_tokens(self) -> None:
+        sampling: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": (9,)}
+        assert self.finish([EOS, 9, EOS], **sampling) == ([EOS, 9, EOS], FinishReason.STOP)
+        assert self.finish([EOS, 9], **sampling) == ([EOS, 9], None)
+
+    def test_the_context_length_ends_the_answer(self) -> None:
+        assert self.finish([9, 9], max_tokens=50, context_length=5) == ([9, 9], FinishReason.LENGTH)
+
+    def test_the_size_of_the_whole_cache_ends_the_answer(self) -> None:
+        tiny = model(num_blocks=3, block_size=4)
+        tiny.scheduler.add(engine_request([5] * 6, max_tokens=50))
+        deltas = tiny.run()
+        assert len(deltas) == 3 and deltas[-1].finish_reason is FinishReason.LENGTH
+
+    def test_resumed_output_counts_as_output(self) -> None:
+        resumed: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9], "num_output_tokens": 2}
+        assert self.finish([9], max_tokens=3, **resumed) == ([9], FinishReason.LENGTH)
+        assert self.finish([EOS], max_tokens=9, min_tokens=4, **resumed) == ([EOS], None)
+        assert self.finish([EOS], max_tokens=9, min_tokens=3, **resumed) == ([EOS], FinishReason.STOP)
+
+    def test_resumed_output_is_no_part_of_the_prompt(self) -> None:
+        elsewhere = model()
+        prompt = list(range(100, 110))
+        elsewhere.scheduler.add(engine_request(prompt, request_id=1, max_tokens=12))
+        all_tokens = tokens_of(elsewhere.run(), 1)
+        for num_output_tokens in (1, 5, 11):
+            here = model()
+            submitted = prompt + all_tokens[:num_output_tokens]
+            fields: dict[str, Any] = {"num_output_tokens": num_output_tokens, "max_tokens": 12}
+            here.scheduler.add(engine_request(submitted, request_id=1, **fields))
+            assert usage(here.step()) == PromptUsage(10, 0, 8)
+            assert tokens_of(here.run(), 1) == all_tokens[num_output_tokens:]
+            here.scheduler.add(engine_request(submitted, request_id=2, **fields))
+            num_hit = (len(submitted) - 1) // 4 * 4
+            assert usage(here.step()) == PromptUsage(10, min(num_hit, 10), 0)
+
+
+class TestAbort:
+    def check_empty(self, scheduler: Scheduler) -> None:
+        load = scheduler.load()
+        assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
+        assert (load.num_pending_tokens, load.num_context_tokens) == (0, 0)
+        assert not scheduler.has_work()
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
+    def test_aborting_after_any_step_frees_everything(self, num_steps: int) -> None:
+        """Waiting, half prefilled, prefilled, decoding."""
+        one = model(max_batched_tokens=8)
+        add(one, 1, 20, max_tokens=10)
+        for _ in range(num_steps):
+            one.step()
+        one.scheduler.abort(key(1))
+        self.check_empty(one.scheduler)
+        one.manager.pool.check()
+
+    def test_aborting_a_preempted_request_frees_everything(self) -> None:
+        crowd = TestPreemption().crowded()
+        crowd.step()
+        crowd.scheduler.abort(key(2))
+        crowd.scheduler.abort(key(1))
+        self.check_empty(crowd.scheduler)
+
+    def test_aborting_between_schedule_and_finish_leaves_no_delta(self) -> None:
+        one = scheduler()
+        one.add(engine_request([5, 6, 7, 8, 9]))
+        chunks = one.schedule()
+        one.abort(key(1))
+        frame = one.finish_step(chunks, {})
+        assert frame.deltas == [] and len(stored(frame)) == 1
+        self.check_empty(one)
+
+    def test_a_twin_outlives_the_abort_of_the_request_whose_blocks_it_hits(self) -> None:
+        twins = model(max_batched_tokens=64)
+        for request_id in (1, 2):
+            twins.scheduler.add(engine_request(range(100, 118), request_id=request_id, max_tokens=6))
+        twins.step()
+        twins.scheduler.abort(key(1))
+        assert twins.scheduler.load().num_used_blocks == 5
+        assert len(tokens_of(twins.run(), 2)) == 6
+        self.check_empty(twins.scheduler)
+
+    def test_unknown_and_finished_requests_are_ignored(self) -> None:
+        one = model()
+        one.scheduler.abort(key(9))
+        add(one, 1, 4, max_tokens=1)
+        one.run()
+        one.scheduler.abort(key(1))
+        self.check_empty(one.scheduler)
+
+
+class TestLoad:
+    def test_pending_tokens_are_what_is_still_to_be_computed(self) -> None:
+        busy = model(max_batched_tokens=8)
+        add(busy, 1, 20, max_tokens=9)
+        add(busy, 2, 6)
+        pending = [busy.scheduler.load().num_pending_tokens]
+        context = []
+        for _ in range(4):
+            load = busy.step().load
+            pending.append(load.num_pending_tokens)
+            context.append(load.num_context_tokens)
+        assert pending == [26, 18, 10, 2, 0]
+        assert context == [8, 16, 24, 27]
+
+    def test_a_waiting_request_counts_only_what_the_cache_does_not_hold(self) -> None:
+        warm = model()
+        add(warm, 1, 20, max_tokens=1)
+        warm.run()
+        add(warm, 1, 22)
+        load = warm.scheduler.load()
+        assert (load.num_waiting, load.num_pending_tokens) == (1, 2)
+        assert (load.num_used_blocks, load.num_cached_blocks) == (0, 5)
