@@ -144,7 +144,7 @@ def unsupported(parameter: str, message: str) -> InvalidRequest:
 def check_range(parameter: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
         raise InvalidRequest(
-            f"Invalid value for '{parameter}': {value:g} is not between {low:g} and {high:g}.",
+            f"Invalid value for '{parameter}': {value!s:.40} is not between {low:g} and {high:g}.",
             parameter=parameter,
         )
 
@@ -154,7 +154,7 @@ def check_salt(salt: str | None) -> str | None:
         not 1 <= len(salt) <= MAX_SALT_CHARACTERS or not _FORBIDDEN_IN_SALT.isdisjoint(salt)
     ):
         raise InvalidRequest(
-            f"Invalid 'cache_salt': it has 1 to {MAX_SALT_CHARACTERS} characters, and no '@', '/', '\\' or NUL.",
+            f"Invalid 'cache_salt': 1 to {MAX_SALT_CHARACTERS} characters are allowed, no '@', '/', '\\' or NUL.",
             parameter="cache_salt",
         )
     return salt

@@ -1,0 +1,125 @@
+"""Answer: what a request asked for, ready to run, and the text that has come of it so far.
+
+Owns the state of each choice. Two dialects write it out in their own way; neither HTTP nor routing is
+known here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.frames import FinishReason, PromptUsage, SamplingParams, TokenDelta, TokenLogprobs
+from router.dispatch import Generation
+from router.prompt.catalog import ServedModel
+from router.prompt.detokenizer import Detokenizer
+from router.routing.bucket import bucket_of
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+
+class ChoiceOutput:
+    """One choice as it grows: feed it the choice's deltas."""
+
+    __slots__ = ("_detokenizer", "_silent", "finish_reason", "logprobs", "num_tokens", "parts")
+
+    def __init__(self, detokenizer: Detokenizer, silent_token_ids: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._silent = silent_token_ids
+        self.parts: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def found_stop(self) -> bool:
+        """A stop string ended this choice, so that the engine has yet to be told."""
+        return self._detokenizer.stop_string is not None
+
+    def add(self, delta: TokenDelta) -> str:
+        """The new text. Sets `finish_reason` with the last of it."""
+        token_ids = delta.token_ids
+        finish = delta.finish_reason
+        self.num_tokens += len(token_ids)
+        if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent:
+            token_ids = token_ids[:-1]
+        text = self._detokenizer.add(token_ids)
+        if finish is not None:
+            text += self._detokenizer.finish()
+            self.finish_reason = finish.value
+        if self.found_stop:
+            self.finish_reason = FinishReason.STOP.value
+        return text
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of the request and its choices, which count from `first_index` on in the answer."""
+
+    generation: Generation
+    first_index: int
+    outputs: list[ChoiceOutput]
+    echo: str = ""
+    usage: PromptUsage | None = None
+
+    def usage_or_bare(self) -> PromptUsage:
+        return self.usage or PromptUsage(len(self.generation.token_ids), 0, 0)
+
+
+class Dialect(Protocol):
+    """How an answer is written. `text` and the like return the bytes of whole events."""
+
+    def open(self, prompt: Prompt, choice: int) -> bytes: ...
+    def text(self, prompt: Prompt, choice: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes: ...
+    def close(self, prompt: Prompt, choice: int) -> bytes: ...
+    def end(self, usage: dict[str, Any]) -> bytes: ...
+    def whole(self, usage: dict[str, Any]) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    model: ServedModel
+    prompts: list[Prompt]
+    stream: bool
+    dialect: Dialect
+
+
+def make_prompt(
+    model: ServedModel,
+    token_ids: list[int],
+    sampling: SamplingParams,
+    *,
+    num_choices: int,
+    first_index: int,
+    stop: Sequence[str],
+    salt: str | None,
+    prompt_cache_key: str | None,
+    priority: int,
+    num_stable_tokens: int | None = None,
+) -> Prompt:
+    """Everything that routing, engine and answer need of one prompt."""
+    card = model.card
+    root = model.root(None, salt)
+    generation = Generation(
+        model=card.name,
+        token_ids=token_ids,
+        root=root,
+        block_hashes=hash_blocks(root, token_ids, card.block_size),
+        bucket=bucket_of(root, prompt_cache_key, token_ids, num_stable_tokens, card.block_size),
+        sampling=sampling,
+        num_choices=num_choices,
+        priority=priority,
+    )
+    silent = model.eos_token_ids
+    if sampling.stop_token_ids:
+        silent = silent.union(sampling.stop_token_ids)
+    outputs = [
+        ChoiceOutput(model.tokenizer.new_detokenizer(stop, min_tokens=sampling.min_tokens), silent)
+        for _ in range(num_choices)
+    ]
+    return Prompt(generation, first_index, outputs)
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,194 @@
+"""GenerationEndpoint: the raw ASGI application behind the routes that generate.
+
+Owns a request's way through the router, the same for every dialect: read, prepare, run, write, and count.
+Knows no field of any dialect and nothing of routing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from replicas.protocol.frames import TokenDelta
+from router.api.answer import Answer, Prompt
+from router.api.context import ApiContext, Runs
+from router.api.http import ClientGone, Header, WhileConnected, client_request_id, read_body, send_whole
+from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
+from router.api.sse import EVENT_STREAM_HEADERS, error_event
+from router.errors import RouterError
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Not a status that anyone receives: how metrics count those who did not wait."""
+
+Prepare = Callable[[ApiContext, bytes], Awaitable[Answer]]
+
+
+class GenerationEndpoint:
+    """`prepare` turns a body into an Answer, or raises a RouterError."""
+
+    def __init__(self, context: ApiContext, route: str, prepare: Prepare) -> None:
+        self._context = context
+        self._route = route
+        self._prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = client_request_id(scope) or self._context.new_id("req_")
+        exchange = _Exchange(self._context, send, request_id)
+        if scope["method"] != "POST":
+            error = method_not_allowed(scope["method"], scope["path"])
+            await exchange.fail(error, extra=[(b"allow", b"POST")])
+        else:
+            await self._serve(exchange, scope, receive)
+        self._context.metrics.count_request(exchange.model_name, self._route, exchange.status)
+
+    async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
+        context = self._context
+        try:
+            context.check_room()
+            body = await read_body(scope, receive, context.config.max_body_bytes)
+            with context.in_flight():
+                async with WhileConnected(receive):
+                    answer = await self._prepare(context, body)
+                    await exchange.run(answer)
+            await exchange.finish(answer)
+        except ClientGone:
+            exchange.status = CLIENT_GONE
+        except RouterError as error:
+            await exchange.fail(http_error(error))
+        except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
+            logger.exception("request %s failed", exchange.request_id)
+            await exchange.fail(INTERNAL_ERROR)
+
+
+class _Exchange:
+    """One request's answer on its way out."""
+
+    def __init__(self, context: ApiContext, send: Send, request_id: str) -> None:
+        self.request_id = request_id
+        self.model_name: str | None = None
+        self.status = 200
+        self._context = context
+        self._send = send
+        self._arrived = context.clock()
+        self._has_token = False
+        self._is_streaming = False
+        self._run_headers: list[Header] = []
+
+    async def run(self, answer: Answer) -> None:
+        self.model_name = answer.model.card.name
+        if len(answer.prompts) == 1:
+            await self._run_prompt(answer, answer.prompts[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for prompt in answer.prompts:
+                    tasks.create_task(self._run_prompt(answer, prompt))
+        except* RouterError as errors:
+            raise _first(errors) from errors
+
+    async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
+        async with self._context.dispatcher.run(prompt.generation) as run:
+            self._context.metrics.count_decision(run.decision.reason)
+            async for batch in run:
+                if not self._has_token:
+                    self._start(answer, run)
+                events = self._take(answer, prompt, run, batch)
+                if events:
+                    await self._stream(events)
+
+    def _start(self, answer: Answer, run: Runs) -> None:
+        self._has_token = True
+        self._run_headers = [
+            (b"x-kvasir-replica", run.replica_id.encode()),
+            (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
+            (b"x-kvasir-reason", str(run.decision.reason).encode()),
+        ]
+        self._context.metrics.model(answer.model.card.name).ttft.observe(
+            self._context.clock() - self._arrived
+        )
+
+    def _take(self, answer: Answer, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
+        """Feed a batch to its choices. Returns what to stream."""
+        events: list[bytes] = []
+        dialect = answer.dialect
+        for delta in batch:
+            choice = delta.key.choice
+            output = prompt.outputs[choice]
+            if output.finish_reason is not None:
+                continue
+            is_first = not output.num_tokens
+            if delta.usage is not None and (choice == 0 or prompt.usage is None):
+                if prompt.usage is None:
+                    self._observe_overlap(answer, run, delta.usage.num_cached_tokens)
+                prompt.usage = delta.usage
+            text = output.add(delta)
+            if output.found_stop:
+                run.abort_choice(choice)
+            if not answer.stream:
+                output.parts.append(text)
+                output.logprobs.extend(delta.logprobs or ())
+                continue
+            if is_first:
+                events.append(dialect.open(prompt, choice))
+            if text or delta.logprobs:
+                events.append(dialect.text(prompt, choice, text, delta.logprobs or ()))
+            if output.finish_reason is not None:
+                events.append(dialect.close(prompt, choice))
+        return b"".join(events)
+
+    def _observe_overlap(self, answer: Answer, run: Runs, num_cached_tokens: int) -> None:
+        error = abs(run.decision.overlap_tokens - num_cached_tokens)
+        self._context.metrics.model(answer.model.card.name).overlap_error.observe(error)
+
+    async def _stream(self, events: bytes) -> None:
+        if not self._is_streaming:
+            self._is_streaming = True
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [*EVENT_STREAM_HEADERS, *self._own_headers()],
+                }
+            )
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def finish(self, answer: Answer) -> None:
+        """The end of a stream, or the whole answer."""
+        num_output_tokens = sum(output.num_tokens for prompt in answer.prompts for output in prompt.outputs)
+        usages = [prompt.usage_or_bare() for prompt in answer.prompts]
+        usage = usage_of(usages, num_output_tokens)
+        if answer.stream:
+            await self._send(
+                {"type": "http.response.body", "body": answer.dialect.end(usage), "more_body": False}
+            )
+        else:
+            headers = [(b"content-type", b"application/json"), *self._own_headers()]
+            await send_whole(self._send, 200, headers, answer.dialect.whole(usage))
+        metrics = self._context.metrics.model(answer.model.card.name)
+        metrics.e2e.observe(self._context.clock() - self._arrived)
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        metrics.output_tokens.inc(num_output_tokens)
+
+    async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
+        self.status = error.status
+        if self._is_streaming:
+            event = error_event(error)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        headers = [*error.headers(), *extra, (b"x-request-id", self.request_id.encode())]
+        await send_whole(self._send, error.status, headers, error.body())
+
+    def _own_headers(self) -> list[Header]:
+        return [(b"x-request-id", self.request_id.encode()), *self._run_headers]
+
+
+def _first(errors: BaseExceptionGroup[RouterError]) -> RouterError:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, RouterError)
+    return error

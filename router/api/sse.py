@@ -1,0 +1,64 @@
+"""Server-sent events of OpenAI's streams, written as bytes.
+
+Owns the frames. Everything but the text is the same in each chunk of a stream, so it is encoded once.
+Knows nothing of where the text comes from.
+"""
+
+from typing import Any
+
+from router.api.openai_shared import HttpError, encode_json
+
+EVENT_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkWriter:
+    """The chunks of one stream. `text_field` is what stands before the text in a choice: the only thing
+    in which chat's chunks and those of plain completions differ."""
+
+    __slots__ = ("_closing", "_head", "_text_close", "_text_open", "_with_usage")
+
+    def __init__(
+        self, head: dict[str, Any], *, text_open: bytes, text_close: bytes, with_usage: bool
+    ) -> None:
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._text_open = text_open
+        self._text_close = text_close
+        self._with_usage = with_usage
+        self._closing = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def prefix(self, choice: int) -> bytes:
+        """All that comes before the text of a choice; make it once per choice."""
+        return b'%s{"index":%d,%s' % (self._head, choice, self._text_open)
+
+    def text(self, prefix: bytes, text: str, logprobs: Any | None = None) -> bytes:
+        encoded = b"null" if logprobs is None else encode_json(logprobs)
+        return (
+            prefix
+            + encode_json(text)
+            + self._text_close
+            + b',"logprobs":'
+            + encoded
+            + b',"finish_reason":null}'
+            + self._closing
+        )
+
+    def choice(self, choice: dict[str, Any]) -> bytes:
+        """A chunk that happens once per choice: its role, its end."""
+        return self._head + encode_json(choice) + self._closing
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The extra chunk of a stream that was asked for usage; nothing otherwise."""
+        if not self._with_usage:
+            return b""
+        return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+
+
+def error_event(error: HttpError) -> bytes:
+    """What a stream ends with when it fails; no [DONE] follows."""
+    return b"data: " + error.body() + b"\n\n"
