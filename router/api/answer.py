@@ -32,6 +32,9 @@ class ChoiceOutput:
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
+    def has_finished(self) -> bool:
+        return self.finish_reason is not None
+
     @property
     def found_stop(self) -> bool:
         """A stop string ended this choice, so that the engine has yet to be told."""

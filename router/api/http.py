@@ -85,7 +85,7 @@ class WhileConnected:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._listener.cancel()
-        if self._gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+        if self._gone and (self._task.uncancel() == 0 or kind is not asyncio.CancelledError):
             raise ClientGone from error
 
     async def _listen(self) -> None:

@@ -86,8 +86,11 @@ class _Exchange:
             async with asyncio.TaskGroup() as tasks:
                 for prompt in answer.prompts:
                     tasks.create_task(self._run_prompt(answer, prompt))
-        except* RouterError as errors:
-            raise _first(errors) from errors
+        except BaseExceptionGroup as group:
+            expected, unexpected = group.split(RouterError)
+            if expected is None or unexpected is not None:
+                raise
+            raise _first(expected) from group
 
     async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
         async with self._context.dispatcher.run(prompt.generation) as run:
@@ -117,7 +120,7 @@ class _Exchange:
         for delta in batch:
             choice = delta.key.choice
             output = prompt.outputs[choice]
-            if output.finish_reason is not None:
+            if output.has_finished():
                 continue
             is_first = not output.num_tokens
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
@@ -135,7 +138,7 @@ class _Exchange:
                 events.append(dialect.open(prompt, choice))
             if text or delta.logprobs:
                 events.append(dialect.text(prompt, choice, text, delta.logprobs or ()))
-            if output.finish_reason is not None:
+            if output.has_finished():
                 events.append(dialect.close(prompt, choice))
         return b"".join(events)
 

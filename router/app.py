@@ -1,0 +1,90 @@
+"""The router's ASGI application: which path goes where, and how errors of the control routes are answered.
+
+Owns the routes. The routes that generate bypass Starlette: they are raw endpoints and write by themselves.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api.context import ApiContext
+from router.api.control import ControlRoutes
+from router.api.http import ClientGone
+from router.api.openai_chat import prepare_chat
+from router.api.openai_completions import prepare_completion
+from router.api.openai_shared import (
+    INTERNAL_ERROR,
+    HttpError,
+    http_error,
+    method_not_allowed,
+    unknown_route,
+)
+from router.api.serving import GenerationEndpoint
+from router.errors import RouterError
+
+Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
+
+
+def create_app(context: ApiContext, lifespan: Lifespan | None = None) -> ASGIApp:
+    """`lifespan` is open for as long as the application serves."""
+    control = Starlette(
+        routes=ControlRoutes(context).routes(),
+        lifespan=lifespan,
+        exception_handlers={
+            RouterError: _on_router_error,
+            HTTPException: _on_http_exception,
+            ClientGone: _on_client_gone,
+            Exception: _on_any_error,
+        },
+    )
+    hot = {
+        "/v1/chat/completions": GenerationEndpoint(context, "chat_completions", prepare_chat),
+        "/v1/completions": GenerationEndpoint(context, "completions", prepare_completion),
+    }
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = hot.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+        else:
+            await control(scope, receive, send)
+
+    return app
+
+
+async def _on_router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return _response(http_error(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        return _response(unknown_route(request.method, path))
+    if error.status_code == 405:
+        response = _response(method_not_allowed(request.method, path))
+        response.headers.update(error.headers or {})
+        return response
+    return _response(HttpError(error.status_code, error.detail, "invalid_request_error"))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody is there to read it
+
+
+async def _on_any_error(request: Request, error: Exception) -> Response:
+    return _response(INTERNAL_ERROR)
+
+
+def _response(error: HttpError) -> Response:
+    response = Response(error.body(), error.status)
+    for name, value in error.headers():
+        response.headers[name.decode()] = value.decode()
+    return response
