@@ -1,0 +1,302 @@
+"""IndexMirror: one model's prefix index, kept equal to what its replicas wrote to Redis.
+
+Owns the connection, the place in the stream and the question of whose set must be read again. Knows
+nothing of prompts or decisions. All data is in the PrefixIndex; it is bounded by the replicas' caches.
+
+A replica's blocks set is read once, then the stream of changes is followed::
+
+    stream   ── 41 ── 42 ── 43 ── 44 ── 45 ──▶
+                       ▲ noted before the set is read: 42 is in the set for certain, 43 and 44 perhaps
+                         and are applied once more, which changes nothing in the end
+
+A set is read again when a change number is missing, and when the audit finds that mirror and Redis
+disagree although the stream has been read to its end: a lost or rewritten set, a trimmed stream, a
+Redis that came back empty. While Redis is away, or a live replica's set is lost, the mirror stays as it
+is: old knowledge is better than none, and the replica will write its set again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
+from replicas.protocol.status import Epoch, ReplicaId
+from router.routing.overlap import ChangeOutcome, PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SECONDS = 0.1
+"""Longest wait for a change; a replica that is new to the mirror waits no longer for its set."""
+
+AUDIT_SECONDS = 1.0
+TIMEOUT_SECONDS = 5.0
+MIN_BACKOFF_SECONDS = 0.05
+MAX_BACKOFF_SECONDS = 2.0
+
+ENTRIES_PER_READ = 256
+HASHES_PER_SCAN = 2048
+ENTRIES_TO_LOOK_BACK = 64
+
+
+Entries = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
+"""What Redis answers (protocol 2, nothing decoded): entries of a stream."""
+
+
+class MirrorStatistics(NamedTuple):
+    """`num_entries` are pairs of replica and hash. `lag_seconds` is how far the newest change that was
+    applied lay behind the stream's end at the last audit; 0 when the mirror was level with it."""
+
+    num_entries: int
+    num_changes: int
+    num_resyncs: int
+    num_malformed: int
+    lag_seconds: float
+    is_connected: bool
+
+
+class StreamId(NamedTuple):
+    """A place in a Redis stream. Compares as Redis does."""
+
+    milliseconds: int
+    sequence: int
+
+    @classmethod
+    def parse(cls, text: bytes) -> "StreamId":
+        milliseconds, _, sequence = text.partition(b"-")
+        return cls(int(milliseconds), int(sequence))
+
+    def __str__(self) -> str:
+        return f"{self.milliseconds}-{self.sequence}"
+
+
+STREAM_START = StreamId(0, 0)
+
+
+class Contained(NamedTuple):
+    """A change that a set which has not been read yet is known to contain already."""
+
+    epoch: Epoch
+    number: int
+
+
+class IndexMirror:
+    """`run()` as a task of the owner's; `set_live()` whenever the registry has been read."""
+
+    def __init__(
+        self, redis_url: str, model: str, index: PrefixIndex, *, audit_seconds: float = AUDIT_SECONDS
+    ) -> None:
+        self._redis_url = redis_url
+        self._model = model
+        self._events_key = events_key(model)
+        self._index = index
+        self._audit_seconds = audit_seconds
+        self._live: dict[ReplicaId, ReplicaRecord] = {}
+        self._unread: dict[ReplicaId, Contained] = {}
+        """Replicas whose set must be read."""
+        self._position = STREAM_START
+        self._num_changes = 0
+        self._num_resyncs = 0
+        self._num_malformed = 0
+        self._lag_seconds = 0.0
+        self._is_connected = False
+
+    def set_live(self, records: Mapping[ReplicaId, ReplicaRecord]) -> None:
+        """The replicas that the registry names now. The rest, and earlier incarnations, are forgotten."""
+        for replica_id, record in self._live.items():
+            following = records.get(replica_id)
+            if following is None or following.epoch != record.epoch:
+                self._index.forget(replica_id)
+                self._unread.pop(replica_id, None)
+        for replica_id, record in records.items():
+            if self._index.epoch(replica_id) != record.epoch:
+                self._unread.setdefault(replica_id, Contained(record.epoch, 0))
+        self._live = dict(records)
+
+    def statistics(self) -> MirrorStatistics:
+        return MirrorStatistics(
+            num_entries=self._index.num_entries,
+            num_changes=self._num_changes,
+            num_resyncs=self._num_resyncs,
+            num_malformed=self._num_malformed,
+            lag_seconds=self._lag_seconds,
+            is_connected=self._is_connected,
+        )
+
+    async def run(self) -> None:
+        """Follow Redis until cancelled. It may go and come back as it likes."""
+        backoff = MIN_BACKOFF_SECONDS
+        while True:
+            try:
+                await self._connect_and_follow()
+            except (RedisError, OSError) as error:
+                if self._is_connected:
+                    logger.warning(
+                        "the block index is out of reach; its mirror stays as it is model=%s error=%r",
+                        self._model,
+                        error,
+                    )
+                    backoff = MIN_BACKOFF_SECONDS
+                self._is_connected = False
+            await asyncio.sleep(backoff)
+            backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
+
+    async def _connect_and_follow(self) -> None:
+        """Never returns but by an error. Nothing is retried below here: a reconnection must be noticed."""
+        client = Redis.from_url(
+            self._redis_url,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=TIMEOUT_SECONDS,
+            socket_connect_timeout=TIMEOUT_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+        )
+        try:
+            await self._start_over(client)
+            logger.info("following the block index model=%s", self._model)
+            self._is_connected = True
+            audit_due = time.monotonic() + self._audit_seconds
+            while True:
+                await self._read_sets(client)
+                await self._follow(client)
+                if time.monotonic() >= audit_due:
+                    await self._audit(client)
+                    audit_due = time.monotonic() + self._audit_seconds
+        finally:
+            await client.aclose()
+
+    async def _start_over(self, client: "Redis") -> None:
+        """Take the stream from its end, and read every set."""
+        self._position = await self._stream_end(client)
+        for replica_id, record in self._live.items():
+            self._unread.setdefault(replica_id, Contained(record.epoch, record.last_change))
+
+    async def _stream_end(self, client: "Redis") -> StreamId:
+        try:
+            return _last_id(await client.xinfo_stream(self._events_key))
+        except ResponseError:  # there is no stream yet
+            return STREAM_START
+
+    async def _follow(self, client: "Redis") -> None:
+        """Apply what the stream has, or wait a moment for something."""
+        answer = await client.xread(
+            {self._events_key: str(self._position)}, count=ENTRIES_PER_READ, block=int(BLOCK_SECONDS * 1000)
+        )
+        for _, entries in cast("Sequence[tuple[bytes, Entries]]", answer or ()):
+            for entry_id, fields in entries:
+                self._apply(fields)
+                self._position = StreamId.parse(entry_id)
+
+    def _apply(self, fields: Mapping[bytes, bytes]) -> None:
+        try:
+            change = decode_change(fields)
+        except ValueError as error:
+            self._num_malformed += 1
+            logger.warning("an unreadable index change was skipped model=%s error=%s", self._model, error)
+            return
+        outcome = self._index.apply(change)
+        if outcome is ChangeOutcome.APPLIED:
+            self._num_changes += 1
+        elif outcome is ChangeOutcome.GAP:
+            self._unread[change.replica_id] = Contained(change.epoch, change.number)
+
+    async def _read_sets(self, client: "Redis") -> None:
+        """Read the sets of all that need it. A set that is lost is left to the next audit."""
+        unread, self._unread = self._unread, {}
+        try:
+            while unread:
+                replica_id = next(iter(unread))
+                record = self._live.get(replica_id)
+                if record is not None:
+                    await self._read_set(client, record, unread[replica_id])
+                del unread[replica_id]
+        finally:
+            for replica_id, contained in unread.items():
+                self._unread.setdefault(replica_id, contained)
+
+    async def _read_set(self, client: "Redis", record: ReplicaRecord, contained: Contained) -> None:
+        replica_id, epoch = record.replica_id, record.epoch
+        newest = max(record.last_change, await self._newest_change(client, replica_id, epoch))
+        if contained.epoch == epoch:
+            newest = max(newest, contained.number)
+        members = await self._scan(client, blocks_key(self._model, replica_id, epoch))
+        current = self._live.get(replica_id)
+        if current is None or current.epoch != epoch:
+            return  # it went, or came back as another, while we read
+        self._num_resyncs += 1
+        if BLOCKS_MARKER in members:
+            hashes = [BlockHash(member) for member in members if len(member) == HASH_BYTES]
+            self._index.replace(replica_id, epoch, hashes, last_change=newest)
+        elif self._index.epoch(replica_id) != epoch:
+            self._index.replace(replica_id, epoch, (), last_change=newest)
+
+    async def _newest_change(self, client: "Redis", replica_id: ReplicaId, epoch: Epoch) -> int:
+        """The newest change of this replica near the stream's end; 0 if there is none.
+
+        Set and stream change in one transaction, so a set that is read later contains it.
+        """
+        entries = cast("Entries", await client.xrevrange(self._events_key, count=ENTRIES_TO_LOOK_BACK))
+        for _, fields in entries:
+            if fields.get(b"replica") == replica_id.encode() and fields.get(b"epoch") == epoch.encode():
+                try:
+                    return int(fields[b"number"])
+                except (KeyError, ValueError):
+                    continue
+        return 0
+
+    async def _scan(self, client: "Redis", key: str) -> set[bytes]:
+        """All members, in bites that neither Redis nor our event loop chokes on."""
+        members: set[bytes] = set()
+        cursor = 0
+        while True:
+            cursor, some = await client.sscan(key, cursor, count=HASHES_PER_SCAN)
+            members.update(cast("list[bytes]", some))
+            if cursor == 0:
+                return members
+
+    async def _audit(self, client: "Redis") -> None:
+        """Compare places, change numbers and sizes with Redis; have read again what differs."""
+        replica_ids = [replica_id for replica_id in self._live if replica_id not in self._unread]
+        records = [self._live[replica_id] for replica_id in replica_ids]
+        async with client.pipeline(transaction=True) as pipeline:
+            pipeline.xinfo_stream(self._events_key)
+            for record in records:
+                pipeline.scard(blocks_key(self._model, record.replica_id, record.epoch))
+            info, *sizes = await pipeline.execute(raise_on_error=False)
+        _raise_unless_missing(info, sizes)
+        end = STREAM_START if isinstance(info, ResponseError) else _last_id(info)
+        if end < self._position:
+            logger.warning("the stream of index changes began anew model=%s", self._model)
+            await self._start_over(client)
+            return
+        self._lag_seconds = (end.milliseconds - self._position.milliseconds) / 1000
+        if end == self._position:
+            for record, size in zip(records, sizes, strict=True):
+                self._compare(record, size - 1)
+
+    def _compare(self, record: ReplicaRecord, num_hashes: int) -> None:
+        """All that the stream has is applied: whatever differs now was missed."""
+        if self._live.get(record.replica_id) is not record:
+            return
+        missed = record.last_change - self._index.last_change(record.replica_id)
+        if missed > 0 or num_hashes != self._index.num_stored(record.replica_id):
+            self._unread.setdefault(record.replica_id, Contained(record.epoch, record.last_change))
+
+
+def _last_id(info: Mapping[str, Any]) -> StreamId:
+    last_id = info["last-generated-id"]
+    return StreamId.parse(last_id if isinstance(last_id, bytes) else last_id.encode())
+
+
+def _raise_unless_missing(info: object, sizes: Sequence[object]) -> None:
+    """A stream that does not exist is an answer; any other error is one."""
+    for answer in (info, *sizes):
+        if isinstance(answer, Exception) and not (answer is info and "no such key" in str(answer)):
+            raise answer
