@@ -28,13 +28,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from replicas.toy_model import toy_model_path
-from replicas.toy_model.dialogues import Dialogues, Message, load_corpus
+from replicas.toy_model.corpus_texts import load_corpus
+from replicas.toy_model.dialogues import Dialogues, Message
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = range(3)
 VOCAB_SIZE = 2048
 CONTEXT_LENGTH = 8192
-WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 60
@@ -74,10 +78,10 @@ class Phase:
 
 
 PHASES = (
-    Phase(num_steps=1000, num_rows=12, row_length=320, max_system_words=60),
-    Phase(num_steps=300, num_rows=3, row_length=1536, max_system_words=900),
-    Phase(num_steps=80, num_rows=1, row_length=4096, max_system_words=2400),
-    Phase(num_steps=15, num_rows=1, row_length=8000, max_system_words=4500),
+    Phase(num_steps=1300, num_rows=12, row_length=320, max_system_words=60),
+    Phase(num_steps=260, num_rows=3, row_length=1536, max_system_words=900),
+    Phase(num_steps=60, num_rows=1, row_length=4096, max_system_words=2400),
+    Phase(num_steps=20, num_rows=1, row_length=CONTEXT_LENGTH, max_system_words=4500),
 )
 
 
@@ -102,9 +106,7 @@ def train_tokenizer(dialogues: Dialogues) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = list(dialogues.corpus.texts()) * 2
-    texts.extend(dialogues.system_text(200) for _ in range(100))
-    texts.extend(message.text for message in dialogues.turns(1000))
+    texts = [*dialogues.corpus.texts(), *(message.text for message in dialogues.turns(500))]
     tokenizer.train_from_iterator(texts, trainer)
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
     return tokenizer
@@ -180,10 +182,11 @@ def train(rows: RowMaker, phases: tuple[Phase, ...]) -> LlamaForCausalLM:
         LlamaConfig(**MODEL_SETTINGS, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA})
     )
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.02)
-    num_steps = sum(phase.num_steps for phase in phases)
+    schedule = [phase for phase in phases for _ in range(phase.num_steps)]
+    num_steps = len(schedule)
     print(f"{model.num_parameters()} parameters, {num_steps} steps", flush=True)
     started, average = time.monotonic(), 0.0
-    for step, phase in enumerate(phase for phase in phases for _ in range(phase.num_steps)):
+    for step, phase in enumerate(schedule):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps)
         loss, answer_loss = batch_loss(model, [rows.row(phase) for _ in range(phase.num_rows)])
@@ -226,7 +229,9 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"  # tied to the embedding
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors makes it private, and it is to be packed and read by others
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
