@@ -43,7 +43,8 @@ class RouterStream:
     open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     overflowed: asyncio.Event = field(default_factory=asyncio.Event)
-    is_closing: bool = False
+    is_cut: bool = False
+    _is_closing: bool = False
     _outbox: list[TokenDelta] = field(default_factory=list)
     _weight: int = 0
     _sent_load: LoadSnapshot | None = None
@@ -79,20 +80,23 @@ class RouterStream:
         return ServerFrame(tuple(deltas), self.load)
 
     @property
-    def is_flushed(self) -> bool:
-        return not self._outbox
+    def is_over(self) -> bool:
+        """Whether there is nothing left to send, nor ever will be."""
+        return self.is_cut or (self._is_closing and not self._outbox)
 
     def close(self) -> None:
         """Let the writer send what is left and end the stream."""
-        self.is_closing = True
+        self._is_closing = True
         self.wanted.set()
 
-    def discard(self) -> None:
-        """The stream is over: forget what was not sent."""
+    def cut(self) -> None:
+        """Forget what was not sent, and let the writer end at once. Idempotent."""
+        self.is_cut = True
         self._outbox.clear()
         self._weight = 0
         if self._timer is not None:
             self._timer.cancel()
+        self.wanted.set()
 
     def _on_timer(self) -> None:
         self._timer = None

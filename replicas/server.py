@@ -214,7 +214,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             end = await self._serve(stream, request_iterator, context)
         finally:
             self._abort_all(stream)
-            stream.discard()
+            stream.cut()
             self._streams.remove(stream)
             self._metrics.streams.set(len(self._streams))
         if end.status is not None:
@@ -244,17 +244,21 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
     async def _serve(
         self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame], context: Any
     ) -> _StreamEnd:
-        """Read, write and watch the bound until the first of the three is over."""
+        """Read, write and watch the bound until the first of the three is over.
+
+        A write in flight is never cancelled: gRPC could send no status after it. To a router that does
+        not read it may take for ever, so the requests are freed before it is waited for.
+        """
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._read(stream, messages)),
-                group.create_task(self._cut_off(stream)),
-                group.create_task(self._write(stream, context)),
-            ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-        return next(task.result() for task in tasks if task in done)
+            reader = group.create_task(self._read(stream, messages))
+            watcher = group.create_task(self._watch_outbox(stream))
+            writer = group.create_task(self._write(stream, context))
+            done, _ = await asyncio.wait((reader, watcher, writer), return_when=asyncio.FIRST_COMPLETED)
+            reader.cancel()
+            watcher.cancel()
+            self._abort_all(stream)
+            stream.cut()
+        return next((task.result() for task in (reader, watcher) if task in done), _StreamEnd())
 
     async def _read(self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame]) -> _StreamEnd:
         async for message in messages:
@@ -268,16 +272,20 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
                 self._abort(stream, abort)
         return _StreamEnd()
 
-    async def _write(self, stream: RouterStream, context: Any) -> _StreamEnd:
+    async def _write(self, stream: RouterStream, context: Any) -> None:
         """One message per wake-up, and one per heartbeat when nothing happens."""
-        while not (stream.is_closing and stream.is_flushed):
+        while not stream.is_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
                     await stream.wanted.wait()
-            await context.write(wire.server_frame_to_wire(stream.take()))
-        return _StreamEnd()
+            if stream.is_cut:
+                return
+            try:
+                await context.write(wire.server_frame_to_wire(stream.take()))
+            except grpc.aio.BaseError:
+                return  # the router has gone; gRPC cancels the whole call in a moment
 
-    async def _cut_off(self, stream: RouterStream) -> _StreamEnd:
+    async def _watch_outbox(self, stream: RouterStream) -> _StreamEnd:
         await stream.overflowed.wait()
         return _StreamEnd(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router does not read its stream")
 

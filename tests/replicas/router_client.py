@@ -1,0 +1,57 @@
+"""The router's end of a Serve stream, as small as tests need it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from replicas.protocol import replica_pb2_grpc, wire
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import (
+    Abort,
+    ClientFrame,
+    RequestKey,
+    SamplingParams,
+    ServerFrame,
+    Submit,
+    TokenDelta,
+)
+
+ROOT = BlockHash(bytes(16))
+
+
+def submit(
+    request_id: int, token_ids: Sequence[int] = (1, 2, 3, 4, 5), *, max_tokens: int = 3, num_choices: int = 1
+) -> Submit:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Submit(request_id, list(token_ids), sampling, ROOT, num_choices=num_choices)
+
+
+class RouterClient:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub: Any = replica_pb2_grpc.ReplicaStub(channel)  # type: ignore[no-untyped-call]
+        self.call: Any = self.stub.Serve()
+
+    async def send(self, *messages: Submit | Abort) -> None:
+        frame = ClientFrame(
+            submits=tuple(message for message in messages if isinstance(message, Submit)),
+            aborts=tuple(message for message in messages if isinstance(message, Abort)),
+        )
+        await self.call.write(wire.client_frame_to_wire(frame))
+
+    async def read(self) -> ServerFrame | None:
+        message = await self.call.read()
+        return None if message is grpc.aio.EOF else wire.server_frame_from_wire(message)
+
+    async def finish(self, *keys: tuple[int, int]) -> dict[RequestKey, list[TokenDelta]]:
+        """Read until each of these choices has had its last delta."""
+        found: dict[RequestKey, list[TokenDelta]] = {RequestKey(*key): [] for key in keys}
+        open_keys = set(found)
+        while open_keys:
+            frame = await self.read()
+            assert frame is not None, "the stream ended too soon"
+            for delta in frame.deltas:
+                found[delta.key].append(delta)
+                if delta.finish_reason is not None:
+                    open_keys.discard(delta.key)
+        return found
