@@ -157,6 +157,7 @@ class IndexMirror:
             socket_timeout=TIMEOUT_SECONDS,
             socket_connect_timeout=TIMEOUT_SECONDS,
             retry=Retry(NoBackoff(), 0),
+            driver_info=None,  # else each connection reads the package metadata from disk
         )
         try:
             await self._start_over(client)

@@ -1,0 +1,374 @@
+"""The mirror against a real Redis: whatever happens to sets and stream, it equals SMEMBERS in the end."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import redis
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import events_key
+from replicas.protocol.status import ReplicaId
+from router.index_mirror import IndexMirror, StreamId
+from router.routing.overlap import PrefixIndex
+from tests.redis_server import RedisServer
+from tests.router.index_set_writer import IndexSetWriter
+
+MODEL = "m"
+
+
+def block(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
+
+
+def blocks(*numbers: int) -> tuple[BlockHash, ...]:
+    return tuple(block(number) for number in numbers)
+
+
+@pytest.fixture
+def writer(redis_url: str) -> Iterator[Callable[[str], IndexSetWriter]]:
+    writers = []
+
+    def make(replica_id: str) -> IndexSetWriter:
+        writers.append(IndexSetWriter(redis_url, MODEL, replica_id))
+        return writers[-1]
+
+    yield make
+    for made in writers:
+        made.close()
+
+
+@asynccontextmanager
+async def mirroring(url: str, *writers: IndexSetWriter) -> AsyncIterator[tuple[IndexMirror, PrefixIndex]]:
+    index = PrefixIndex(16, 16)
+    mirror = IndexMirror(url, MODEL, index, audit_seconds=0.1)
+    announce(mirror, *writers)
+    task = asyncio.create_task(mirror.run())
+    try:
+        yield mirror, index
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def announce(mirror: IndexMirror, *writers: IndexSetWriter) -> None:
+    mirror.set_live({writer.replica_id: writer.record() for writer in writers})
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.01)
+
+
+async def level(index: PrefixIndex, *writers: IndexSetWriter) -> None:
+    """Wait until the mirror holds what Redis holds, for each writer."""
+    await eventually(lambda: all(index.stored(w.replica_id) == w.members() for w in writers))
+
+
+async def test_a_set_that_was_there_first_is_read(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    a.change(added=blocks(*range(5000)))
+    async with mirroring(redis_url, a) as (_, index):
+        await eventually(lambda: len(index.stored(a.replica_id)) == 5000)
+        assert index.stored(a.replica_id) == a.members()
+
+
+async def test_additions_removals_and_clearing_follow(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a, b = writer("a"), writer("b")
+    async with mirroring(redis_url, a, b) as (mirror, index):
+        a.change(added=blocks(1, 2, 3))
+        b.change(added=blocks(2))
+        await eventually(lambda: index.overlaps(blocks(1, 2, 3)) == {"a": 3})
+        a.change(removed=blocks(2), added=blocks(4))
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(1, 3, 4)))
+        a.change(cleared=True, added=blocks(9))
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(9)))
+        await level(index, a, b)
+        assert mirror.statistics().num_entries == 2
+        assert mirror.statistics().num_malformed == 0
+
+
+async def test_changes_reach_the_mirror_by_the_stream_and_not_by_reading_sets_again(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        for number in range(200):
+            a.change(added=blocks(number))
+        await level(index, a)
+        assert mirror.statistics().num_changes == 200
+        assert mirror.statistics().num_resyncs == 1
+
+
+async def test_a_replica_that_joins_later_is_read_and_followed(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        b = writer("b")
+        b.change(added=blocks(1))
+        announce(mirror, a, b)
+        await level(index, a, b)
+        b.change(added=blocks(2))
+        await eventually(lambda: index.stored(b.replica_id) == set(blocks(1, 2)))
+
+
+async def test_a_replica_that_is_gone_is_forgotten(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a, b = writer("a"), writer("b")
+    async with mirroring(redis_url, a, b) as (mirror, index):
+        a.change(added=blocks(1))
+        b.change(added=blocks(1))
+        await eventually(lambda: index.overlaps(blocks(1)) == {"a": 1, "b": 1})
+        announce(mirror, b)
+        assert index.overlaps(blocks(1)) == {"b": 1}
+        a.change(added=blocks(2))  # its last words
+        b.change(added=blocks(3))
+        await level(index, b)
+        assert not index.stored(a.replica_id)
+
+
+async def test_nothing_of_an_earlier_incarnation_is_believed(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        for number in range(20):
+            a.change(added=blocks(number))
+        await level(index, a)
+        a.restart("e2")
+        a.change(added=blocks(77))
+        announce(mirror, a)
+        assert not index.stored(a.replica_id)
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(77)))
+        a.change(added=blocks(78), removed=blocks(77))
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(78)))
+
+
+async def test_a_change_that_is_missing_from_the_stream_has_the_set_read_again(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        a.change(added=blocks(1))
+        await level(index, a)
+        before = mirror.statistics().num_resyncs
+        a.change(added=blocks(2), removed=blocks(1), is_heard=False)
+        a.change(added=blocks(3))
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(2, 3)))
+        assert mirror.statistics().num_resyncs > before
+        a.change(added=blocks(4))
+        await level(index, a)
+
+
+async def test_a_missed_end_of_the_stream_is_found_by_its_number_even_at_equal_size(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        a.change(added=blocks(1))
+        await level(index, a)
+        a.change(added=blocks(2), removed=blocks(1), is_heard=False)
+        announce(mirror, a)
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(2)))
+
+
+async def test_a_set_of_another_size_is_read_again_though_no_number_says_so(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (_, index):
+        a.change(added=blocks(1))
+        await level(index, a)
+        a.client.sadd(a.key, block(5))
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(1, 5)))
+
+
+async def test_a_stream_trimmed_ahead_of_the_mirror_loses_nothing(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        await eventually(lambda: mirror.statistics().is_connected)
+        for number in range(3000):  # the event loop gets no turn: the mirror sees only what is left
+            a.change(
+                added=blocks(number), removed=blocks(number - 40) if number >= 40 else (), stream_length=5
+            )
+        await level(index, a)
+        assert len(index.stored(a.replica_id)) == 40
+
+
+async def test_a_lost_set_leaves_the_mirror_as_it_is_until_it_is_written_again(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        a.change(added=blocks(1, 2))
+        await level(index, a)
+        before = mirror.statistics().num_resyncs
+        a.client.delete(a.key)
+        await eventually(lambda: mirror.statistics().num_resyncs >= before + 2)
+        assert index.stored(a.replica_id) == set(blocks(1, 2))
+        a.write_again(set(blocks(1, 2, 3)))
+        await level(index, a)
+        assert index.overlaps(blocks(1, 2, 3)) == {"a": 3}
+
+
+async def test_unreadable_entries_are_counted_and_skipped(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        await eventually(lambda: mirror.statistics().is_connected)
+        a.client.xadd(events_key(MODEL), {"what": "ever"})
+        a.client.xadd(
+            events_key(MODEL), {"replica": "a", "epoch": "e1", "number": "x", "added": b"", "removed": b""}
+        )
+        a.change(added=blocks(1))
+        await level(index, a)
+        assert mirror.statistics().num_malformed == 2
+
+
+async def test_another_models_changes_are_not_seen(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    foreign = IndexSetWriter(redis_url, "other", "a")
+    async with mirroring(redis_url, a) as (_, index):
+        foreign.change(added=blocks(1))
+        a.change(added=blocks(2))
+        await level(index, a)
+        assert index.stored(a.replica_id) == set(blocks(2))
+    foreign.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_redis_that_comes_back_empty_costs_nothing_but_time(own_redis: RedisServer) -> None:
+    a = IndexSetWriter(own_redis.url, MODEL, "a")
+    async with mirroring(own_redis.url, a) as (mirror, index):
+        a.change(added=blocks(1, 2))
+        await level(index, a)
+        own_redis.kill()
+        await eventually(lambda: not mirror.statistics().is_connected)
+        assert index.overlaps(blocks(1, 2)) == {"a": 2}
+        own_redis.start()
+        await eventually(lambda: mirror.statistics().is_connected)
+        assert index.overlaps(blocks(1, 2)) == {"a": 2}
+        a.client.connection_pool.disconnect()
+        a.write_again(set(blocks(1, 2, 3)))
+        await level(index, a)
+        a.change(added=blocks(4), removed=blocks(1))
+        await level(index, a)
+        assert index.stored(a.replica_id) == set(blocks(2, 3, 4))
+    a.close()
+
+
+async def test_a_flushed_redis_is_noticed_though_the_connection_held(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        a.change(added=blocks(1, 2))
+        await level(index, a)
+        a.client.flushall()
+        # an id far below the old ones, as after a restart on a machine whose clock is behind
+        a.client.xadd(events_key(MODEL), {"what": "ever"}, id="1-1")
+        a.client.sadd(a.key, b"\x00", *blocks(7, 8))
+        await eventually(lambda: index.stored(a.replica_id) == set(blocks(7, 8)))
+        before = mirror.statistics().num_changes
+        a.number = index.last_change(a.replica_id)
+        a.number += 1
+        a.client.sadd(a.key, block(9))
+        a.client.xadd(
+            events_key(MODEL),
+            {
+                "replica": "a",
+                "epoch": "e1",
+                "number": a.number,
+                "added": block(9),
+                "removed": b"",
+                "cleared": "0",
+            },
+            id="1-2",
+        )
+        await eventually(lambda: mirror.statistics().num_changes == before + 1)
+        await level(index, a)
+
+
+@pytest.mark.timeout(60)
+async def test_a_redis_that_is_absent_at_the_start_is_found_when_it_comes(own_redis: RedisServer) -> None:
+    a = IndexSetWriter(own_redis.url, MODEL, "a")
+    record = a.record()
+    own_redis.kill()
+    a.close()
+    index = PrefixIndex(16, 16)
+    mirror = IndexMirror(own_redis.url, MODEL, index)
+    mirror.set_live({record.replica_id: record})
+    task = asyncio.create_task(mirror.run())
+    await asyncio.sleep(0.2)
+    assert not mirror.statistics().is_connected
+    own_redis.start()
+    a = IndexSetWriter(own_redis.url, MODEL, "a")
+    a.change(added=blocks(1))
+    await level(index, a)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    a.close()
+
+
+@pytest.mark.timeout(60)
+async def test_under_churn_of_every_kind_mirror_and_sets_end_up_equal(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    rng = random.Random(5)
+    writers = [writer(f"r{number}") for number in range(4)]
+    held: dict[ReplicaId, set[BlockHash]] = {w.replica_id: set() for w in writers}
+    async with mirroring(redis_url, *writers) as (mirror, index):
+        for step in range(1500):
+            changed = rng.choice(writers)
+            blocks_held = held[changed.replica_id]
+            added = {block(rng.randrange(300)) for _ in range(rng.randrange(4))}
+            removed = set(rng.sample(sorted(blocks_held), min(len(blocks_held), rng.randrange(4)))) - added
+            cleared = rng.random() < 0.005
+            if rng.random() < 0.003:
+                changed.restart(f"e-{step}")
+                blocks_held.clear()
+                removed = set()
+            changed.change(
+                added=tuple(added), removed=tuple(removed), cleared=cleared, is_heard=rng.random() > 0.01
+            )
+            if cleared:
+                blocks_held.clear()
+            blocks_held -= removed
+            blocks_held |= added
+            if rng.random() < 0.1:
+                await asyncio.sleep(rng.random() * 0.005)
+            if rng.random() < 0.02:
+                announce(mirror, *writers)
+        announce(mirror, *writers)
+        await level(index, *writers)
+    for w in writers:
+        assert w.members() == held[w.replica_id]
+
+
+def test_stream_ids_compare_as_numbers() -> None:
+    assert StreamId.parse(b"9-10") < StreamId.parse(b"10-2") < StreamId.parse(b"10-11")
+    assert str(StreamId.parse(b"12-3")) == "12-3"
+
+
+def test_the_fixture_redis_is_real(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        assert client.ping()
