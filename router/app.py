@@ -3,10 +3,6 @@
 Owns the routes. The routes that generate bypass Starlette: they are raw endpoints and write by themselves.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,14 +24,10 @@ from router.api.openai_shared import (
 from router.api.serving import GenerationEndpoint
 from router.errors import RouterError
 
-Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
-
-def create_app(context: ApiContext, lifespan: Lifespan | None = None) -> ASGIApp:
-    """`lifespan` is open for as long as the application serves."""
+def create_app(context: ApiContext) -> ASGIApp:
     control = Starlette(
         routes=ControlRoutes(context).routes(),
-        lifespan=lifespan,
         exception_handlers={
             RouterError: _on_router_error,
             HTTPException: _on_http_exception,

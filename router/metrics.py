@@ -4,13 +4,15 @@ Owns names, labels and buckets. Label values come from closed sets (served model
 codes, reasons), never from a client's text. Knows nothing of where the numbers arise.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.dispatch import DispatchStatistics
+from router.index_mirror import MirrorStatistics
+from router.membership import MembershipStatistics
 from router.prompt.catalog import ModelCatalog
 
 LATENCY_BUCKETS = (
@@ -63,6 +65,8 @@ class RouterMetrics:
             registry=registry,
         )
         self.in_flight = Gauge("router_in_flight", "Requests being served", registry=registry)
+        self._watched = _Watched()
+        registry.register(self._watched)
         self._of_model: dict[str, _ModelMetrics] = {}
         self._of_outcome: dict[tuple[str, str, int], Counter] = {}
         self._of_reason: dict[str, Counter] = {}
@@ -94,9 +98,13 @@ class RouterMetrics:
             known = self._of_reason[reason] = self._decisions.labels(reason)
         known.inc()
 
-    def watch(self, catalog: ModelCatalog, dispatch: Callable[[], DispatchStatistics]) -> None:
-        """Have what others count anyway read at each scrape."""
-        self.registry.register(_Watched(catalog, dispatch))
+    def watch(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Have numbers that others count anyway read at each scrape, by `refresh`."""
+        self._watched.sources.append(families)
+
+    def refresh(self) -> None:
+        """Read what is watched. Call it where that lives (the event loop), before each `render`."""
+        self._watched.refresh()
 
     def render(self) -> bytes:
         """Prometheus text. Takes milliseconds: call it in a thread."""
@@ -125,28 +133,61 @@ class _ModelMetrics:
 
 
 class _Watched(Collector):
-    def __init__(self, catalog: ModelCatalog, dispatch: Callable[[], DispatchStatistics]) -> None:
-        self._catalog = catalog
-        self._dispatch = dispatch
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], Iterable[Metric]]] = []
+        self._families: list[Metric] = []
+
+    def refresh(self) -> None:
+        self._families = [family for source in self.sources for family in source()]
 
     def collect(self) -> Iterable[Metric]:
-        dispatch = self._dispatch()
-        yield CounterMetricFamily(
-            "router_retries", "Submissions repeated before the first token", value=dispatch.num_retries
-        )
-        yield CounterMetricFamily(
-            "router_resumes", "Submissions that continued elsewhere", value=dispatch.num_resumes
-        )
-        yield CounterMetricFamily("router_lost_attempts", "Submissions lost", value=dispatch.num_lost)
-        yield GaugeMetricFamily("router_runs", "Generations in dispatch", value=dispatch.num_running)
-        cache_bytes = GaugeMetricFamily(
-            "router_token_cache_bytes", "Memory of encoded text segments", labels=["model"]
-        )
-        hits = CounterMetricFamily("router_token_cache_hits", "Text segments found encoded", labels=["model"])
-        misses = CounterMetricFamily("router_token_cache_misses", "Text segments encoded", labels=["model"])
-        for name in self._catalog.names():
-            statistics = self._catalog.get(name).tokenizer.cache.statistics()
-            cache_bytes.add_metric([name], statistics.num_bytes)
-            hits.add_metric([name], statistics.num_hits)
-            misses.add_metric([name], statistics.num_misses)
-        yield from (cache_bytes, hits, misses)
+        return self._families
+
+
+def dispatch_families(statistics: DispatchStatistics) -> Iterable[Metric]:
+    yield CounterMetricFamily(
+        "router_retries", "Submissions repeated before the first token", value=statistics.num_retries
+    )
+    yield CounterMetricFamily(
+        "router_resumes", "Submissions that continued elsewhere", value=statistics.num_resumes
+    )
+    yield CounterMetricFamily("router_lost_attempts", "Submissions lost", value=statistics.num_lost)
+    yield GaugeMetricFamily("router_runs", "Generations in dispatch", value=statistics.num_running)
+
+
+def token_cache_families(catalog: ModelCatalog) -> Iterable[Metric]:
+    cache_bytes = GaugeMetricFamily(
+        "router_token_cache_bytes", "Memory of encoded text segments", labels=["model"]
+    )
+    hits = CounterMetricFamily("router_token_cache_hits", "Text segments found encoded", labels=["model"])
+    misses = CounterMetricFamily("router_token_cache_misses", "Text segments encoded", labels=["model"])
+    for name in catalog.names():
+        statistics = catalog.get(name).tokenizer.cache.statistics()
+        cache_bytes.add_metric([name], statistics.num_bytes)
+        hits.add_metric([name], statistics.num_hits)
+        misses.add_metric([name], statistics.num_misses)
+    return (cache_bytes, hits, misses)
+
+
+def membership_families(statistics: MembershipStatistics) -> Iterable[Metric]:
+    yield GaugeMetricFamily("router_replicas_known", "Replicas with a lease", value=statistics.num_known)
+    yield GaugeMetricFamily("router_replicas", "Replicas that are routed to", value=statistics.num_routed)
+    yield CounterMetricFamily("router_lost_streams", "Streams lost", value=statistics.num_lost_streams)
+    yield CounterMetricFamily("router_refused_replicas", "Replicas refused", value=statistics.num_refused)
+
+
+def index_families(mirrors: Mapping[str, MirrorStatistics]) -> Iterable[Metric]:
+    entries = GaugeMetricFamily("router_index_entries", "Pairs of replica and block hash", labels=["model"])
+    changes = CounterMetricFamily("router_index_changes", "Index changes applied", labels=["model"])
+    resyncs = CounterMetricFamily("router_index_resyncs", "Block sets read again", labels=["model"])
+    malformed = CounterMetricFamily(
+        "router_index_malformed", "Changes that were unreadable", labels=["model"]
+    )
+    lag = GaugeMetricFamily("router_index_lag_seconds", "How far the mirror lies behind", labels=["model"])
+    for name, statistics in mirrors.items():
+        entries.add_metric([name], statistics.num_entries)
+        changes.add_metric([name], statistics.num_changes)
+        resyncs.add_metric([name], statistics.num_resyncs)
+        malformed.add_metric([name], statistics.num_malformed)
+        lag.add_metric([name], statistics.lag_seconds)
+    return (entries, changes, resyncs, malformed, lag)

@@ -16,7 +16,7 @@ from replicas.protocol.status import ReplicaId
 from router.config import RouterConfig
 from router.dispatch import DispatchStatistics, Generation
 from router.errors import Overloaded
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, dispatch_families, token_cache_families
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 
@@ -58,7 +58,8 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         self.metrics.in_flight.set_function(lambda: self.num_in_flight)
-        self.metrics.watch(self.catalog, self.dispatcher.statistics)
+        self.metrics.watch(lambda: dispatch_families(self.dispatcher.statistics()))
+        self.metrics.watch(lambda: token_cache_families(self.catalog))
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

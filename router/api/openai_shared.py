@@ -154,7 +154,7 @@ def check_salt(salt: str | None) -> str | None:
         not 1 <= len(salt) <= MAX_SALT_CHARACTERS or not _FORBIDDEN_IN_SALT.isdisjoint(salt)
     ):
         raise InvalidRequest(
-            f"Invalid 'cache_salt': 1 to {MAX_SALT_CHARACTERS} characters, none of them '@', '/', '\\' or NUL.",
+            f"Invalid 'cache_salt': 1 to {MAX_SALT_CHARACTERS} characters, but no '@', '/', '\\' or NUL.",
             parameter="cache_salt",
         )
     return salt

@@ -1,0 +1,101 @@
+"""Router: all parts of one router process, put together.
+
+Owns who knows whom, and the tasks that keep the view of the fleet fresh. Knows nothing of sockets,
+signals or settings files: `__main__.py` brings those.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from starlette.types import ASGIApp
+
+from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.settings import SettingsError
+from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
+from router.api.context import ApiContext
+from router.app import create_app
+from router.config import RouterConfig, read_secret
+from router.dispatch import Dispatcher
+from router.index_mirror import IndexMirror
+from router.membership import Membership, RegistrySource
+from router.metrics import RouterMetrics, index_families, membership_families
+from router.prompt.catalog import ModelCatalog
+from router.routing.cost import CostParameters
+from router.routing.table import RoutingTable
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """`app` answers requests as soon as `run()` has found replicas. Raises SettingsError."""
+
+    app: ASGIApp
+
+    def __init__(
+        self, config: RouterConfig, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._mirrors: dict[str, IndexMirror] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        try:
+            self._table = RoutingTable(
+                config.policy, CostParameters(copy_price=config.copy_price), rng, clock=clock
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        self._catalog = ModelCatalog(read_secret(config), cache_bytes=config.tokenizer_cache_bytes)
+        self._membership = Membership(
+            RegistrySource(config.redis_url, config.poll_seconds),
+            self._table,
+            index_stride=config.index_stride,
+            on_model=self._add_model,
+            on_records=self._set_live,
+        )
+        metrics = RouterMetrics(CollectorRegistry())
+        metrics.watch(self._fleet_families)
+        context = ApiContext(
+            config=config,
+            catalog=self._catalog,
+            dispatcher=Dispatcher(self._table, self._membership.client, rng=rng),
+            metrics=metrics,
+            num_replicas=lambda model: len(self._table.replica_ids(model)),
+            rng=rng,
+        )
+        self.app = create_app(context)
+
+    async def run(self) -> None:
+        """Follow the fleet until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._membership.run(), name="membership")
+
+    async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
+        await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()))
+        model = self._catalog.get(card.name)
+        logger.info(
+            "serving model=%s tokenizer=%s segment_cache=%s template=%s",
+            card.name,
+            model.tokenizer.backend,
+            model.tokenizer.caches_segments,
+            model.template.engine,
+        )
+
+    def _set_live(self, model: str, records: Mapping[ReplicaId, ReplicaRecord]) -> None:
+        mirror = self._mirrors.get(model)
+        if mirror is None:
+            if not records:
+                return
+            assert self._tasks is not None
+            mirror = IndexMirror(self._config.redis_url, model, self._table.index(model))
+            self._mirrors[model] = mirror
+            self._tasks.create_task(mirror.run(), name=f"index of {model}")
+        mirror.set_live(records)
+
+    def _fleet_families(self) -> Iterable[Metric]:
+        yield from membership_families(self._membership.statistics())
+        yield from index_families({name: mirror.statistics() for name, mirror in self._mirrors.items()})
