@@ -26,6 +26,10 @@ from replicas.protocol.status import ReplicaId
 
 SNAPSHOTS_TO_ACKNOWLEDGE = 2
 
+LOOKS_OF_SILENCE = 3
+"""A look at the registry finds what a replica said up to a second ago, and looks may be more frequent
+than heartbeats: so many must have seen no frame in between before one is believed over the last frame."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
@@ -95,7 +99,8 @@ class _Totals:
 class _ReplicaBook:
     snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
     num_snapshots: int = 0
-    heard_from_stream: bool = False
+    num_silent_looks: int = LOOKS_OF_SILENCE
+    """Looks at the registry since the last frame; at the start there was none to wait for."""
     reservations: dict[Reservation, None] = field(default_factory=dict)
     """All of this router's, oldest first."""
     on_the_way: dict[Reservation, int] = field(default_factory=dict)
@@ -122,7 +127,7 @@ class _ReplicaBook:
         """A snapshot came over the replica's own stream."""
         self.snapshot = snapshot
         self.num_snapshots += 1
-        self.heard_from_stream = True
+        self.num_silent_looks = 0
         self.cached_view = None
         counted_before = self.num_snapshots - SNAPSHOTS_TO_ACKNOWLEDGE
         while self.on_the_way:
@@ -182,16 +187,17 @@ class LoadBook:
         self._book(replica_id).take(snapshot)
 
     def update_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
-        """A snapshot from the replica's heartbeat: older than any frame since the last heartbeat.
+        """A snapshot from the replica's heartbeat, as found by one more look at the registry.
 
-        It counts only where the stream has been silent since the one before, and it acknowledges
-        nothing.
+        It may be older than the latest frame, so it counts only where the stream has been silent for
+        some looks. It acknowledges nothing.
         """
         book = self._book(replica_id)
-        if not book.heard_from_stream:
+        if book.num_silent_looks < LOOKS_OF_SILENCE:
+            book.num_silent_looks += 1
+        else:
             book.snapshot = snapshot
             book.cached_view = None
-        book.heard_from_stream = False
 
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone. Reservations on it may still be given back; they count no more."""

@@ -33,6 +33,7 @@ LINGER_SECONDS = 0.2
 @dataclass(slots=True)
 class _Model:
     index: PrefixIndex
+    block_size: int
     blocks_per_stride: int
     replicas: dict[ReplicaId, ModelCard] = field(default_factory=dict)
     draining: set[ReplicaId] = field(default_factory=set)
@@ -110,23 +111,24 @@ class RoutingTable:
     def add_replica(self, replica_id: ReplicaId, card: ModelCard, index_stride: int) -> None:
         """A ready replica. Adding one that is there already gives it its new card and ends its drain.
 
-        Raises ValueError if the model's other replicas thin their index differently: then no walk
-        through the index would be right for all.
+        Raises ValueError if the model's other replicas have another block size or thin their index
+        differently: then no walk through the index would be right for all.
         """
         if self._model_of.get(replica_id, card.name) != card.name:
             self.remove_replica(replica_id)
         stride = blocks_per_stride(card.block_size, index_stride)
         model = self._models.get(card.name)
         if model is None:
-            model = _Model(PrefixIndex(card.block_size, index_stride), stride)
+            model = _Model(PrefixIndex(card.block_size, index_stride), card.block_size, stride)
             self._models[card.name] = model
-        elif model.blocks_per_stride != stride and set(model.replicas) <= {replica_id}:
+        elif set(model.replicas) <= {replica_id}:
             model.index.thin(card.block_size, index_stride)
-            model.blocks_per_stride = stride
-        elif model.blocks_per_stride != stride:
+            model.block_size, model.blocks_per_stride = card.block_size, stride
+        elif (model.block_size, model.blocks_per_stride) != (card.block_size, stride):
             raise ValueError(
-                f"replica {replica_id} indexes every {stride} blocks of {card.name},"
-                f" the others every {model.blocks_per_stride}"
+                f"replica {replica_id} of {card.name} has blocks of {card.block_size} and indexes every"
+                f" {stride}th; the others have blocks of {model.block_size} and index every"
+                f" {model.blocks_per_stride}th"
             )
         model.replicas[replica_id] = card
         model.draining.discard(replica_id)
@@ -168,6 +170,10 @@ class RoutingTable:
         for card in self._model(model).replicas.values():
             return card.block_size
         raise NoReplicaAvailable(f"no replica of {model} is ready just now")
+
+    def block_size(self, model: str) -> int:
+        """Tokens per block. Raises UnknownModel."""
+        return self._model(model).block_size
 
     def load(self, replica_id: ReplicaId) -> ReplicaLoad:
         return self.loads.view(replica_id)
