@@ -50,7 +50,17 @@ def _end(owner: int, directory: RunDirectory) -> None:
 @contextlib.contextmanager
 def own_cluster(directory: RunDirectory) -> Iterator[ClusterState]:
     """A cluster with the default settings while the context lasts. Its progress goes to standard error."""
-    command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--run-dir", str(directory.path)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "cluster.cli",
+        "up",
+        "--port",
+        "0",
+        "--run-dir",
+        str(directory.path),
+    ]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

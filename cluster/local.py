@@ -66,7 +66,7 @@ class LocalCluster:
         with self._directory.claim():
             kill_marked(self._directory.path, self._directory.ray_directory)
             port = take_port(self._options.host, self._options.port)
-            self._directory.new_secret()
+            self._directory.renew()
             try:
                 await self._run(port, on_ray_started)
             finally:
@@ -106,7 +106,8 @@ class LocalCluster:
             return None, self._options.redis_url
         with self._stage("Redis") as stage:
             log = self._directory.logs / "redis.log"
-            redis = PrivateRedis(self._directory.path, log, self._options.environment)
+            environment = self._options.environment
+            redis = await asyncio.to_thread(PrivateRedis, self._directory.path, log, environment)
             stack.push_async_callback(redis.service.stop, 1.0)
             await redis.start()
             stage.append(f"{redis.url} (pid {redis.service.pid})")
@@ -116,7 +117,7 @@ class LocalCluster:
         self, stack: contextlib.AsyncExitStack, port: int, redis_url: str
     ) -> tuple[Service, str]:
         host = self._options.host
-        command = [sys.executable, "-m", "router", "--host", host, "--port", str(port)]
+        command = [sys.executable, "-P", "-m", "router", "--host", host, "--port", str(port)]
         command += ["--redis-url", redis_url, "--policy", self._options.policy]
         command += ["--secret-file", str(self._directory.secret_file)]
         command += ["--index-stride", str(self._options.replica.index_stride)]
@@ -240,7 +241,7 @@ async def _served_models(router: Service, url: str) -> list[str]:
         async with asyncio.timeout(ROUTER_START_SECONDS):
             while not (models := await asyncio.to_thread(_models, url)):
                 if router.has_ended():
-                    raise StartFailed(f"the router did not start:\n{router.complaint()}")
+                    raise StartFailed(f"the router did not start:\n{await router.complaint()}")
                 await asyncio.sleep(0.05)
             return models
     except TimeoutError:

@@ -68,13 +68,10 @@ class Service:
                     await self._process.wait()
                     return
 
-    def complaint(self) -> str:
+    async def complaint(self) -> str:
         """The last lines of its log, for a message about why it ended."""
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return "\n".join(lines[-5:])
+        text = await asyncio.to_thread(self.log.read_text, encoding="utf-8", errors="replace")
+        return "\n".join(text.strip().splitlines()[-5:])
 
 
 def death_with_parent(number: signal.Signals) -> Callable[[], None] | None:

@@ -50,7 +50,7 @@ class PrivateRedis:
             async with asyncio.timeout(START_SECONDS):
                 while not await _answers("127.0.0.1", self.port):
                     if self.service.has_ended():
-                        raise StartFailed(f"Redis did not start:\n{self.service.complaint()}")
+                        raise StartFailed(f"Redis did not start:\n{await self.service.complaint()}")
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise StartFailed(f"Redis did not answer within {START_SECONDS:g} s") from None

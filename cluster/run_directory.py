@@ -94,8 +94,10 @@ class RunDirectory:
             return None
         return None
 
-    def new_secret(self) -> None:
-        """A fresh cluster secret, readable by this user only."""
+    def renew(self) -> None:
+        """Forget the previous cluster's logs, and make a cluster secret that only this user can read."""
+        for log in self.logs.glob("*.log"):
+            log.unlink()
         self.secret_file.unlink(missing_ok=True)
         descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from cluster.errors import ClusterError
 from cluster.local import LocalCluster, LocalOptions
@@ -33,7 +34,8 @@ def options_from(
     if arguments.policy not in POLICIES:
         raise ClusterError(f"there is no policy {arguments.policy}; there are {', '.join(sorted(POLICIES))}")
     values = _settings(arguments.set)
-    values |= {"engine": arguments.engine, "model": arguments.model, "model_name": arguments.model_name}
+    model = str(Path(arguments.model).absolute()) if arguments.model else None
+    values |= {"engine": arguments.engine, "model": model, "model_name": arguments.model_name}
     try:
         replica = build(ReplicaConfig, values)
     except SettingsError as error:
