@@ -166,12 +166,6 @@ class RoutingTable:
         return list(self._model(model).replicas)
 
     def block_size(self, model: str) -> int:
-        """Tokens per block, the same for all its replicas. Raises UnknownModel or NoReplicaAvailable."""
-        for card in self._model(model).replicas.values():
-            return card.block_size
-        raise NoReplicaAvailable(f"no replica of {model} is ready just now")
-
-    def block_size(self, model: str) -> int:
         """Tokens per block. Raises UnknownModel."""
         return self._model(model).block_size
 
