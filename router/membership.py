@@ -148,8 +148,8 @@ class Membership:
                     member = Member(model, record)
                     self._members[replica_id] = member
                     member.task = tasks.create_task(self._keep(member), name=f"replica {replica_id}")
-        for name, model in self._models.items():
-            if model.identity is not None:
+        for name, known in self._models.items():
+            if known.identity is not None:
                 self._publish(name)
 
     def _review(self, member: Member, record: ReplicaRecord | None) -> None:

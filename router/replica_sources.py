@@ -60,6 +60,7 @@ class RegistrySource:
             socket_timeout=TIMEOUT_SECONDS,
             socket_connect_timeout=TIMEOUT_SECONDS,
             retry=Retry(NoBackoff(), 0),
+            driver_info=None,  # else each connection reads the package metadata from disk
         )
         try:
             while True:

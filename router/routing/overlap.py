@@ -105,7 +105,7 @@ class PrefixIndex:
         stride = self._blocks_per_stride
         num_blocks = len(block_hashes)
         depths: dict[ReplicaId, int] = {}
-        walking = (1 << len(self._replica_ids)) - 1
+        walking = (1 << len(self._replica_ids)) - 1 if num_blocks else 0
         depth = 0
         while walking and depth < num_blocks:
             end = depth + stride
