@@ -1,0 +1,100 @@
+"""Buckets and affinity order."""
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.status import ReplicaId
+from router.routing.bucket import affinity_order, bucket_of
+
+ROOT = BlockHash(b"r" * 16)
+TOKENS = list(range(1000, 1600))
+REPLICAS = [ReplicaId(f"replica-{number}") for number in range(8)]
+
+
+def test_the_first_256_tokens_decide_and_no_later_one() -> None:
+    bucket = bucket_of(ROOT, None, TOKENS, None, 16)
+    assert bucket_of(ROOT, None, TOKENS[:256], None, 16) == bucket
+    assert bucket_of(ROOT, None, TOKENS[:257], None, 16) == bucket
+    assert bucket_of(ROOT, None, [*TOKENS[:256], 7, 8, 9], None, 16) == bucket
+    assert bucket_of(ROOT, None, TOKENS[:255], None, 16) != bucket
+    for position in (0, 100, 255):
+        assert bucket_of(ROOT, None, [*TOKENS[:position], 7, *TOKENS[position + 1 :]], None, 16) != bucket
+
+
+def test_only_whole_blocks_count() -> None:
+    bucket = bucket_of(ROOT, None, TOKENS, None, 100)
+    assert bucket_of(ROOT, None, [*TOKENS[:200], 7, 8], None, 100) == bucket
+    assert bucket_of(ROOT, None, [*TOKENS[:199], 7, 8], None, 100) != bucket
+    one_big_block = bucket_of(ROOT, None, TOKENS, None, 512)
+    assert bucket_of(ROOT, None, TOKENS[:512], None, 512) == one_big_block
+    assert bucket_of(ROOT, None, TOKENS[:511], None, 512) != one_big_block
+
+
+def test_a_short_conversation_keeps_its_bucket_as_it_grows() -> None:
+    buckets = {bucket_of(ROOT, "key", TOKENS[:length], 40, 16) for length in (40, 60, 255, 256, 257, 600)}
+    assert len(buckets) == 1
+    assert bucket_of(ROOT, "key", [*TOKENS[:39], 7], 40, 16) not in buckets
+
+
+def test_a_long_stable_head_changes_nothing() -> None:
+    assert bucket_of(ROOT, None, TOKENS, 500, 16) == bucket_of(ROOT, None, TOKENS, None, 16)
+    assert bucket_of(ROOT, None, TOKENS, 0, 16) == bucket_of(ROOT, None, TOKENS, None, 16)
+
+
+def test_namespace_key_and_head_are_told_apart() -> None:
+    other = BlockHash(b"s" * 16)
+    buckets = [
+        bucket_of(root, key, tokens, None, 16)
+        for root in (ROOT, other)
+        for key in (None, "", "a", "b", "a\ud800")
+        for tokens in ([], [1], [1, 2], TOKENS)
+    ]
+    assert len(set(buckets)) == len(buckets)
+
+
+def test_every_replica_is_home_to_an_equal_share_of_the_buckets() -> None:
+    for rank in (0, 1, 7):
+        homes = Counter(affinity_order(number.to_bytes(16, "big"), REPLICAS)[rank] for number in range(8000))
+        assert set(homes) == set(REPLICAS)
+        assert all(850 < count < 1150 for count in homes.values()), homes
+
+
+def test_the_order_does_not_depend_on_how_replicas_are_listed() -> None:
+    for permutation in itertools.permutations(REPLICAS[:4]):
+        assert affinity_order(b"bucket", permutation) == affinity_order(b"bucket", REPLICAS[:4])
+
+
+def test_a_replica_that_leaves_moves_only_its_own_buckets() -> None:
+    for number in range(500):
+        order = affinity_order(number.to_bytes(16, "big"), REPLICAS)
+        without = affinity_order(number.to_bytes(16, "big"), [r for r in REPLICAS if r != REPLICAS[3]])
+        assert without == [replica_id for replica_id in order if replica_id != REPLICAS[3]]
+
+
+def test_the_order_is_the_same_in_every_process() -> None:
+    program = (
+        "from router.routing.bucket import affinity_order, bucket_of\n"
+        "bucket = bucket_of(b'r' * 16, 'key', list(range(1000, 1600)), None, 16)\n"
+        "print(bucket.hex(), ','.join(affinity_order(bucket, [f'replica-{n}' for n in range(8)])))"
+    )
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            check=True,
+            text=True,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    bucket = bucket_of(ROOT, "key", TOKENS, None, 16)
+    assert answers == {f"{bucket.hex()} {','.join(affinity_order(bucket, REPLICAS))}\n"}
+
+
+def test_golden_values_so_that_routers_of_two_versions_agree() -> None:
+    bucket = bucket_of(ROOT, "key", TOKENS, None, 16)
+    assert bucket.hex() == "720ec27df86b35a97b712da43dd465af"
+    assert affinity_order(bucket, REPLICAS[:4]) == ["replica-2", "replica-1", "replica-0", "replica-3"]

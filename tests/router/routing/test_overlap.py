@@ -1,0 +1,309 @@
+"""The prefix index: examples, and a naive twin that it must always agree with."""
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import IndexChange, is_indexed
+from replicas.protocol.status import Epoch, ReplicaId
+from router.routing.overlap import ChangeOutcome, PrefixIndex
+from tests.router.routing.chains import chain
+
+A, B = ReplicaId("a"), ReplicaId("b")
+E1, E2 = Epoch("e1"), Epoch("e2")
+
+
+def thinned(hashes: Sequence[BlockHash], stride: int) -> set[BlockHash]:
+    """What a replica reports of a prompt: the stride, and the last full block."""
+    return {h for i, h in enumerate(hashes) if is_indexed(i, 1, stride) or i == len(hashes) - 1}
+
+
+def test_an_empty_index_knows_nothing() -> None:
+    index = PrefixIndex(1, 4)
+    assert index.overlaps(chain("abcdefgh")) == {}
+    assert index.overlaps([]) == {}
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 8, 100])
+def test_the_same_prompt_overlaps_with_all_its_full_blocks(stride: int) -> None:
+    for length in range(1, 20):
+        hashes = chain("abcdefghijklmnopqrstuvwxyz"[:length])
+        index = PrefixIndex(1, stride)
+        index.replace(A, E1, thinned(hashes, stride))
+        assert index.overlaps(hashes) == {A: length}
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_a_longer_prompt_overlaps_as_far_as_the_cached_one_went(stride: int) -> None:
+    for length in range(1, 12):
+        index = PrefixIndex(1, stride)
+        index.replace(A, E1, thinned(chain("abcdefghijkl"[:length]), stride))
+        assert index.overlaps(chain("abcdefghijklmnop")) == {A: length}
+
+
+def test_a_diverging_prompt_overlaps_to_the_last_common_stride() -> None:
+    index = PrefixIndex(1, 4)
+    index.replace(A, E1, thinned(chain("abcdefghij"), 4))
+    assert index.overlaps(chain("abcdefghXY")) == {A: 8}
+    assert index.overlaps(chain("abcdefXYZW")) == {A: 4}
+    assert index.overlaps(chain("abXXXXXX")) == {}
+
+
+def test_each_replica_has_its_own_depth() -> None:
+    index = PrefixIndex(1, 4)
+    index.replace(A, E1, thinned(chain("abcdefghij"), 4))
+    index.replace(B, E1, thinned(chain("abcdeX"), 4))
+    assert index.overlaps(chain("abcdefghijkl")) == {A: 10, B: 4}
+    assert index.overlaps(chain("abcdeX")) == {A: 4, B: 6}
+
+
+def test_what_lies_behind_a_hole_is_not_believed() -> None:
+    hashes = chain("abcdefghijkl")
+    index = PrefixIndex(1, 4)
+    index.replace(A, E1, {hashes[3], hashes[11]})
+    assert index.overlaps(hashes) == {A: 4}
+
+
+def test_the_probe_goes_no_further_than_one_stride() -> None:
+    hashes = chain("abcdefghijkl")
+    index = PrefixIndex(1, 4)
+    index.replace(A, E1, {hashes[3], hashes[8]})
+    assert index.overlaps(hashes) == {A: 4}
+    index.replace(A, E1, {hashes[3], hashes[6]})
+    assert index.overlaps(hashes) == {A: 7}
+
+
+def test_changes_of_another_epoch_or_replica_are_ignored() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E2, ())
+    added = tuple(chain("a"))
+    assert index.apply(IndexChange(A, E1, 1, added)) is ChangeOutcome.UNKNOWN
+    assert index.apply(IndexChange(B, E1, 1, added)) is ChangeOutcome.UNKNOWN
+    assert index.num_entries == 0
+
+
+def test_a_number_that_is_missing_is_a_gap_and_an_old_one_is_stale() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, (), last_change=5)
+    added = tuple(chain("a"))
+    assert index.apply(IndexChange(A, E1, 5, added)) is ChangeOutcome.STALE
+    assert index.apply(IndexChange(A, E1, 7, added)) is ChangeOutcome.GAP
+    assert index.num_entries == 0
+    assert index.apply(IndexChange(A, E1, 6, added)) is ChangeOutcome.APPLIED
+    assert index.num_entries == 1
+    assert index.last_change(A) == 6
+
+
+def test_changes_that_a_set_already_contained_change_nothing_when_they_come_again() -> None:
+    changes = [
+        IndexChange(A, E1, 1, added=tuple(chain("abc"))),
+        IndexChange(A, E1, 2, removed=tuple(chain("abc")[2:])),
+        IndexChange(A, E1, 3, added=tuple(chain("xy")), cleared=True),
+        IndexChange(A, E1, 4, added=tuple(chain("abc")[:1])),
+    ]
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, {*chain("xy"), *chain("a")}, last_change=0)  # read after the last of them
+    for change in changes:
+        assert index.apply(change) is ChangeOutcome.APPLIED
+    assert index.stored(A) == {*chain("xy"), *chain("a")}
+
+
+def test_a_new_epoch_ends_what_was_predicted_for_the_old_one() -> None:
+    index = PrefixIndex(1, 1)
+    index.predict(1, A, chain("abc"))
+    index.replace(A, E1, ())
+    assert index.overlaps(chain("abc")) == {A: 3}  # made before the first set had been read
+    index.replace(A, E2, ())
+    assert index.overlaps(chain("abc")) == {}
+    index.end_prediction(1)
+
+
+def test_predictions_count_at_every_block_and_end() -> None:
+    index = PrefixIndex(1, 4)
+    index.predict(7, A, chain("abcdefg"))
+    assert index.overlaps(chain("abcdefX")) == {A: 6}
+    assert index.overlaps(chain("abX")) == {A: 2}
+    index.end_prediction(7)
+    assert index.overlaps(chain("abcdefg")) == {}
+    index.end_prediction(7)
+
+
+def test_a_stored_block_outlives_the_prediction_that_foretold_it() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.predict(1, A, chain("abc"))
+    index.apply(IndexChange(A, E1, 1, added=tuple(chain("ab"))))
+    index.end_prediction(1)
+    assert index.overlaps(chain("abc")) == {A: 2}
+
+
+def test_a_removal_cancels_the_prediction_of_that_block_but_not_a_later_one() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.predict(1, A, chain("abc"))
+    index.apply(IndexChange(A, E1, 1, removed=(chain("abc")[1],)))
+    assert index.overlaps(chain("abc")) == {A: 1}
+    index.predict(2, A, chain("abc"))
+    assert index.overlaps(chain("abc")) == {A: 3}
+    index.end_prediction(1)
+    assert index.overlaps(chain("abc")) == {A: 3}
+    index.end_prediction(2)
+    assert index.overlaps(chain("abc")) == {}
+
+
+def test_predictions_are_bounded_and_the_oldest_goes_first() -> None:
+    index = PrefixIndex(1, 1, max_predicted_blocks=10)
+    index.predict(1, A, chain("aaaaaa"))
+    index.predict(2, A, chain("bbbb"))
+    index.predict(3, A, chain("cc"))
+    assert index.overlaps(chain("aaaaaa")) == {}
+    assert index.overlaps(chain("bbbb")) == {A: 4}
+    index.predict(4, B, chain("d" * 30))
+    assert index.overlaps(chain("d" * 30)) == {B: 10}
+    assert index.num_predictions == 1
+
+
+def test_a_slot_is_used_again_only_when_nothing_is_left_of_its_last_replica() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, chain("abc"))
+    index.predict(1, A, chain("xyz"))
+    index.forget(A)
+    index.replace(B, E1, chain("d"))
+    assert index.overlaps(chain("abc")) == {}
+    assert index.overlaps(chain("xyz")) == {}
+    assert index.overlaps(chain("d")) == {B: 1}
+
+
+class NaiveIndex:
+    """Sets and loops."""
+
+    def __init__(self, stride: int) -> None:
+        self.stride = stride
+        self.stored: dict[ReplicaId, set[BlockHash]] = {}
+        self.predictions: dict[int, tuple[ReplicaId, set[BlockHash]]] = {}
+
+    def holds(self, replica_id: ReplicaId) -> set[BlockHash]:
+        held = set(self.stored.get(replica_id, ()))
+        for owner, hashes in self.predictions.values():
+            if owner == replica_id:
+                held |= hashes
+        return held
+
+    def overlaps(self, hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:
+        depths = {}
+        owners = {owner for owner, _ in self.predictions.values()}
+        for replica_id in {*self.stored, *owners}:
+            held = self.holds(replica_id)
+            depth = 0
+            while depth + self.stride <= len(hashes) and hashes[depth + self.stride - 1] in held:
+                depth += self.stride
+            beyond = [i + 1 for i in range(depth, min(depth + self.stride, len(hashes))) if hashes[i] in held]
+            depth = max([depth, *beyond])
+            if depth:
+                depths[replica_id] = depth
+        return depths
+
+    def remove(self, replica_id: ReplicaId, block_hash: BlockHash) -> None:
+        self.stored[replica_id].discard(block_hash)
+        for owner, hashes in self.predictions.values():
+            if owner == replica_id:
+                hashes.discard(block_hash)
+
+    def end_predictions(self, replica_id: ReplicaId) -> None:
+        self.predictions = {k: v for k, v in self.predictions.items() if v[0] != replica_id}
+
+
+REPLICAS = st.sampled_from([ReplicaId(name) for name in ("a", "b", "c")])
+PROMPTS = st.text("xy", min_size=1, max_size=7)
+HASHES = st.lists(PROMPTS.map(lambda text: chain(text)[-1]), max_size=5)
+
+
+class IndexAndTwin(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stride = 2
+        self.index = PrefixIndex(1, self.stride)
+        self.twin = NaiveIndex(self.stride)
+        self.epochs: dict[ReplicaId, int] = {}
+        self.num_predictions = 0
+
+    @rule(replica_id=REPLICAS, hashes=HASHES, is_restarted=st.booleans())
+    def replace(self, replica_id: ReplicaId, hashes: list[BlockHash], is_restarted: bool) -> None:
+        known = replica_id in self.epochs
+        epoch = self.epochs.get(replica_id, 0) + is_restarted
+        self.index.replace(replica_id, Epoch(str(epoch)), hashes, last_change=0)
+        if is_restarted and known:
+            self.twin.end_predictions(replica_id)
+        self.epochs[replica_id] = epoch
+        self.twin.stored[replica_id] = set(hashes)
+
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data(), added=HASHES, removed=HASHES, cleared=st.booleans(), is_gap=st.booleans())
+    def change(
+        self,
+        data: st.DataObject,
+        added: list[BlockHash],
+        removed: list[BlockHash],
+        cleared: bool,
+        is_gap: bool,
+    ) -> None:
+        replica_id = data.draw(st.sampled_from(sorted(self.epochs)))
+        number = self.index.last_change(replica_id) + 1 + is_gap
+        epoch = Epoch(str(self.epochs[replica_id]))
+        outcome = self.index.apply(
+            IndexChange(replica_id, epoch, number, tuple(added), tuple(removed), cleared)
+        )
+        assert outcome is (ChangeOutcome.GAP if is_gap else ChangeOutcome.APPLIED)
+        if is_gap:
+            return
+        if cleared:
+            self.twin.stored[replica_id].clear()
+            self.twin.end_predictions(replica_id)
+        for block_hash in removed:
+            self.twin.remove(replica_id, block_hash)
+        self.twin.stored[replica_id].update(added)
+
+    @rule(replica_id=REPLICAS)
+    def forget(self, replica_id: ReplicaId) -> None:
+        self.index.forget(replica_id)
+        self.twin.stored.pop(replica_id, None)
+        self.twin.end_predictions(replica_id)
+        self.epochs.pop(replica_id, None)
+
+    @rule(replica_id=REPLICAS, prompt=PROMPTS)
+    def predict(self, replica_id: ReplicaId, prompt: str) -> None:
+        self.num_predictions += 1
+        self.index.predict(self.num_predictions, replica_id, chain(prompt))
+        self.twin.predictions[self.num_predictions] = (replica_id, set(chain(prompt)))
+
+    @precondition(lambda self: self.num_predictions)
+    @rule(data=st.data())
+    def end_prediction(self, data: st.DataObject) -> None:
+        prediction_id = data.draw(st.integers(1, self.num_predictions))
+        self.index.end_prediction(prediction_id)
+        self.twin.predictions.pop(prediction_id, None)
+
+    @rule(prompt=PROMPTS)
+    def look_up(self, prompt: str) -> None:
+        assert self.index.overlaps(chain(prompt)) == self.twin.overlaps(chain(prompt))
+
+    @invariant()
+    def both_hold_the_same(self) -> None:
+        assert self.index.num_entries == sum(map(len, self.twin.stored.values()))
+        assert self.index.num_predictions == len(self.twin.predictions)
+        for prompt in ("xxxx", "xyxyx", "yyyyyyy"):
+            assert self.index.overlaps(chain(prompt)) == self.twin.overlaps(chain(prompt))
+
+    def teardown(self) -> None:
+        for replica_id in ("a", "b", "c"):
+            self.index.forget(ReplicaId(replica_id))
+        assert not self.index._holders, "something was left behind"
+        assert self.index._num_predicted_blocks == 0
+
+
+TestIndexAndTwin = IndexAndTwin.TestCase
+TestIndexAndTwin.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
