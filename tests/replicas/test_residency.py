@@ -57,7 +57,9 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(st.lists(EVENTS, max_size=6), max_size=12))
-def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(batches: list[list[CacheEvent]]) -> None:
+def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
+    batches: list[list[CacheEvent]],
+) -> None:
     residency, twin = Residency(BLOCK_SIZE, STRIDE), NaiveTwin()
     mirrored: set[BlockHash] = set()
     for batch in batches:

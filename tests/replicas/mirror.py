@@ -1,0 +1,57 @@
+"""What a reader of the index makes of it: from the sets alone, and from the stream alone."""
+
+from typing import Any
+
+from redis.asyncio import Redis
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import (
+    BLOCKS_MARKER,
+    IndexChange,
+    ReplicaRecord,
+    blocks_key,
+    decode_change,
+    decode_record,
+    events_key,
+    replica_key,
+)
+from replicas.protocol.status import Epoch, ReplicaId
+
+
+def connect(url: str) -> Any:
+    return Redis.from_url(url, protocol=2)
+
+
+async def read_set(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) -> set[BlockHash] | None:
+    """The hashes in the blocks set; None if there is no set."""
+    members = await redis.smembers(blocks_key(model, replica_id, epoch))
+    if not members:
+        return None
+    assert BLOCKS_MARKER in members
+    return {BlockHash(member) for member in members if member != BLOCKS_MARKER}
+
+
+async def read_changes(redis: Any, model: str, epoch: Epoch) -> list[IndexChange]:
+    changes = [decode_change(fields) for _, fields in await redis.xrange(events_key(model))]
+    return [change for change in changes if change.epoch == epoch]
+
+
+def replay(changes: list[IndexChange]) -> set[BlockHash]:
+    """What a mirror holds that starts with the newest `cleared` and applies what follows."""
+    mirrored: set[BlockHash] = set()
+    previous: int | None = None
+    for change in changes:
+        if change.cleared:
+            mirrored.clear()
+        else:
+            assert previous is not None
+            assert change.number == previous + 1, "a gap that no rewrite explains"
+        previous = change.number
+        mirrored.difference_update(change.removed)
+        mirrored.update(change.added)
+    return mirrored
+
+
+async def read_record(redis: Any, model: str, replica_id: ReplicaId) -> ReplicaRecord | None:
+    fields = await redis.hgetall(replica_key(model, replica_id))
+    return decode_record(replica_id, fields) if fields else None

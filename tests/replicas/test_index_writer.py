@@ -1,0 +1,218 @@
+"""The index writer against a real Redis that is slow, dies, comes back empty, or loses a key."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from replicas import index_writer
+from replicas.index_writer import IndexWriter
+from replicas.metrics import ReplicaMetrics
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.keys import blocks_key
+from replicas.protocol.status import Epoch, ReplicaId
+from tests.redis_server import RedisServer
+from tests.replicas.mirror import connect, read_changes, read_set, replay
+from tests.replicas.scripted_engine import CARD
+
+MODEL, REPLICA, EPOCH = CARD.name, ReplicaId("r0"), Epoch("e1")
+
+
+def hashes(*numbers: int) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(number.to_bytes(16, "big")) for number in numbers)
+
+
+def stored(*numbers: int) -> BlockStored:
+    return BlockStored(hashes(*numbers), 0)
+
+
+@asynccontextmanager
+async def running_writer(url: str, index_stride: int = CARD.block_size) -> AsyncIterator[IndexWriter]:
+    redis = connect(url)
+    redis.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
+    writer = IndexWriter(
+        redis,
+        CARD,
+        REPLICA,
+        EPOCH,
+        index_stride=index_stride,
+        stream_length=100_000,
+        set_ttl_seconds=60,
+        metrics=ReplicaMetrics(CollectorRegistry()),
+    )
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(writer.run())
+        yield writer
+        task.cancel()
+    await redis.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.002)
+
+
+async def assert_redis_holds(url: str, numbers: Sequence[int], *, with_stream: bool = True) -> None:
+    redis = connect(url)
+    assert await read_set(redis, MODEL, REPLICA, EPOCH) == set(hashes(*numbers))
+    if with_stream:
+        assert replay(await read_changes(redis, MODEL, EPOCH)) == set(hashes(*numbers))
+    await redis.aclose()
+
+
+async def test_a_new_replica_announces_its_empty_set(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        assert writer.last_change == 1
+        await assert_redis_holds(redis_url, [])
+        redis = connect(redis_url)
+        assert 0 < await redis.ttl(blocks_key(MODEL, REPLICA, EPOCH)) <= 60
+        (change,) = await read_changes(redis, MODEL, EPOCH)
+        assert change.cleared
+        await redis.aclose()
+
+
+async def test_set_and_stream_follow_the_events(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2, 3)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 2, 3])
+        writer.observe([BlockRemoved(hashes(2)), stored(4)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 3, 4])
+        writer.observe([AllBlocksCleared(), stored(5)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [5])
+
+
+async def test_what_comes_and_goes_between_two_writes_is_never_written(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        writer.observe([stored(1), stored(1), BlockRemoved(hashes(1))])
+        writer.observe([BlockRemoved(hashes(1))])
+        await until(lambda: writer.is_settled)
+        assert writer.last_change == 1
+
+
+async def test_events_that_come_during_a_write_become_one_next_write(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        for number in range(1, 501):
+            writer.observe([stored(number)])
+        await until(lambda: writer.is_settled)
+        assert writer.last_change == 2
+        await assert_redis_holds(redis_url, range(1, 501))
+
+
+async def test_a_large_set_goes_through_the_stream_in_bites(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "HASHES_PER_CHANGE", 10)
+    monkeypatch.setattr(index_writer, "HASHES_PER_SADD", 7)
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(*range(100))])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, range(100))
+        assert writer.last_change == 10
+        writer.observe([BlockRemoved(hashes(*range(50))), stored(*range(200, 230))])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [*range(50, 100), *range(200, 230)])
+        redis = connect(redis_url)
+        changes = await read_changes(redis, MODEL, EPOCH)
+        assert max(len(change.added) + len(change.removed) for change in changes) <= 10
+        await redis.aclose()
+
+
+async def test_a_redis_that_comes_back_empty_gets_everything_again(own_redis: RedisServer) -> None:
+    async with running_writer(own_redis.url) as writer:
+        writer.observe([stored(1, 2)])
+        await until(lambda: writer.is_settled)
+        own_redis.kill()
+        writer.observe([stored(3), BlockRemoved(hashes(1))])
+        await asyncio.sleep(0.1)
+        assert not writer.is_settled
+        writer.observe([stored(4)])
+        await asyncio.to_thread(own_redis.start)
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(own_redis.url, [2, 3, 4])
+
+
+async def test_an_outage_costs_no_memory_for_what_comes_and_goes(own_redis: RedisServer) -> None:
+    own_redis.kill()
+    async with running_writer(own_redis.url) as writer:
+        for number in range(2000):
+            writer.observe([stored(number)])
+            if number >= 10:
+                writer.observe([BlockRemoved(hashes(number - 10))])
+        assert len(writer.block_hashes) == 10
+        await asyncio.to_thread(own_redis.start)
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(own_redis.url, range(1990, 2000))
+
+
+async def test_a_lost_set_is_noticed_by_the_next_write(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2)])
+        await until(lambda: writer.is_settled)
+        redis = connect(redis_url)
+        await redis.flushall()
+        await redis.aclose()
+        writer.observe([stored(3)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 2, 3], with_stream=False)
+
+
+async def test_a_heartbeat_that_counts_other_members_than_were_written_causes_a_rewrite(
+    redis_url: str,
+) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2)])
+        await until(lambda: writer.is_settled)
+        number = writer.last_change
+        writer.check(number, 3)  # two hashes and the marker
+        assert writer.is_settled
+        writer.check(number - 1, 0)  # counted before the newest write: says nothing
+        assert writer.is_settled
+        redis = connect(redis_url)
+        await redis.srem(blocks_key(MODEL, REPLICA, EPOCH), hashes(1)[0])
+        await redis.aclose()
+        writer.check(number, 2)
+        assert not writer.is_settled
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 2])
+
+
+async def test_a_set_that_cannot_be_written_is_tried_until_it_can(redis_url: str) -> None:
+    redis = connect(redis_url)
+    await redis.set(f"kvasir:v1:{{{MODEL}}}:events", "no stream")
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1)])
+        await asyncio.sleep(0.2)
+        assert not writer.is_settled
+        await redis.delete(f"kvasir:v1:{{{MODEL}}}:events")
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1])
+    await redis.aclose()
+
+
+async def test_only_hashes_on_the_stride_and_ends_of_prompts_are_written(redis_url: str) -> None:
+    async with running_writer(redis_url, index_stride=2 * CARD.block_size) as writer:
+        writer.observe([BlockStored(hashes(0, 1, 2, 3, 4), 0, ends_prompt=True)])
+        assert writer.block_hashes == set(hashes(1, 3, 4))
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 3, 4])
+
+
+async def test_a_replica_that_leaves_takes_its_set_along(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1)])
+        await until(lambda: writer.is_settled)
+        await writer.remove()
+        redis = connect(redis_url)
+        assert await read_set(redis, MODEL, REPLICA, EPOCH) is None
+        await redis.aclose()
