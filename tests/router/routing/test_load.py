@@ -1,0 +1,187 @@
+"""The load book: what is reserved, what the replica says, and nothing twice for long."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.status import ReplicaId
+from router.routing.load import LOOKS_OF_SILENCE, LoadBook, ReplicaLoad, Reservation
+
+A, B = ReplicaId("a"), ReplicaId("b")
+
+
+def numbers(load: ReplicaLoad) -> tuple[int, int, int]:
+    return load.num_requests, load.num_pending_tokens, load.num_context_tokens
+
+
+def test_a_replica_that_nobody_spoke_of_is_idle() -> None:
+    assert LoadBook().view(A) == ReplicaLoad()
+
+
+def test_a_reservation_counts_at_once_and_is_given_back() -> None:
+    book = LoadBook()
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
+        assert numbers(book.view(A)) == (1, 70, 100)
+        assert numbers(book.view(B)) == (0, 0, 0)
+        assert book.num_reserved == 1
+    assert numbers(book.view(A)) == (0, 0, 0)
+    assert book.num_reserved == 0
+
+
+def test_it_is_given_back_whatever_happens() -> None:
+    book = LoadBook()
+    with pytest.raises(KeyError), book.reserve(A, num_uncached_tokens=70, num_tokens=100):
+        raise KeyError
+    assert book.num_reserved == 0
+    assert numbers(book.view(A)) == (0, 0, 0)
+
+
+def test_it_is_given_back_only_once() -> None:
+    book = LoadBook()
+    first = book.reserve(A, num_uncached_tokens=7, num_tokens=10)
+    with book.reserve(A, num_uncached_tokens=7, num_tokens=10):
+        first.release()
+        first.release()
+        first.first_token()
+        assert numbers(book.view(A)) == (1, 7, 10)
+
+
+def test_a_snapshot_that_may_have_left_before_the_request_came_does_not_count_it_away() -> None:
+    book = LoadBook()
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
+        book.update(A, LoadSnapshot(num_running=3, num_pending_tokens=5, num_context_tokens=900))
+        assert numbers(book.view(A)) == (4, 75, 1000)
+
+
+def test_after_two_snapshots_the_replica_has_counted_it() -> None:
+    book = LoadBook()
+    snapshot = LoadSnapshot(num_running=3, num_waiting=1, num_pending_tokens=75, num_context_tokens=1000)
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
+        book.update(A, snapshot)
+        book.update(A, snapshot)
+        assert numbers(book.view(A)) == (4, 75, 1000)
+
+
+def test_the_first_token_proves_it_admitted() -> None:
+    book = LoadBook()
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100) as reservation:
+        book.update(A, LoadSnapshot(num_running=1, num_context_tokens=100))
+        reservation.first_token()
+        assert numbers(book.view(A)) == (1, 0, 100)
+
+
+def test_a_replica_that_claims_fewer_requests_than_we_sent_has_not_counted_the_newest() -> None:
+    book = LoadBook()
+    with (
+        book.reserve(A, num_uncached_tokens=1, num_tokens=10) as first,
+        book.reserve(A, num_uncached_tokens=20, num_tokens=200),
+        book.reserve(A, num_uncached_tokens=300, num_tokens=3000),
+    ):
+        for _ in range(5):
+            book.update(A, LoadSnapshot(num_running=2, num_pending_tokens=20, num_context_tokens=210))
+        first.first_token()
+        assert numbers(book.view(A)) == (3, 320, 3210)
+
+
+def test_a_burst_between_two_snapshots_adds_up() -> None:
+    book = LoadBook()
+    reservations = [book.reserve(A, num_uncached_tokens=10, num_tokens=20) for _ in range(1000)]
+    assert numbers(book.view(A)) == (1000, 10_000, 20_000)
+    for reservation in reservations:
+        reservation.release()
+    assert numbers(book.view(A)) == (0, 0, 0)
+
+
+def test_rates_are_unknown_until_they_are_measured() -> None:
+    book = LoadBook()
+    book.update(A, LoadSnapshot())
+    assert book.view(A).prefill_seconds_per_token is None
+    assert book.view(A).decode_step_seconds is None
+    book.update(A, LoadSnapshot(prefill_seconds_per_token=0.5, decode_step_seconds=0.25))
+    assert book.view(A).prefill_seconds_per_token == 0.5
+    assert book.view(A).decode_step_seconds == 0.25
+
+
+def test_a_heartbeat_counts_before_the_first_frame_and_when_frames_have_long_stopped() -> None:
+    book = LoadBook()
+    book.update_from_registry(A, LoadSnapshot(num_running=9))
+    assert book.view(A).num_requests == 9
+    book.update(A, LoadSnapshot(num_running=2))
+    for _ in range(LOOKS_OF_SILENCE):
+        book.update_from_registry(A, LoadSnapshot(num_running=9))
+        assert book.view(A).num_requests == 2
+    book.update_from_registry(A, LoadSnapshot(num_running=4))
+    assert book.view(A).num_requests == 4
+
+
+def test_a_heartbeat_acknowledges_nothing() -> None:
+    book = LoadBook()
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
+        for _ in range(20):
+            book.update_from_registry(A, LoadSnapshot(num_running=5))
+        assert book.view(A).num_requests == 6
+
+
+def test_a_reservation_on_a_replica_that_went_does_not_haunt_its_successor() -> None:
+    book = LoadBook()
+    reservation = book.reserve(A, num_uncached_tokens=70, num_tokens=100)
+    book.forget(A)
+    assert book.num_reserved == 0
+    with book.reserve(A, num_uncached_tokens=1, num_tokens=2):
+        reservation.release()
+        assert numbers(book.view(A)) == (1, 1, 2)
+
+
+class Storm(RuleBasedStateMachine):
+    """A replica that counts what it has admitted, and a router that hears of it late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = LoadBook()
+        self.open: list[Reservation] = []
+
+    @rule(uncached=st.integers(0, 100), cached=st.integers(1, 100))
+    def reserve(self, uncached: int, cached: int) -> None:
+        self.open.append(self.book.reserve(A, num_uncached_tokens=uncached, num_tokens=uncached + cached))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.open)).first_token()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        reservation = data.draw(st.sampled_from(self.open))
+        reservation.release()
+        self.open.remove(reservation)
+
+    @rule(requests=st.integers(0, 5), tokens=st.integers(0, 100))
+    def snapshot(self, requests: int, tokens: int) -> None:
+        self.book.update(A, LoadSnapshot(num_running=requests, num_pending_tokens=tokens))
+
+    @rule(requests=st.integers(0, 5))
+    def heartbeat(self, requests: int) -> None:
+        self.book.update_from_registry(A, LoadSnapshot(num_waiting=requests))
+
+    @invariant()
+    def nothing_is_lost_or_negative(self) -> None:
+        load = self.book.view(A)
+        assert self.book.num_reserved == len(self.open)
+        assert load.num_pending_tokens >= 0
+        assert load.num_context_tokens >= 0
+        # Requests without a first token are never lost sight of, however little the replica claims.
+        assert load.num_requests >= sum(reservation.prefilling for reservation in self.open)
+
+    def teardown(self) -> None:
+        for reservation in self.open:
+            reservation.release()
+        self.book.update(A, LoadSnapshot())
+        assert self.book.view(A) == ReplicaLoad()
+        assert self.book.num_reserved == 0
+
+
+TestStorm = Storm.TestCase
+TestStorm.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,297 @@
+"""The routing table: decide, reserve and predict in one step, and give all of it back."""
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from router.errors import NoReplicaAvailable, UnknownModel
+from router.routing.bucket import bucket_of
+from router.routing.cost import CostParameters
+from router.routing.decision import DecisionReason, RoutingRequest
+from router.routing.policies import POLICIES
+from router.routing.table import RoutedRequest, RoutingTable
+
+ROOT = BlockHash(b"r" * 16)
+BLOCK_SIZE = 16
+STRIDE = 128
+CARD = ModelCard("m", "fingerprint", "simulated", BLOCK_SIZE, 1000, 100_000, 1000)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def table_of(size: int, policy: str = "kvasir", clock: Clock | None = None) -> RoutingTable:
+    table = RoutingTable(policy, CostParameters(), random.Random(1), clock=clock)
+    for number in range(size):
+        table.add_replica(ReplicaId(f"r{number}"), CARD, STRIDE)
+    return table
+
+
+def prompt(shared: int, number: int, own: int) -> list[int]:
+    """`shared` tokens that all have, then `own` ones that depend on `number`."""
+    return [*range(shared), *(100_000 * (number + 1) + position for position in range(own))]
+
+
+def route(
+    table: RoutingTable, tokens: Sequence[int], key: str | None = None, **options: object
+) -> RoutedRequest:
+    bucket = bucket_of(ROOT, key, tokens, None, BLOCK_SIZE)
+    request = RoutingRequest(bucket, len(tokens), BLOCK_SIZE)
+    return table.route("m", request, hash_blocks(ROOT, tokens, BLOCK_SIZE), **options)  # type: ignore[arg-type]
+
+
+def store(table: RoutingTable, replica_id: ReplicaId, tokens: Sequence[int]) -> None:
+    """The replica reports that it holds this prompt."""
+    index = table.index("m")
+    hashes = hash_blocks(ROOT, tokens, BLOCK_SIZE)
+    index.replace(replica_id, Epoch("e"), {*index.stored(replica_id), *hashes[7::8], *hashes[-1:]})
+
+
+def test_a_request_is_reserved_predicted_and_given_back() -> None:
+    table = table_of(4)
+    with route(table, prompt(0, 1, 500)) as routed:
+        load = table.load(routed.decision.replica_id)
+        assert (load.num_requests, load.num_pending_tokens, load.num_context_tokens) == (1, 500, 500)
+        assert table.num_predictions == 1
+    assert table.load(routed.decision.replica_id).num_requests == 0
+    assert table.loads.num_reserved == 0
+    assert table.num_predictions == 0
+
+
+def test_only_what_is_not_cached_is_reserved_as_prefill() -> None:
+    table = table_of(4)
+    store(table, ReplicaId("r2"), prompt(0, 1, 512))
+    with route(table, prompt(0, 1, 520)) as routed:
+        assert routed.decision.replica_id == "r2"
+        assert routed.decision.overlap_tokens == 512
+        assert table.load(ReplicaId("r2")).num_pending_tokens == 8
+
+
+def test_the_first_token_ends_prefill_and_prediction_and_leaving_ends_the_rest() -> None:
+    table = table_of(1)
+    with route(table, prompt(0, 1, 500)) as routed:
+        routed.first_token()
+        assert table.num_predictions == 0
+        table.update_load(ReplicaId("r0"), LoadSnapshot(num_running=1, num_context_tokens=500))
+        assert table.load(ReplicaId("r0")).num_requests == 1
+        routed.first_token()
+    assert table.loads.num_reserved == 0
+
+
+def test_with_a_clock_a_prediction_lingers_until_the_index_has_heard() -> None:
+    clock = Clock()
+    table = table_of(8, clock=clock)
+    with route(table, prompt(0, 1, 2000)) as first:
+        first.first_token()
+    clock.seconds = 0.1
+    with route(table, prompt(0, 1, 2000)) as second:
+        assert second.decision.overlap_tokens == 1999
+        assert second.decision.replica_id == first.decision.replica_id
+    clock.seconds = 0.3
+    with route(table, prompt(0, 1, 2000)) as third:
+        assert third.decision.overlap_tokens == 0
+    assert table.num_predictions == 0
+
+
+def test_a_request_that_failed_before_its_first_token_leaves_no_prediction() -> None:
+    table = table_of(8, clock=Clock())
+    with contextlib.suppress(KeyError), route(table, prompt(0, 1, 2000)):
+        raise KeyError
+    assert table.num_predictions == 0
+    assert table.loads.num_reserved == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_storm_every_number_is_zero(policy: str) -> None:
+    table = table_of(5, policy)
+    rng = random.Random(7)
+    running: list[RoutedRequest] = []
+    for step in range(600):
+        if rng.random() < 0.6:
+            running.append(
+                route(table, prompt(rng.choice([0, 128, 300]), rng.randrange(9), rng.randrange(1, 400)))
+            )
+        if running and rng.random() < 0.4:
+            rng.choice(running).first_token()
+        if running and rng.random() < 0.5:
+            running.pop(rng.randrange(len(running))).close()
+        if rng.random() < 0.1:
+            table.update_load(ReplicaId(f"r{rng.randrange(6)}"), LoadSnapshot(num_running=rng.randrange(9)))
+        if rng.random() < 0.02:
+            gone = ReplicaId(f"r{rng.randrange(5)}")
+            table.remove_replica(gone)
+            if step % 2 or not table.replica_ids("m"):
+                table.add_replica(gone, CARD, STRIDE)
+        if not table.replica_ids("m"):
+            table.add_replica(ReplicaId("r0"), CARD, STRIDE)
+    for routed in running:
+        routed.close()
+        routed.close()
+    assert table.loads.num_reserved == 0
+    assert table.num_predictions == 0
+    for replica_id in table.replica_ids("m"):
+        table.update_load(replica_id, LoadSnapshot())
+        load = table.load(replica_id)
+        assert (load.num_requests, load.num_pending_tokens, load.num_context_tokens) == (0, 0, 0)
+
+
+def test_a_burst_of_equal_prompts_lands_together_before_any_event_has_come() -> None:
+    table = table_of(8)
+    with contextlib.ExitStack() as burst:
+        decisions = [burst.enter_context(route(table, prompt(0, 1, 6000))).decision for _ in range(12)]
+    assert len({decision.replica_id for decision in decisions}) == 1
+    assert decisions[0].reason is DecisionReason.HOME
+    assert all(decision.overlap_tokens == 5999 for decision in decisions[1:])
+
+
+def test_one_hot_prefix_stays_together_when_idle_and_spreads_under_load() -> None:
+    table = table_of(8)
+    idle: Counter[str] = Counter()
+    for number in range(50):
+        with route(table, prompt(2000, number, 100)) as routed:
+            idle[routed.decision.replica_id] += 1
+        store(table, routed.decision.replica_id, prompt(2000, number, 100))
+    assert len(idle) == 1
+    busy: Counter[str] = Counter()
+    with contextlib.ExitStack() as running:
+        for number in range(800):
+            routed = running.enter_context(route(table, prompt(2000, number, 100)))
+            busy[routed.decision.replica_id] += 1
+            store(table, routed.decision.replica_id, prompt(2000, number, 100))
+            routed.first_token()
+            for replica_id in table.replica_ids("m"):
+                table.update_load(replica_id, LoadSnapshot(num_running=busy[replica_id]))
+    assert len(busy) == 8
+    # What the copy of 2000 tokens is worth in requests, 5 * 2000 * 1e-4 s / 10 ms each, is the most
+    # that any replica may lead by.
+    assert max(busy.values()) - min(busy.values()) <= 110
+
+
+def test_prompts_that_share_only_their_first_256_tokens_spread_over_the_replicas() -> None:
+    table = table_of(8)
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as running:
+        for number in range(200):
+            counts[running.enter_context(route(table, prompt(256, number, 4000))).decision.replica_id] += 1
+    assert len(counts) == 8
+    assert max(counts.values()) <= 1.3 * 200 / 8
+
+
+def test_many_cache_keys_over_one_long_prefix_meet_where_it_is_cached() -> None:
+    table = table_of(8)
+    store(table, ReplicaId("r5"), prompt(9000, 0, 0))
+    chosen = set()
+    for number in range(60):
+        with route(table, prompt(9000, number, 200), key=f"session-{number}") as routed:
+            chosen.add(routed.decision.replica_id)
+    assert chosen == {"r5"}
+
+
+def test_many_cache_keys_meet_by_prediction_alone() -> None:
+    table = table_of(8)
+    with contextlib.ExitStack() as running:
+        chosen = {
+            running.enter_context(route(table, prompt(9000, n, 50), key=f"session-{n}")).decision.replica_id
+            for n in range(10)
+        }
+    assert len(chosen) == 1
+
+
+def test_without_any_index_a_conversation_still_returns_to_its_home() -> None:
+    table, other_router = table_of(8), table_of(8)
+    for number in range(30):
+        turns = [prompt(0, number, length) for length in (300, 700, 2500)]
+        chosen = set()
+        for turn in turns:
+            for router in (table, other_router):
+                with route(router, turn, key="k") as routed:
+                    chosen.add(routed.decision.replica_id)
+        assert len(chosen) == 1
+
+
+def test_excluded_and_draining_replicas_serve_nothing() -> None:
+    table = table_of(3)
+    store(table, ReplicaId("r0"), prompt(0, 1, 1000))
+    store(table, ReplicaId("r1"), prompt(0, 1, 500))
+    table.set_draining(ReplicaId("r0"))
+    with route(table, prompt(0, 1, 1000)) as routed:
+        assert routed.decision.replica_id == "r1"
+    with route(table, prompt(0, 1, 1000), exclude=["r1"]) as routed:
+        assert routed.decision.replica_id == "r2"
+        assert routed.decision.reason is DecisionReason.ONLY_REPLICA
+    with pytest.raises(NoReplicaAvailable):
+        route(table, prompt(0, 1, 1000), exclude={"r1", "r2"})
+    assert table.replica_ids("m") == ["r0", "r1", "r2"]
+    assert table.loads.num_reserved == 0
+
+
+def test_a_replica_that_comes_back_is_not_draining_and_holds_nothing() -> None:
+    table = table_of(1)
+    store(table, ReplicaId("r0"), prompt(0, 1, 1000))
+    table.set_draining(ReplicaId("r0"))
+    table.remove_replica(ReplicaId("r0"))
+    with pytest.raises(NoReplicaAvailable):
+        route(table, prompt(0, 1, 1000))
+    table.add_replica(ReplicaId("r0"), CARD, STRIDE)
+    with route(table, prompt(0, 1, 1000)) as routed:
+        assert routed.decision.overlap_tokens == 0
+
+
+def test_an_unknown_model_is_another_error_than_one_without_replicas() -> None:
+    table = RoutingTable("kvasir", CostParameters(), random.Random(1))
+    with pytest.raises(UnknownModel):
+        route(table, [1, 2, 3])
+    with pytest.raises(UnknownModel):
+        table.index("m")
+
+
+def test_models_share_nothing() -> None:
+    table = table_of(2)
+    other = ModelCard("other", "f2", "simulated", 32, 1000, 100_000, 1000)
+    table.add_replica(ReplicaId("x"), other, STRIDE)
+    assert table.replica_ids("other") == ["x"]
+    assert (table.block_size("m"), table.block_size("other")) == (16, 32)
+    assert table.index("m") is not table.index("other")
+    with route(table, prompt(0, 1, 100)) as routed:
+        assert routed.decision.replica_id in ("r0", "r1")
+
+
+def test_replicas_of_one_model_must_index_alike() -> None:
+    table = table_of(2)
+    with pytest.raises(ValueError, match="64"):
+        table.add_replica(ReplicaId("r9"), ModelCard("m", "f", "torch", 64, 10, 10, 10), STRIDE)
+    assert table.replica_ids("m") == ["r0", "r1"]
+    index = table.index("m")
+    table.remove_replica(ReplicaId("r0"))
+    table.remove_replica(ReplicaId("r1"))
+    table.add_replica(ReplicaId("r9"), ModelCard("m", "f", "torch", 64, 10, 10, 10), STRIDE)
+    assert table.block_size("m") == 64
+    assert table.index("m") is index
+
+
+def test_an_unknown_policy_is_refused_with_the_names_of_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="kvasir, round_robin"):
+        RoutingTable("fastest", CostParameters(), random.Random(1))
+
+
+def test_a_replica_that_left_may_still_be_spoken_of() -> None:
+    table = table_of(2)
+    with route(table, prompt(0, 1, 100)) as routed:
+        table.remove_replica(routed.decision.replica_id)
+        table.update_load(routed.decision.replica_id, LoadSnapshot(num_running=1))
+        table.update_load_from_registry(routed.decision.replica_id, LoadSnapshot(num_running=1))
+        table.set_draining(routed.decision.replica_id)
+        table.remove_replica(routed.decision.replica_id)
+        routed.first_token()
+    assert table.loads.num_reserved == 0
