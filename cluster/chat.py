@@ -49,12 +49,13 @@ class Turn:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one model. `user` goes along as the request's `user`, if there is one."""
+    """A conversation with one model. `user` and `max_tokens` go along with each request, if they are there."""
 
     client: httpx.Client
     model: str
     output: TextIO
     user: str | None = None
+    max_tokens: int | None = None
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
@@ -102,6 +103,8 @@ class Chat:
         }
         if self.user is not None:
             body["user"] = self.user
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
         started = time.monotonic()
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:

@@ -96,11 +96,18 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a router (default: the cluster that runs here, else one of its own)")
     parser.add_argument("--model", metavar="NAME", help="model to talk to (default: the first one)")
     parser.add_argument("--user", help="sent along as the request's user")
+    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
 
 
 def _replica_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {MOST_REPLICAS}, not {text}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
     return int(text)
 
 
@@ -164,7 +171,8 @@ def _chat(arguments: argparse.Namespace) -> int:
         model = arguments.model or first_model(client)
         if sys.stdin.isatty():
             _say(f"{model} at {base}. /help shows the commands.")
-        converse(Chat(client, model, sys.stdout, user=arguments.user), sys.stdin)
+        chat = Chat(client, model, sys.stdout, user=arguments.user, max_tokens=arguments.max_tokens)
+        converse(chat, sys.stdin)
     return 0
 
 

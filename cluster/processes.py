@@ -83,24 +83,39 @@ def death_with_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def find_marked(run_directory: Path, ray_directory: Path) -> list[int]:
-    """Processes of the cluster in `run_directory`, by their inherited mark or by where they log to.
+    """Processes of the cluster in `run_directory`, by their inherited mark or by the files they hold.
 
-    Both, because Ray's workers overwrite part of their environment with their title. Never this
+    Both, because Redis and Ray's processes overwrite their environment with their title. Never this
     process or one that it descends from.
     """
     mark = f"{MARK}={run_directory}".encode() + b"\0"
     spared = _ancestry()
     pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if pid not in spared and _is_ours(pid, mark, ray_directory)]
+    return [
+        pid
+        for pid in pids
+        if pid not in spared
+        and (_has_mark(pid, mark) or _holds_files(pid, run_directory / "logs", ray_directory))
+    ]
 
 
-def _is_ours(pid: int, mark: bytes, ray_directory: Path) -> bool:
-    process = Path(f"/proc/{pid}")
+def _has_mark(pid: int, mark: bytes) -> bool:
     with suppress(OSError):
-        environment = (process / "environ").read_bytes()
-        if environment.startswith(mark) or b"\0" + mark in environment:
-            return True
-        return (process / "fd/1").readlink().is_relative_to(ray_directory)
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        return environment.startswith(mark) or b"\0" + mark in environment
+    return False
+
+
+def _holds_files(pid: int, logs: Path, ray_directory: Path) -> bool:
+    """Whether its output goes to our logs (who only reads them is not ours), or it has Ray's files open."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                target = entry.readlink()
+                if target.is_relative_to(ray_directory) or (
+                    entry.name == "1" and target.is_relative_to(logs)
+                ):
+                    return True
     return False
 
 

@@ -96,15 +96,27 @@ async def test_marked_processes_are_found_and_killed_and_others_spared(
         await other.stop(5)
 
 
-async def test_a_process_without_the_mark_is_found_by_where_it_logs(tmp_path: Path) -> None:
-    ray_directory = tmp_path / "ray"
-    await asyncio.to_thread(ray_directory.mkdir)
-    service = await started(ray_directory, SLEEP)
+@pytest.mark.parametrize("folder", ["logs", "ray/session/logs"])
+async def test_a_process_that_has_lost_its_mark_is_found_by_where_it_writes(
+    tmp_path: Path, folder: str
+) -> None:
+    directory = tmp_path / folder
+    await asyncio.to_thread(directory.mkdir, parents=True)
+    service = await started(directory, SLEEP)
     try:
-        found = await asyncio.to_thread(find_marked, tmp_path / "elsewhere", ray_directory)
-        assert found == [service.pid]
+        assert await asyncio.to_thread(find_marked, tmp_path, tmp_path / "ray") == [service.pid]
     finally:
         await service.stop(5)
+
+
+async def test_whoever_reads_a_log_is_left_alone(tmp_path: Path) -> None:
+    log = tmp_path / "logs/router.log"
+    await asyncio.to_thread(log.parent.mkdir)
+    reader = await started(tmp_path, f"file = open({str(log)!r}, 'a+'); {SLEEP}")
+    try:
+        assert await asyncio.to_thread(find_marked, tmp_path, tmp_path / "ray") == []
+    finally:
+        await reader.stop(5)
 
 
 def test_nobody_counts_itself_or_its_ancestors_as_a_leftover(tmp_path: Path) -> None:
