@@ -46,9 +46,9 @@ class UpCluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
     run_directory = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-m", "cluster.cli", "up", "--run-dir", str(run_directory), "--port", "0"]
-    log = (run_directory.parent / "up.log").open("wb")
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    with (run_directory.parent / "up.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     running = UpCluster(run_directory / "cluster.json")
 
     def ready() -> bool:
