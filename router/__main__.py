@@ -60,18 +60,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 @contextlib.contextmanager
 def listening(config: RouterConfig) -> Iterator[socket.socket]:
     """The bound socket, before anything else is built. Raises SettingsError if that cannot be."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        where = f"{config.host} port {config.port}"
-        raise SettingsError(f"the router cannot listen on {where}: {error.strerror}") from error
-    with listener:
+    with contextlib.ExitStack() as stack:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            where = f"{config.host} port {config.port}"
+            raise SettingsError(f"the router cannot listen on {where}: {error.strerror}") from error
         yield listener
 
 

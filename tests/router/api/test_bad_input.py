@@ -1,0 +1,239 @@
+"""Whatever a client sends: the right status, OpenAI's shape, the field by name, and nothing left running."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from router.errors import ContextLengthExceeded, GenerationFailed, NoReplicaAvailable, Overloaded
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import NEVER, says
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO}
+PLAIN: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
+DEEP = b"[" * 100_000 + b"]" * 100_000
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
+
+RAW = [
+    (b"", 400, "invalid_json", None),
+    (b"  ", 400, "invalid_json", None),
+    (b"{", 400, "invalid_json", None),
+    (b"[]", 400, "invalid_type", None),
+    (b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff"}]}', 400, "invalid_json", None),
+    (b'{"model": "\xff"}', 400, "invalid_json", None),
+    (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json", None),
+    (b'{"model": "tiny", "temperature": NaN}', 400, "invalid_json", None),
+    (b'{"model": "tiny", "temperature": 1e999}', 400, "invalid_type", "temperature"),
+    (b'{"model": "tiny", "seed": ' + b"9" * 5000 + b"}", 400, "invalid_type", "seed"),
+    (
+        b'{"model": "tiny", "messages": [{"role": "user", "content": ' + DEEP + b"}]}",
+        400,
+        "invalid_json",
+        None,
+    ),
+    (b'{"model": "tiny"}', 400, "missing_required_parameter", "messages"),
+    (b'{"messages": []}', 400, "missing_required_parameter", "model"),
+    (b'{"model": 3, "messages": []}', 400, "invalid_type", "model"),
+]
+
+CHAT_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"model": "nobody"}, 404, "model_not_found", "model"),
+    ({"model": "untemplated"}, 400, "invalid_value", "messages"),
+    ({"messages": []}, 400, "invalid_value", "messages"),
+    ({"messages": "Hello"}, 400, "invalid_type", "messages"),
+    ({"messages": ["Hello"]}, 400, "invalid_type", "messages[0]"),
+    ({"messages": [*HELLO, {"content": "x"}]}, 400, "missing_required_parameter", "messages[1].role"),
+    ({"messages": [*HELLO, {"role": 3, "content": "x"}]}, 400, "invalid_type", "messages[1].role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, 400, "missing_required_parameter", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_type", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [3]}]}, 400, "invalid_type", "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "user", "content": IMAGE}]},
+        400,
+        "unsupported_value",
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        400,
+        "invalid_type",
+        "messages[0].content[0].text",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": "y"}]},
+        400,
+        "invalid_type",
+        "messages[0].tool_calls",
+    ),
+    ({"messages": [{"role": "function", "content": "x"}]}, 400, "invalid_value", "messages"),
+    ({"messages": [{"role": "user", "content": "a " * 2000}]}, 400, "context_length_exceeded", "messages"),
+    ({"max_tokens": 512}, 400, "context_length_exceeded", "messages"),
+    ({"max_completion_tokens": 10**30}, 400, "context_length_exceeded", "messages"),
+    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, "invalid_value", "max_completion_tokens"),
+    ({"max_tokens": 2.5}, 400, "invalid_type", "max_tokens"),
+    ({"max_tokens": True}, 400, "invalid_type", "max_tokens"),
+    ({"min_tokens": -1}, 400, "invalid_value", "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, 400, "invalid_value", "min_tokens"),
+    ({"temperature": -0.1}, 400, "invalid_value", "temperature"),
+    ({"temperature": 2.1}, 400, "invalid_value", "temperature"),
+    ({"temperature": "hot"}, 400, "invalid_type", "temperature"),
+    ({"top_p": 0}, 400, "invalid_value", "top_p"),
+    ({"top_p": 1.1}, 400, "invalid_value", "top_p"),
+    ({"top_k": -2}, 400, "invalid_value", "top_k"),
+    ({"min_p": 1.1}, 400, "invalid_value", "min_p"),
+    ({"presence_penalty": 2.1}, 400, "invalid_value", "presence_penalty"),
+    ({"frequency_penalty": -2.1}, 400, "invalid_value", "frequency_penalty"),
+    ({"repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty"),
+    ({"priority": 10**400}, 400, "invalid_value", "priority"),
+    ({"n": 0}, 400, "invalid_value", "n"),
+    ({"n": 17}, 400, "invalid_value", "n"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, 400, "invalid_value", "stop"),
+    ({"stop": ""}, 400, "invalid_value", "stop"),
+    ({"stop": [3]}, 400, "invalid_type", "stop[0]"),
+    ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),
+    ({"logprobs": 3}, 400, "invalid_type", "logprobs"),
+    ({"logit_bias": {"99999": 1}}, 400, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, 400, "invalid_value", "logit_bias"),
+    ({"logit_bias": {"5": 101}}, 400, "invalid_value", "logit_bias"),
+    ({"stop_token_ids": [99999]}, 400, "invalid_value", "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options"),
+    ({"cache_salt": ""}, 400, "invalid_value", "cache_salt"),
+    ({"cache_salt": "x" * 129}, 400, "invalid_value", "cache_salt"),
+    *(({"cache_salt": f"a{character}"}, 400, "invalid_value", "cache_salt") for character in "@/\\\0"),
+    ({"response_format": {"type": "json_object"}}, 400, "unsupported_value", "response_format"),
+    ({"tool_choice": "required"}, 400, "unsupported_value", "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, 400, "unsupported_value", "tool_choice"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "invalid_value", "chat_template_kwargs"),
+]
+
+PLAIN_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"prompt": None}, 400, "invalid_type", "prompt"),
+    ({"prompt": ""}, 400, "invalid_value", "prompt"),
+    ({"prompt": []}, 400, "invalid_value", "prompt"),
+    ({"prompt": [[]]}, 400, "invalid_value", "prompt"),
+    ({"prompt": ["a", 3]}, 400, "invalid_type", "prompt"),
+    ({"prompt": [3, "a"]}, 400, "invalid_type", "prompt"),
+    ({"prompt": [True]}, 400, "invalid_type", "prompt"),
+    ({"prompt": [-1]}, 400, "invalid_value", "prompt"),
+    ({"prompt": [10**30]}, 400, "invalid_value", "prompt"),
+    ({"prompt": ["a"] * 129}, 400, "invalid_value", "prompt"),
+    ({"prompt": [5] * 512}, 400, "context_length_exceeded", "prompt"),
+    ({"logprobs": 6}, 400, "invalid_value", "logprobs"),
+    ({"echo": True, "logprobs": 1}, 400, "unsupported_value", "echo"),
+    ({"suffix": "x"}, 400, "unsupported_value", "suffix"),
+    ({"best_of": 2}, 400, "unsupported_value", "best_of"),
+]
+
+
+async def _expect(
+    server: HttpServer, answer: httpx.Response, status: int, code: str | None, parameter: str | None
+) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert (error["code"], error["param"]) == (code, parameter), error["message"]
+    assert answer.headers["x-request-id"]
+    assert server.dispatcher.generations == []
+    assert server.is_idle
+
+
+@pytest.mark.parametrize(("body", "status", "code", "parameter"), RAW)
+async def test_a_body_that_is_no_request_is_refused(
+    server: HttpServer, http: httpx.AsyncClient, body: bytes, status: int, code: str, parameter: str | None
+) -> None:
+    answer = await http.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+    await _expect(server, answer, status, code, parameter)
+
+
+@pytest.mark.parametrize(("change", "status", "code", "parameter"), CHAT_CHANGES)
+async def test_a_chat_with_a_wrong_field_is_refused_by_its_name(
+    server: HttpServer,
+    http: httpx.AsyncClient,
+    change: dict[str, Any],
+    status: int,
+    code: str,
+    parameter: str | None,
+) -> None:
+    answer = await http.post("/v1/chat/completions", content=json.dumps(CHAT | change).encode())
+    await _expect(server, answer, status, code, parameter)
+
+
+@pytest.mark.parametrize(("change", "status", "code", "parameter"), PLAIN_CHANGES)
+async def test_a_completion_with_a_wrong_field_is_refused_by_its_name(
+    server: HttpServer,
+    http: httpx.AsyncClient,
+    change: dict[str, Any],
+    status: int,
+    code: str,
+    parameter: str | None,
+) -> None:
+    answer = await http.post("/v1/completions", content=json.dumps(PLAIN | change).encode())
+    await _expect(server, answer, status, code, parameter)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop": None, "temperature": None, "n": None, "stream": None, "logit_bias": None, "user": "u"},
+        {"tool_choice": "none", "tools": [], "response_format": {"type": "text"}, "store": True},
+        {"temperature": 0, "top_p": 1, "top_k": -1, "seed": 10**30, "n": 2, "metadata": {"a": "b"}},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}, *HELLO]},
+        {"messages": [{"role": "developer", "content": "x"}, *HELLO], "reasoning_effort": "high"},
+    ],
+)
+async def test_what_is_allowed_or_unknown_is_accepted(
+    server: HttpServer, http: httpx.AsyncClient, change: dict[str, Any]
+) -> None:
+    server.dispatcher.script = says([2])
+    answer = await http.post("/v1/chat/completions", json=CHAT | change)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code", "has_retry_after"),
+    [
+        (Overloaded("Busy.", retry_after_seconds=2.2), 429, "rate_limit_exceeded", True),
+        (NoReplicaAvailable("None."), 503, "no_replica_available", True),
+        (GenerationFailed("Broken."), 500, "generation_failed", False),
+        (ContextLengthExceeded("Long.", parameter="messages"), 400, "context_length_exceeded", False),
+        (RuntimeError("a secret"), 500, None, False),
+    ],
+)
+async def test_failures_before_the_first_token_have_a_status(
+    server: HttpServer,
+    http: httpx.AsyncClient,
+    error: Exception,
+    status: int,
+    code: str | None,
+    has_retry_after: bool,
+    stream: bool,
+) -> None:
+    server.dispatcher.script = lambda generation: [error]
+    answer = await http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert ("retry-after" in answer.headers) == has_retry_after
+    assert "secret" not in answer.text
+    assert server.is_idle
+
+
+async def test_requests_beyond_the_limit_in_flight_are_told_to_come_back() -> None:
+    async with http_server(max_in_flight=1) as server, httpx.AsyncClient(base_url=server.url) as http:
+        server.dispatcher.script = lambda generation: [NEVER]
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(http.post("/v1/chat/completions", json=CHAT))
+            await server.dispatcher.has_started.wait()
+            answer = await http.post("/v1/chat/completions", json=CHAT)
+            first.cancel()
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        await server.wait_idle()

@@ -1,0 +1,79 @@
+"""The router's application behind a real socket, in the test's own event loop."""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from replicas.protocol.settings import build
+from router.api.context import ApiContext
+from router.app import create_app
+from router.config import RouterConfig
+from router.metrics import RouterMetrics
+from tests.router import tiny_model
+from tests.router.scripted_dispatch import ScriptedDispatcher
+
+
+@dataclass
+class HttpServer:
+    port: int
+    context: ApiContext
+    dispatcher: ScriptedDispatcher
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def is_idle(self) -> bool:
+        return self.context.num_in_flight == 0 and self.dispatcher.num_open == 0
+
+    async def wait_idle(self) -> None:
+        while not self.is_idle:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+@contextlib.asynccontextmanager
+async def http_server(**settings: object) -> AsyncIterator[HttpServer]:
+    dispatcher = ScriptedDispatcher()
+    context = ApiContext(
+        config=build(RouterConfig, settings),
+        catalog=tiny_model.catalog(),
+        dispatcher=dispatcher,
+        metrics=RouterMetrics(CollectorRegistry()),
+        num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
+        rng=random.Random(0),
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        server = _Server(
+            uvicorn.Config(
+                create_app(context),
+                loop="none",
+                http="httptools",
+                lifespan="off",
+                log_config=None,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[listener]))
+            while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
+                await asyncio.sleep(0.001)
+            try:
+                yield HttpServer(listener.getsockname()[1], context, dispatcher)
+            finally:
+                server.should_exit = True
+                await serving

@@ -1,0 +1,123 @@
+"""Tokenizer: equal to the reference, with and without its cache."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Reference
+
+from replicas.protocol.status import TokenizerBundle
+from router.prompt.segments import SegmentCache
+from router.prompt.tokenizer import Tokenizer, TokenizerError
+from tests.router import tiny_model
+
+REFERENCE = Reference.from_buffer(tiny_model.tokenizer_json())
+TOKENIZER = Tokenizer(tiny_model.bundle())
+
+pieces = st.one_of(
+    st.text(), st.sampled_from([*tiny_model.SPECIAL_TOKENS, " ", "\n", "<|", "|>", "Hello world"])
+)
+texts = st.lists(pieces, max_size=12).map("".join)
+
+
+def _changed(change: object) -> Tokenizer:
+    reference = Reference.from_buffer(tiny_model.tokenizer_json())
+    change(reference)  # type: ignore[operator]
+    return Tokenizer(TokenizerBundle({"tokenizer.json": reference.to_str().encode()}))
+
+
+def test_the_fast_backend_and_the_segment_cache_are_used_where_they_are_proven() -> None:
+    assert TOKENIZER.backend == "fastokens"
+    assert TOKENIZER.caches_segments
+
+
+@given(texts)
+def test_ids_equal_those_of_the_reference_cached_or_not(text: str) -> None:
+    expected = REFERENCE.encode(text, add_special_tokens=False).ids
+    assert TOKENIZER.encode(text) == expected
+    assert TOKENIZER.encode(text) == expected
+
+
+def test_a_second_turn_encodes_only_what_is_new() -> None:
+    tokenizer = Tokenizer(tiny_model.bundle())
+    first = "<|im_start|>user\nHello world<|im_end|>"
+    tokenizer.encode(first)
+    before = tokenizer.cache.statistics()
+    tokenizer.encode(first + "<|im_start|>assistant\nHello again<|im_end|>")
+    after = tokenizer.cache.statistics()
+    assert (after.num_hits - before.num_hits, after.num_misses - before.num_misses) == (1, 1)
+
+
+def test_a_tokenizer_whose_special_tokens_swallow_spaces_is_not_cut_at_them() -> None:
+    def strip(reference: Reference) -> None:
+        reference.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+
+    tokenizer = _changed(strip)
+    assert not tokenizer.caches_segments
+    reference = Reference.from_buffer(tiny_model.tokenizer_json())
+    strip(reference)
+    text = "Hello   <mask> world"
+    assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
+
+
+def test_plain_prompts_get_what_the_post_processor_adds_and_chats_do_not() -> None:
+    def add_bos(reference: Reference) -> None:
+        reference.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+
+    tokenizer = _changed(add_bos)
+    plain = tokenizer.encode("Hello")
+    assert plain == REFERENCE.encode("Hello").ids
+    assert tokenizer.encode("Hello", add_special_tokens=True) == [0, *plain]
+    assert tokenizer.encode("", add_special_tokens=True) == [0]
+
+
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
+    def truncate(reference: Reference) -> None:
+        reference.enable_truncation(4)
+        reference.enable_padding(length=64)
+
+    text = "Hello world, hello again, and again."
+    assert _changed(truncate).encode(text) == REFERENCE.encode(text).ids
+
+
+@given(texts, texts)
+def test_tokens_through_a_position_are_a_prefix_of_the_whole(head: str, tail: str) -> None:
+    text = head + "<|im_end|>" + tail
+    number = TOKENIZER.num_tokens_through(text, len(head))
+    assert TOKENIZER.encode(text)[:number] == TOKENIZER.encode(head)
+
+
+async def test_long_new_texts_are_encoded_in_a_thread_with_the_same_result() -> None:
+    text = "The quick brown fox. " * 5000
+    assert await TOKENIZER.encode_async(text) == REFERENCE.encode(text).ids
+
+
+def test_several_threads_may_encode_at_once() -> None:
+    texts = [f"Hello {number}<|im_end|>world {number % 7}" for number in range(200)]
+    tokenizer = Tokenizer(tiny_model.bundle(), cache_bytes=4000)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(tokenizer.encode, texts)) == [REFERENCE.encode(text).ids for text in texts]
+
+
+def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago() -> None:
+    cache = SegmentCache(3000)
+    for number in range(100):
+        cache.put(f"text {number}", [number] * 4)
+        cache.get("text 0")
+    statistics = cache.statistics()
+    assert 0 < statistics.num_bytes <= 3000
+    assert cache.get("text 0") == [0] * 4
+    assert cache.get("text 1") is None
+    cache.put("giant", [0] * 1000)
+    assert cache.get("giant") is None
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"{"}, {"tokenizer.json": json.dumps({}).encode()}])
+def test_a_bundle_without_a_readable_tokenizer_is_refused(files: dict[str, bytes]) -> None:
+    with pytest.raises(TokenizerError):
+        Tokenizer(TokenizerBundle(files))

@@ -1,0 +1,109 @@
+"""A dispatcher that answers from a script, for tests of what lies in front of it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
+from replicas.protocol.status import ReplicaId
+from router.dispatch import DispatchStatistics, Generation
+from router.routing.decision import Decision, DecisionReason
+
+NEVER = "never"
+"""In a script: nothing more comes until the run is left."""
+
+Step = Sequence[TokenDelta] | Exception | str
+Script = Callable[[Generation], Sequence[Step]]
+
+
+def says(
+    token_ids: Sequence[int],
+    *,
+    finish: FinishReason = FinishReason.STOP,
+    num_cached_tokens: int = 0,
+    num_written_tokens: int = 0,
+) -> Script:
+    """Every choice gets one token per batch, then ends."""
+
+    def script(generation: Generation) -> Sequence[Step]:
+        usage = PromptUsage(len(generation.token_ids), num_cached_tokens, num_written_tokens)
+        limited = list(token_ids)[: generation.sampling.max_tokens]
+        return [
+            [
+                TokenDelta(
+                    RequestKey(1, choice),
+                    (token_id,),
+                    finish_reason=finish if position == len(limited) - 1 else None,
+                    usage=usage if position == 0 else None,
+                    logprobs=_logprobs(generation, token_id),
+                )
+                for choice in range(generation.num_choices)
+            ]
+            for position, token_id in enumerate(limited)
+        ]
+
+    return script
+
+
+def _logprobs(generation: Generation, token_id: int) -> tuple[TokenLogprobs, ...] | None:
+    wanted = generation.sampling.num_logprobs
+    if wanted is None:
+        return None
+    top = tuple((token_id + rank, -0.5 - rank) for rank in range(wanted))
+    return (TokenLogprobs(token_id, -0.5, top),)
+
+
+class ScriptedDispatcher:
+    """Set `script`, then look at `generations`, `aborted` and `num_open`."""
+
+    def __init__(self) -> None:
+        self.script: Script = says([])
+        self.generations: list[Generation] = []
+        self.aborted: list[int] = []
+        self.num_open = 0
+        self.has_started = asyncio.Event()
+
+    def run(self, generation: Generation) -> "ScriptedRun":
+        self.generations.append(generation)
+        return ScriptedRun(self, list(self.script(generation)))
+
+    def statistics(self) -> DispatchStatistics:
+        return DispatchStatistics(self.num_open, 0, 0, 0)
+
+
+class ScriptedRun:
+    decision = Decision(ReplicaId("replica-7"), 32, DecisionReason.OVERLAP, 0, ())
+    replica_id = ReplicaId("replica-7")
+
+    def __init__(self, dispatcher: ScriptedDispatcher, steps: list[Step]) -> None:
+        self._dispatcher = dispatcher
+        self._steps = steps
+        self._aborted: set[int] = set()
+
+    async def __aenter__(self) -> "ScriptedRun":
+        self._dispatcher.num_open += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._dispatcher.num_open -= 1
+
+    def __aiter__(self) -> "ScriptedRun":
+        return self
+
+    async def __anext__(self) -> Sequence[TokenDelta]:
+        await asyncio.sleep(0)
+        if not self._steps:
+            raise StopAsyncIteration
+        step = self._steps.pop(0)
+        self._dispatcher.has_started.set()
+        if isinstance(step, Exception):
+            raise step
+        if isinstance(step, str):
+            await asyncio.Event().wait()
+        return [delta for delta in step if delta.key.choice not in self._aborted]
+
+    def abort_choice(self, choice: int) -> None:
+        self._aborted.add(choice)
+        self._dispatcher.aborted.append(choice)

@@ -1,0 +1,114 @@
+"""The routes that generate nothing, and what no route answers."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router import tiny_model
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import says
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    async with http_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        yield client
+
+
+async def test_models_are_listed_and_found_by_name(http: httpx.AsyncClient) -> None:
+    listed = (await http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["tiny", "untemplated"]
+    found = (await http.get("/v1/models/tiny")).json()
+    assert (found["id"], found["object"], found["owned_by"]) == ("tiny", "model", "kvasir")
+    assert found["max_model_len"] == tiny_model.CONTEXT_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/models/some/body", 404, "model_not_found"),
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_supported"),
+        ("PUT", "/v1/completions", 405, "method_not_supported"),
+        ("POST", "/health", 405, "method_not_supported"),
+        ("POST", "/tokenize", 400, "invalid_json"),
+    ],
+)
+async def test_errors_of_all_routes_have_one_shape(
+    http: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    answer = await http.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+async def test_health_is_the_process_and_ready_is_the_fleet(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    assert (await http.get("/health")).status_code == 200
+    ready = await http.get("/ready")
+    assert (ready.status_code, ready.json()["num_replicas"]) == (200, 1)
+    server.context.num_replicas = lambda model: 0
+    assert (await http.get("/ready")).status_code == 503
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> None:
+    text = "Hello wörld 日本"
+    body = {"model": "tiny", "prompt": text, "return_token_strs": True}
+    tokens = (await http.post("/tokenize", json=body)).json()
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), tiny_model.CONTEXT_LENGTH)
+    assert len(tokens["token_strs"]) == tokens["count"]
+    back = await http.post("/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_tokenize_renders_a_chat_as_the_chat_route_does(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says([2])
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    await http.post("/v1/chat/completions", json=body)
+    tokens = (await http.post("/tokenize", json=body)).json()["tokens"]
+    assert tokens == list(server.dispatcher.generations[0].token_ids)
+
+
+async def test_without_a_model_name_tokenize_needs_a_single_model(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/tokenize", json={"prompt": "Hello"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says([80, 2], num_cached_tokens=16)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    for body in (chat, chat | {"stream": True}, chat | {"model": "made up"}, chat | {"n": 0}):
+        await http.post("/v1/chat/completions", json=body)
+    text = (await http.get("/metrics")).text
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["router_requests_total", "200", "chat_completions", "tiny"] == 2
+    assert samples["router_requests_total", "404", "chat_completions", "unknown"] == 1
+    assert samples["router_requests_total", "400", "chat_completions", "unknown"] == 1
+    assert samples["router_output_tokens_total", "tiny"] == 4
+    assert samples["router_cached_tokens_total", "tiny"] == 32
+    assert samples["router_ttft_seconds_count", "tiny"] == 2
+    assert samples["router_decisions_total", "overlap"] == 2
+    assert samples["router_overlap_error_tokens_sum", "tiny"] == 32
+    assert samples[("router_in_flight",)] == 0
+    assert "made up" not in text

@@ -1,0 +1,78 @@
+"""`python -m router`: its settings, its port, its end."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from replicas.protocol.settings import SettingsError, build
+from router.__main__ import main
+from router.config import RouterConfig, read_secret
+from tests.redis_server import RedisServer
+
+
+def test_a_taken_port_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main([f"--port={port}"], {}) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert str(port) in message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--port=70000"], ["--policy=best", "--port=0"], ["--secret=xyz", "--port=0"], ["--max-in-flight=0"]],
+)
+def test_a_wrong_setting_is_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert main(flags, {}) == 2
+    assert capsys.readouterr().err.strip().count("\n") == 0
+
+
+def test_the_secret_is_hex_or_bytes_of_a_file_and_long_enough(tmp_path: Path) -> None:
+    secret_file = tmp_path / "secret"
+
+    def read(content: bytes) -> bytes:
+        secret_file.write_bytes(content)
+        return read_secret(build(RouterConfig, {"secret_file": str(secret_file)}))
+
+    assert read(b"ab" * 16 + b"\n") == b"\xab" * 16
+    assert read(b"\x00\xff" * 8) == b"\x00\xff" * 8
+    with pytest.raises(SettingsError, match="16 to 64"):
+        read(b"short")
+    with pytest.raises(SettingsError, match="cannot read"):
+        read_secret(build(RouterConfig, {"secret_file": str(tmp_path / "absent")}))
+    assert read_secret(build(RouterConfig, {"secret": "cd" * 20})) == b"\xcd" * 20
+    assert len(read_secret(RouterConfig())) == 32
+    assert "cdcd" not in repr(build(RouterConfig, {"secret": "cd" * 20}))
+
+
+@pytest.mark.timeout(40)
+def test_a_router_without_replicas_is_up_but_not_ready_and_leaves_in_order_on_sigterm(
+    own_redis: RedisServer, free_port: int
+) -> None:
+    command = [sys.executable, "-m", "router", f"--port={free_port}", f"--redis-url={own_redis.url}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        url = f"http://127.0.0.1:{free_port}"
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert httpx.get(url + "/health").status_code == 200
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        assert httpx.get(url + "/ready").status_code == 503
+        answer = httpx.post(url + "/v1/chat/completions", json={"model": "x", "messages": []})
+        assert answer.status_code == 404
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
