@@ -3,7 +3,8 @@
 The replica runs the simulated engine with a cost of zero, so all time that passes is the router's and
 the transport's. The router has core 0 to itself; replica, Redis and this client share core 1. Requests
 per second *per core* are what the router's own CPU time allows (1 / CPU seconds per request), since on
-two cores the other processes set the pace; the pace itself is printed beside it.
+two cores the other processes set the pace; the pace itself is printed beside it. *Added* latency is the
+difference of the medians to the same prompts sent straight to the replica over gRPC, in the same run.
 
     python -m loadtests.bench_router                  latency and throughput
     python -m loadtests.bench_router --soak 100000    memory over that many requests
@@ -17,9 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtests.figures import cpu_seconds, milliseconds, print_header, resident_bytes
+from loadtests.figures import cpu_seconds, milliseconds, percentiles, print_header, resident_bytes
 from loadtests.local_stack import LocalStack, local_stack
 from loadtests.streaming import Answer, Connection
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import SamplingParams
+from replicas.protocol.status import ReplicaId
+from router.replica_client import ReplicaClient
 
 WORDS = (
     "cache block prefix replica router prompt token answer question engine memory the a of to and in "
@@ -87,6 +92,37 @@ async def closed_loop(stack: LocalStack, requests: Sequence[bytes], concurrency:
     return answers
 
 
+async def straight_loop(
+    address: str, count: int, concurrency: int, *, num_prompt_tokens: int, max_tokens: int
+) -> list[tuple[float, float]]:
+    """The same load without a router: TTFT and E2E of `count` requests over one gRPC stream."""
+    client = ReplicaClient(ReplicaId("replica-0"), address, lambda _replica, _load: None)
+    rng = random.Random(concurrency)
+    numbers = iter(range(count))
+    times: list[tuple[float, float]] = []
+
+    async def one_at_a_time() -> None:
+        for _ in numbers:
+            token_ids = rng.choices(range(300, 2000), k=num_prompt_tokens)
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            sent = time.perf_counter()
+            inflight = client.submit(token_ids, sampling, BlockHash(bytes(16)))
+            first, num_tokens = None, 0
+            while num_tokens < max_tokens:
+                num_tokens += sum(len(delta.token_ids) for delta in await inflight.batch())
+                first = first or time.perf_counter()
+            assert first is not None
+            times.append((first - sent, time.perf_counter() - sent))
+
+    stream = asyncio.create_task(client.serve())
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(one_at_a_time())
+    await client.close()
+    await stream
+    return times
+
+
 async def measure(
     stack: LocalStack, workload: Workload, *, concurrency: int, stream: bool, max_tokens: int, count: int
 ) -> None:
@@ -98,8 +134,19 @@ async def measure(
     kind = f"{'stream' if stream else 'whole '} x {max_tokens:2d} tokens"
     prompt_tokens = sum(int(str(answer.usage.get("prompt_tokens", 0))) for answer in answers) / len(answers)
     print(f"- {kind}, concurrency {concurrency:2d}, {prompt_tokens:.0f} prompt tokens, {workload.name}")
-    print(f"    TTFT {milliseconds([answer.ttft for answer in answers])}")
-    print(f"    E2E  {milliseconds([answer.e2e for answer in answers])}")
+    direct = await straight_loop(
+        stack.replica_address("toy", "replica-0"),
+        count // 2,
+        concurrency,
+        num_prompt_tokens=int(prompt_tokens),
+        max_tokens=max_tokens,
+    )
+    ttft, e2e = [answer.ttft for answer in answers], [answer.e2e for answer in answers]
+    added_first = percentiles(ttft).p50 - percentiles([first for first, _ in direct]).p50
+    added_whole = percentiles(e2e).p50 - percentiles([whole for _, whole in direct]).p50
+    if stream:
+        print(f"    TTFT {milliseconds(ttft)}   added at p50 {added_first * 1e3:6.2f} ms")
+    print(f"    E2E  {milliseconds(e2e)}   added at p50 {added_whole * 1e3:6.2f} ms")
     print(
         f"    {count / elapsed:7.0f} requests/s here; router CPU {busy / count * 1e6:6.0f} us a request"
         f" = {count / busy:6.0f} requests/s per core"
@@ -153,6 +200,7 @@ def main() -> None:
     )
     parser.add_argument("--soak", type=int, default=0, help="measure memory over this many requests instead")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--hardware", default="instant", help="cost model of the simulated engine")
     arguments = parser.parse_args()
     print_header("Router cost, simulated engine with zero compute")
     settings = {

