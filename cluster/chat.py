@@ -49,7 +49,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with one model. `user` and `max_tokens` go along with each request, if they are there."""
+    """A conversation with one model. `user` and `max_tokens`, if given, go along with each request."""
 
     client: httpx.Client
     model: str
