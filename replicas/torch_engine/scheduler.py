@@ -34,8 +34,7 @@ class Scheduler:
     """Continuous batching with chunked prefill over a prefix cache.
 
     A request may produce up to `context_length` tokens, or fewer where the whole KV cache holds less:
-    then its last delta says FinishReason.LENGTH, as at the context's end. `max_running` above
-    `max_batched_tokens` has no effect, so that every decoding request gets its token in every step.
+    then its last delta says FinishReason.LENGTH, as at the context's end.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Scheduler:
         assert min(max_batched_tokens, max_running, max_waiting) >= 1
         self._manager = manager
         self._max_batched_tokens = max_batched_tokens
-        self._max_running = min(max_running, max_batched_tokens)
+        self._max_running = max_running
         self._max_waiting = max_waiting
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = AdmissionLimits(context_length, manager.capacity_tokens, vocab_size)
@@ -100,6 +99,8 @@ class Scheduler:
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
         budget = self._max_batched_tokens - self._num_decoding()
+        # A request is admitted only where all that run have had a token and one is left for it.
+        assert budget >= 0, "more requests decode than a step has tokens"
         num_running = len(self._running)
         budget = self._schedule_running(decodes, prefills, budget)
         if len(self._running) == num_running:

@@ -55,10 +55,10 @@ def run(engine: Engine) -> list[StepFrame]:
 
 def answer(engine: Engine, **fields: int) -> list[int]:
     num_output_tokens = fields.pop("num_output_tokens", 0)
-    token_ids = fields.pop("first", 0)
+    num_more_tokens = fields.pop("num_more_tokens", 0)
     engine.add(
         engine_request(
-            [100 + token_ids] * (20 + num_output_tokens), num_output_tokens=num_output_tokens, **fields
+            [100] * (20 + num_more_tokens + num_output_tokens), num_output_tokens=num_output_tokens, **fields
         )
     )
     return tokens_of([delta for frame in run(engine) for delta in frame.deltas], 1)
@@ -109,7 +109,7 @@ def test_choices_of_one_submit_share_the_prompt_and_differ_in_their_answers() ->
 def test_tokens_depend_on_seed_and_position_alone_and_never_end_the_answer(seed: int) -> None:
     tokens = answer(engine(), seed=seed, max_tokens=40)
     assert len(tokens) == 40
-    assert tokens == answer(engine(), seed=seed, max_tokens=40, first=1)
+    assert tokens == answer(engine(), seed=seed, max_tokens=40, num_more_tokens=3)
     assert tokens[25:] == answer(engine(), seed=seed, max_tokens=40, num_output_tokens=25)
     assert not {2, 7} & set(tokens) and all(0 <= token < 1000 for token in tokens)
     assert tokens != answer(engine(), seed=(seed + 1) % 2**64, max_tokens=40)

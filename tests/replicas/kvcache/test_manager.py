@@ -292,6 +292,16 @@ def test_worked_example_of_an_image() -> None:
     assert set(other) & set(first + again) == set()
 
 
+def test_blocks_that_fill_after_an_image_are_hashed_as_if_at_once() -> None:
+    manager = KVCacheManager(21, 4)
+    image = MediaSpan(b"a cat", 2, 8)
+    one = request(range(10), media=(image,))
+    admit(manager, one)
+    for token_id in range(10, 20):
+        decode(manager, one, token_id)
+    assert one.block_hashes == hash_blocks(ROOT, range(20), 4, media=[image])
+
+
 def test_reset_is_refused_while_a_request_holds_blocks() -> None:
     manager = KVCacheManager(11, 4)
     one = request(range(9))

@@ -268,6 +268,15 @@ class TestPreemption:
         crowd.step()
         assert plan(crowd) == [(2, 20, 1, True)]
 
+    def test_the_lowest_priority_makes_room_even_if_it_ran_first(self) -> None:
+        crowd = model(num_blocks=11)
+        add(crowd, 1, 19, priority=1, max_tokens=12)
+        crowd.step()
+        add(crowd, 2, 20, priority=0, max_tokens=12)
+        crowd.step()
+        crowd.step()
+        assert plan(crowd) == [(2, 20, 1, True)]
+
     def test_a_step_that_preempts_admits_nothing(self) -> None:
         crowd = self.crowded()
         add(crowd, 3, 4, priority=-1)
@@ -309,6 +318,8 @@ class TestPreemption:
         assert plans[:4] == [[(2, 0, 7)], [(2, 7, 7)], [], []]
         deltas = crowd.deltas
         assert len(tokens_of(deltas, 1)) == 20 and len(tokens_of(deltas, 2)) == 1
+        # What it found of its own when it came back was never cached before it came.
+        assert [delta.usage for delta in deltas if delta.key == key(2)] == [PromptUsage(22, 0, 20)]
 
 
 class TestStopping:
