@@ -119,7 +119,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         cut = _cut(subset, [params[row] for row in filtered])
         logits[filtered] = subset.masked_fill(subset < cut, -torch.inf)
     cdf = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:]
+    total = cdf[:, -1:].contiguous()
     numbers = [uniform(request.sampling.seed, request.num_output_tokens) for request in requests]
     drawn = torch.searchsorted(cdf, _column(numbers, cdf) * total, right=True)
     last_possible = torch.searchsorted(cdf, total)

@@ -68,7 +68,7 @@ class Reference:
     """transformers' own model of a checkpoint, in float32."""
 
     def __init__(self, directory: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-VARIANTS = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied head": ("llama", {"tie_word_embeddings": True}),
     "tied head of qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "rope linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
@@ -214,7 +215,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_of_a_checkpoint_is_served_as_transformers_does(tmp_path: Path, variant: str) -> None:
     family, settings = VARIANTS[variant]
-    make_checkpoint(tmp_path, family, **settings)  # type: ignore[arg-type]
+    make_checkpoint(tmp_path, family, **settings)
     if "shard" in settings:
         assert len(list(tmp_path.glob("*.safetensors"))) > 2
     driver, reference = Driver(tmp_path, max_batched_tokens=96), Reference(tmp_path)
