@@ -102,6 +102,9 @@ class FleetController:
                     async with asyncio.timeout(decided.wake_in_seconds):
                         await self._wake.wait()
 
+    async def spec(self) -> FleetSpec:
+        return self._spec
+
     async def apply(self, spec: FleetSpec) -> None:
         """From now on, keep the fleet as `spec` says."""
         self._spec = spec

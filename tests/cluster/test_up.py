@@ -3,12 +3,15 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from cluster.ray_head import RAY_ENVIRONMENT
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -115,6 +118,34 @@ def test_a_killed_controller_finds_the_replicas_again_and_starts_none_twice(runn
         lambda: len(epochs(running)) == 2 and epochs(running)[victim.replica_id] != victim.epoch,
         lambda: output(running),
     )
+
+
+RESIZE = """
+import dataclasses, sys, ray
+from cluster.actors import CONTROLLER_NAME, NAMESPACE
+ray.init(address=sys.argv[1], namespace=NAMESPACE, _node_ip_address="127.0.0.10", log_to_driver=False)
+controller = ray.get_actor(CONTROLLER_NAME)
+spec = ray.get(controller.spec.remote())
+pool = dataclasses.replace(spec.pools[0], num_replicas=int(sys.argv[2]))
+ray.get(controller.apply.remote(dataclasses.replace(spec, pools=(pool,))))
+"""
+
+
+def resize(command: KvasirCommand, num_replicas: int) -> None:
+    arguments = [sys.executable, "-P", "-c", RESIZE, command.state().ray_address, str(num_replicas)]
+    subprocess.run(arguments, check=True, env=command.environment | RAY_ENVIRONMENT)
+
+
+def test_a_smaller_fleet_drains_the_surplus_and_a_larger_one_brings_it_back(running: KvasirCommand) -> None:
+    before = epochs(running)
+    resize(running, 1)
+    wait_until(lambda: len(running.state().replicas) == 1, lambda: output(running))
+    assert epochs(running) == {"replica-0": before["replica-0"]}
+    assert "drain: replica-1 is surplus" in output(running)
+    resize(running, 2)
+    wait_until(lambda: len(epochs(running)) == 2, lambda: output(running))
+    assert epochs(running)["replica-1"] != before["replica-1"]
+    assert "died" not in output(running).rsplit("drain: replica-1", 1)[1], "drained on purpose is not dead"
 
 
 def test_a_killed_router_and_a_killed_redis_come_back_on_their_ports(running: KvasirCommand) -> None:

@@ -1,0 +1,62 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+
+HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["levitate"], "kvasir: there is no command levitate; there are up, down, status, chat and test\n"),
+        (["up", "--replicas", "0"], "--replicas: needs a whole number from 1 to 512, not 0\n"),
+        (["up", "--replicas", "-3"], "--replicas: needs a whole number from 1 to 512, not -3\n"),
+        (["up", "--replicas", "two"], "--replicas: needs a whole number from 1 to 512, not two\n"),
+        (["up", "--port", "65536"], "--port: needs a whole number from 0 to 65535, not 65536\n"),
+        (["up", "--engine", "steam"], "--engine: invalid choice: 'steam' (choose from"),
+        (["up", "--policy", "chance"], "kvasir: there is no policy chance; there are "),
+        (["up", "--set", "block_sise=3"], "kvasir: unknown setting block_sise; did you mean block_size?\n"),
+        (["up", "--set", "block_size"], "kvasir: --set takes NAME=VALUE, not block_size\n"),
+        (
+            ["up", "--set", "block_size=big"],
+            "kvasir: setting block_size cannot be 'big'; it takes a whole number\n",
+        ),
+        (
+            ["up", "--set", "redis_url=x"],
+            "kvasir: --set cannot change redis_url: use the environment variable",
+        ),
+        (["chat", "--max-tokens", "0"], "--max-tokens: needs a whole number above 0, not 0\n"),
+    ],
+)
+def test_a_wrong_command_line_gets_one_sentence_and_code_2(
+    words: list[str], sentence: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-P", "-m", "cluster.cli", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ran.returncode == 2
+    assert sentence in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["status", "down"])
+def test_without_a_cluster_there_is_a_sentence_and_code_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"kvasir: no cluster runs in {tmp_path}")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["status", "--run-dir", "/nonexistent"]])
+def test_help_and_status_import_nothing_heavy(words: list[str]) -> None:
+    script = (
+        "import sys\nfrom cluster.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"

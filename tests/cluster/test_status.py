@@ -1,0 +1,68 @@
+import redis
+
+from cluster.run_directory import ClusterState, ReplicaEntry
+from cluster.status import Registry, read_registry, render
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+
+LOAD = LoadSnapshot(
+    num_running=3, num_waiting=2, num_used_blocks=40, num_cached_blocks=10, num_total_blocks=100
+)
+
+
+def record(name: str, epoch: str, state: ReplicaState = ReplicaState.READY) -> ReplicaRecord:
+    return ReplicaRecord(ReplicaId(name), Epoch(epoch), "127.0.0.1:9", state, "digest", 0, LOAD)
+
+
+def state(*entries: ReplicaEntry, ready: bool = True) -> ClusterState:
+    return ClusterState(1, "redis://r/0", 2, "127.0.0.10:5", "http://h:8000", 3, 16, ready, entries)
+
+
+def row(table: str, name: str) -> list[str]:
+    (line,) = (line for line in table.splitlines() if line.startswith(name))
+    return line.split()
+
+
+def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
+    expected = ["replica-0", "ready", "e1", "77", "127.0.0.1:9", "3", "+2", "waiting", "40/100", "160"]
+    assert row(table, "replica-0") == expected
+
+
+def test_the_state_of_an_earlier_incarnation_is_not_shown_as_the_present_one() -> None:
+    entry = ReplicaEntry("replica-0", "starting", None, None, None)
+    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
+    assert row(table, "replica-0")[1] == "starting"
+
+
+def test_a_replica_that_only_the_registry_knows_is_shown_too() -> None:
+    drained = record("other-1", "e9", ReplicaState.DRAINING)
+    assert row(render(state(), Registry({ReplicaId("other-1"): drained})), "other-1")[1:4] == [
+        "draining",
+        "e9",
+        "-",
+    ]
+
+
+def test_without_redis_the_table_says_so_and_shows_what_is_known() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    table = render(state(entry), read_registry("redis://127.0.0.1:9/0"))
+    assert row(table, "replica-0")[:4] == ["replica-0", "ready", "e1", "77"]
+    assert "NOT REACHABLE" in table
+
+
+def test_a_cluster_that_still_starts_is_marked() -> None:
+    assert "(still starting)" in render(state(ready=False), Registry({}))
+
+
+def test_the_registry_is_read_from_redis_and_the_dead_are_left_out(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        client.sadd(MODELS_KEY, "m")
+        client.sadd(replicas_key("m"), "replica-0", "replica-1")
+        client.hset(
+            replica_key("m", ReplicaId("replica-0")), mapping=encode_record(record("replica-0", "e1"))
+        )
+    registry = read_registry(redis_url)
+    assert registry == Registry({ReplicaId("replica-0"): record("replica-0", "e1")})
