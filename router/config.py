@@ -46,7 +46,7 @@ class RouterConfig:
     max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
-    tokenizer_cache_bytes: int = setting(256 * 2**20, help="memory for encoded text, per model")
+    tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
     drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ Owns limits on what is read. Knows no dialect: errors are raised, not written.
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Iterable
 from types import TracebackType
@@ -13,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 from router.errors import BodyTooLarge
 
 Header = tuple[bytes, bytes]
+
+DISCARD_SECONDS = 1.0
 
 _SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
@@ -55,11 +58,26 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes > max_bytes:
+            parts.clear()
+            await _discard(receive, max_bytes)
             raise _too_large(max_bytes)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
         message = await receive()
+
+
+async def _discard(receive: Receive, max_bytes: int) -> None:
+    """Read on for a moment: answering a client that still sends resets its connection before it has read
+    the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            num_bytes = 0
+            while num_bytes <= max_bytes:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                num_bytes += len(message.get("body", b""))
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 BYTES_PER_TOKEN = 36
-"""A list slot and the integer behind it."""
+"""A slot and the integer behind it. (Tuples of integers, unlike lists, cost the garbage collector nothing.)"""
 
 ENTRY_BYTES = 200
 
@@ -27,7 +27,7 @@ class SegmentCache:
     """Several threads may use it: long prompts are encoded in a thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._entries: OrderedDict[str, list[int]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._lock = threading.Lock()
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -37,8 +37,7 @@ class SegmentCache:
     def __contains__(self, text: str) -> bool:
         return text in self._entries
 
-    def get(self, text: str) -> list[int] | None:
-        """The ids of `text`, or None. The list belongs to the cache: read it, do not change it."""
+    def get(self, text: str) -> tuple[int, ...] | None:
         with self._lock:
             token_ids = self._entries.get(text)
             if token_ids is None:
@@ -48,7 +47,7 @@ class SegmentCache:
                 self._entries.move_to_end(text)
             return token_ids
 
-    def put(self, text: str, token_ids: list[int]) -> None:
+    def put(self, text: str, token_ids: tuple[int, ...]) -> None:
         cost = _cost(text, token_ids)
         if cost > self._max_bytes // 4:  # one giant must not throw out everybody
             return
@@ -71,5 +70,5 @@ class SegmentCache:
             )
 
 
-def _cost(text: str, token_ids: list[int]) -> int:
+def _cost(text: str, token_ids: tuple[int, ...]) -> int:
     return sys.getsizeof(text) + BYTES_PER_TOKEN * len(token_ids) + ENTRY_BYTES

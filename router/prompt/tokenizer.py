@@ -25,7 +25,7 @@ REFERENCE_INLINE_CHARACTERS = 8_000
 FAST_INLINE_CHARACTERS = 32_000
 """Texts longer than this are encoded in a thread (both backends release the GIL)."""
 
-DEFAULT_CACHE_BYTES = 256 * 2**20
+DEFAULT_CACHE_BYTES = 64 * 2**20
 
 PROBES = (
     "Hello, world! It's 2024-05-17 at 10:45, isn't it?",
@@ -91,7 +91,7 @@ class Tokenizer:
             elif piece:
                 known = cached(piece)
                 if known is None:
-                    known = self._encode_plain(piece)
+                    known = tuple(self._encode_plain(piece))
                     put(piece, known)
                 token_ids += known
         return token_ids

@@ -69,6 +69,14 @@ def test_text_ends_before_the_first_complete_stop_string(
     assert (detokenizer.stop_string is None) == (_first_stop(text, stop) is None)
 
 
+def test_of_several_stop_strings_the_one_that_is_complete_first_counts_in_whatever_batches() -> None:
+    tokens = REFERENCE.encode("x abcab", add_special_tokens=False).ids
+    for sizes in ([1] * 10, [10]):
+        detokenizer = TOKENIZER.new_detokenizer(["abcab", "c", "bc"])
+        assert "".join(_stream(detokenizer, tokens, sizes)) == "x a"
+        assert detokenizer.stop_string == "bc"
+
+
 def test_the_possible_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
     detokenizer = TOKENIZER.new_detokenizer(["END"])
     said = [detokenizer.add(REFERENCE.encode(letter).ids) for letter in ("x", "E", "N", "x", "E")]

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, pre_tokenizers, processors
 from tokenizers import Tokenizer as Reference
 
 from replicas.protocol.status import TokenizerBundle
@@ -63,6 +63,23 @@ def test_a_tokenizer_whose_special_tokens_swallow_spaces_is_not_cut_at_them() ->
     assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
 
 
+def test_a_tokenizer_that_treats_the_first_word_differently_is_not_cut_either() -> None:
+    def prepend(reference: Reference) -> None:
+        reference.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    tokenizer = _changed(prepend)
+    assert not tokenizer.caches_segments
+    reference = Reference.from_buffer(tiny_model.tokenizer_json())
+    prepend(reference)
+    text = "Hello<|im_end|>Hello"
+    assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids
+
+
 def test_plain_prompts_get_what_the_post_processor_adds_and_chats_do_not() -> None:
     def add_bos(reference: Reference) -> None:
         reference.post_processor = processors.TemplateProcessing(
@@ -107,13 +124,13 @@ def test_several_threads_may_encode_at_once() -> None:
 def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago() -> None:
     cache = SegmentCache(3000)
     for number in range(100):
-        cache.put(f"text {number}", [number] * 4)
+        cache.put(f"text {number}", (number,) * 4)
         cache.get("text 0")
     statistics = cache.statistics()
     assert 0 < statistics.num_bytes <= 3000
-    assert cache.get("text 0") == [0] * 4
+    assert cache.get("text 0") == (0,) * 4
     assert cache.get("text 1") is None
-    cache.put("giant", [0] * 1000)
+    cache.put("giant", (0,) * 1000)
     assert cache.get("giant") is None
 
 
