@@ -205,7 +205,7 @@ def main() -> None:
     print_header("Router cost, simulated engine with zero compute")
     settings = {
         "engine": "simulated",
-        "simulated_hardware": "instant",
+        "simulated_hardware": arguments.hardware,
         "num_blocks": 65536,
         "model_name": "toy",
     }
