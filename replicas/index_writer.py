@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
+from replicas.cancellation import raise_if_cancelled
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
@@ -127,6 +128,7 @@ class IndexWriter:
         """Write until cancelled. Redis may go and come back as it likes."""
         backoff: float | None = None
         while True:
+            raise_if_cancelled()
             await self._wanted.wait()
             self._wanted.clear()
             try:
@@ -152,6 +154,7 @@ class IndexWriter:
         self._is_writing = True
         try:
             while self._must_rewrite or self._residency.has_change:
+                raise_if_cancelled()
                 if self._must_rewrite:
                     await self._write_whole_set()
                 else:

@@ -17,6 +17,7 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, WatchError
 
+from replicas.cancellation import raise_if_cancelled
 from replicas.errors import LeaseLost
 from replicas.protocol.keys import (
     MODELS_KEY,
@@ -82,6 +83,7 @@ class Registration:
     async def run(self) -> None:
         """Renew the lease until cancelled, or until it is lost."""
         while True:
+            raise_if_cancelled()
             self._due.clear()
             try:
                 if not await self._beat():
