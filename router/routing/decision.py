@@ -76,8 +76,9 @@ def decide(
     assert replicas, "a decision needs a replica"
     order = affinity_order(request.bucket, replicas)
     considered = _considered(order, replicas, overlaps, parameters, rng)
-    candidates = _weigh(request, considered, replicas, overlaps, parameters)
-    chosen = _choose(candidates, fleet_rates([c.load for c in candidates], parameters), parameters)
+    rates = fleet_rates([replicas[replica_id] for _, replica_id in considered], parameters)
+    candidates = _weigh(request, considered, replicas, overlaps, rates, parameters.copy_price)
+    chosen = _choose(candidates, rates, parameters)
     return Decision(
         replica_id=chosen.replica_id,
         overlap_tokens=chosen.overlap_tokens,
@@ -130,14 +131,14 @@ def _weigh(
     considered: list[tuple[int, ReplicaId]],
     replicas: Mapping[ReplicaId, ReplicaLoad],
     overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
+    rates: FleetRates,
+    copy_price: float,
 ) -> tuple[Candidate, ...]:
     """The deepest holder is always among those considered, so the deepest overlap is theirs."""
     tokens = {
         replica_id: overlap_tokens(request, overlaps.get(replica_id, 0)) for _, replica_id in considered
     }
     deepest = max(tokens.values())
-    rates = fleet_rates([replicas[replica_id] for _, replica_id in considered], parameters)
     return tuple(
         Candidate(
             replica_id,
@@ -149,7 +150,7 @@ def _weigh(
                 num_uncached_tokens=request.num_tokens - tokens[replica_id],
                 num_copied_tokens=deepest - tokens[replica_id],
                 rates=rates,
-                copy_price=parameters.copy_price,
+                copy_price=copy_price,
             ),
         )
         for rank, replica_id in considered
@@ -159,7 +160,7 @@ def _weigh(
 def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: CostParameters) -> Candidate:
     """The cheapest, unless a near-tie has more of the prompt or comes earlier in the affinity order.
 
-    A near-tie never holds less of the prompt than the cheapest: overlap is not given up for affinity.
+    Overlap comes before affinity, so a near-tie never serves with less of the prompt than the cheapest.
     """
     cheapest = min(candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
     near_seconds = (
@@ -171,7 +172,6 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
         for candidate in candidates
         if candidate.cost.seconds <= cheapest.cost.seconds + near_seconds
         and candidate.load.num_requests <= cheapest.load.num_requests + parameters.near_tie_requests
-        and candidate.overlap_tokens >= cheapest.overlap_tokens
     )
     return min(near_ties, key=lambda candidate: (-candidate.overlap_tokens, candidate.rank))
 

@@ -42,9 +42,11 @@ def writer(redis_url: str) -> Iterator[Callable[[str], IndexSetWriter]]:
 
 
 @asynccontextmanager
-async def mirroring(url: str, *writers: IndexSetWriter) -> AsyncIterator[tuple[IndexMirror, PrefixIndex]]:
+async def mirroring(
+    url: str, *writers: IndexSetWriter, audit_seconds: float = 0.1
+) -> AsyncIterator[tuple[IndexMirror, PrefixIndex]]:
     index = PrefixIndex(16, 16)
-    mirror = IndexMirror(url, MODEL, index, audit_seconds=0.1)
+    mirror = IndexMirror(url, MODEL, index, audit_seconds=audit_seconds)
     announce(mirror, *writers)
     task = asyncio.create_task(mirror.run())
     try:
@@ -161,7 +163,7 @@ async def test_a_change_that_is_missing_from_the_stream_has_the_set_read_again(
     redis_url: str, writer: Callable[[str], IndexSetWriter]
 ) -> None:
     a = writer("a")
-    async with mirroring(redis_url, a) as (mirror, index):
+    async with mirroring(redis_url, a, audit_seconds=3600) as (mirror, index):
         a.change(added=blocks(1))
         await level(index, a)
         before = mirror.statistics().num_resyncs

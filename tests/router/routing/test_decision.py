@@ -111,6 +111,14 @@ def test_a_near_tie_never_costs_overlap() -> None:
     assert home != last
 
 
+def test_a_near_tie_with_more_of_the_prompt_comes_before_the_affinity_order() -> None:
+    *_, last = ranked(8)
+    loads = {last: ReplicaLoad(num_requests=2)}
+    decision = decided(fleet(8, **loads), {last: 1})
+    assert min(decision.candidates, key=lambda c: c.cost.seconds).replica_id != last
+    assert (decision.replica_id, decision.overlap_tokens) == (last, 16)
+
+
 def test_of_two_replicas_with_equal_caches_the_idle_one_serves() -> None:
     first, second = ranked(2)
     busy = ReplicaLoad(num_requests=40)
@@ -270,7 +278,7 @@ def test_consistent_hash_never_looks_at_load() -> None:
     assert chosen.replica_id == ranked(4)[0]
 
 
-@pytest.mark.parametrize("num_requests", [0, 1, 3, 8, 50, 400])
+@pytest.mark.parametrize("num_requests", [0, 1, 2, 3, 8, 50, 400])
 def test_bounded_load_keeps_one_hot_bucket_within_its_bound_and_at_home_when_idle(num_requests: int) -> None:
     counts: Counter[ReplicaId] = Counter()
     for _ in range(num_requests):

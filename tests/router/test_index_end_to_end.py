@@ -1,0 +1,114 @@
+"""The replica's index writer and the router's mirror, with a real Redis between them."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from replicas.index_writer import IndexWriter
+from replicas.metrics import ReplicaMetrics
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState
+from router.index_mirror import IndexMirror
+from router.routing.overlap import PrefixIndex
+from tests.redis_server import RedisServer
+
+CARD = ModelCard("m", "fingerprint", "simulated", 16, 1000, 100_000, 1000)
+
+
+@asynccontextmanager
+async def running_writer(url: str, replica_id: str, epoch: str = "e1") -> AsyncIterator[IndexWriter]:
+    redis = Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), driver_info=None)
+    writer = IndexWriter(
+        redis,
+        CARD,
+        ReplicaId(replica_id),
+        Epoch(epoch),
+        index_stride=16,
+        stream_length=50,
+        set_ttl_seconds=60,
+        metrics=ReplicaMetrics(CollectorRegistry()),
+    )
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(writer.run())
+        yield writer
+        task.cancel()
+    await redis.aclose()
+
+
+@asynccontextmanager
+async def running_mirror(url: str, writers: dict[ReplicaId, IndexWriter]) -> AsyncIterator[PrefixIndex]:
+    index = PrefixIndex(16, 16)
+    mirror = IndexMirror(url, CARD.name, index, audit_seconds=0.1)
+    mirror.set_live({replica_id: record(replica_id, writer) for replica_id, writer in writers.items()})
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(mirror.run())
+        yield index
+        task.cancel()
+
+
+def record(replica_id: ReplicaId, writer: IndexWriter) -> ReplicaRecord:
+    return ReplicaRecord(
+        replica_id, Epoch("e1"), "127.0.0.1:1", ReplicaState.READY, "card", writer.last_change, LoadSnapshot()
+    )
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.01)
+
+
+class Cache:
+    """A replica's cache that gains and loses blocks at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._held: set[BlockHash] = set()
+
+    def step(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        new = {BlockHash(self._rng.randrange(500).to_bytes(16, "big")) for _ in range(5)} - self._held
+        gone = set(self._rng.sample(sorted(self._held), min(len(self._held), self._rng.randrange(6))))
+        self._held = (self._held | new) - gone
+        if self._rng.random() < 0.02:
+            self._held = set()
+            return [AllBlocksCleared()]
+        return [BlockStored(tuple(new), 0), BlockRemoved(tuple(gone))]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_the_mirror_ends_up_with_what_every_replica_holds(
+    own_redis: RedisServer, is_killed: bool
+) -> None:
+    rng = random.Random(11)
+    async with AsyncExitStack() as stack:
+        writers = {
+            ReplicaId(name): await stack.enter_async_context(running_writer(own_redis.url, name))
+            for name in ("a", "b", "c")
+        }
+        caches = {replica_id: Cache(rng) for replica_id in writers}
+        index = await stack.enter_async_context(running_mirror(own_redis.url, writers))
+        for step in range(400):
+            replica_id = rng.choice(sorted(writers))
+            writers[replica_id].observe(caches[replica_id].step())
+            if rng.random() < 0.3:
+                await asyncio.sleep(0.002)
+            if is_killed and step in (120, 260):
+                own_redis.kill()
+                await asyncio.sleep(0.1)
+                own_redis.start()
+        await eventually(lambda: all(writer.is_settled for writer in writers.values()))
+        await eventually(lambda: all(index.stored(r) == w.block_hashes for r, w in writers.items()))
+        assert index.num_entries > 50
