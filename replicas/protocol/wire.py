@@ -156,6 +156,8 @@ def _delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
 
 def _delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
     usage = refusal = logprobs = None
+    if message.finish_reason not in _FINISH_FROM_WIRE:
+        raise ValueError(f"there is no finish reason {message.finish_reason}")
     if message.HasField("usage"):
         wire = message.usage
         usage = PromptUsage(wire.num_prompt_tokens, wire.num_cached_tokens, wire.num_written_tokens)
