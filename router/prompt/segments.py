@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 BYTES_PER_TOKEN = 36
-"""A slot and the integer behind it. (Tuples of integers, unlike lists, cost the garbage collector nothing.)"""
+"""A slot and the integer behind it. Tuples of integers, unlike lists, cost the garbage collector nothing."""
 
 ENTRY_BYTES = 200
 
