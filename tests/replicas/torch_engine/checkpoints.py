@@ -68,7 +68,7 @@ class Reference:
     """transformers' own model of a checkpoint, in float32."""
 
     def __init__(self, directory: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -76,13 +76,14 @@ class Reference:
         output = self._model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            generation_config=transformers.GenerationConfig(
+            generation_config=transformers.GenerationConfig(  # type: ignore[no-untyped-call]
                 max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
             ),
         )
-        return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+        return [int(token) for token in output[0, len(prompt) :]]
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Of every position, `[tokens, vocabulary]`."""
         with torch.no_grad():
-            return self._model(torch.tensor([token_ids])).logits[0]  # type: ignore[no-any-return]
+            logits: torch.Tensor = self._model(torch.tensor([token_ids])).logits[0]
+        return logits

@@ -168,7 +168,8 @@ def test_a_flat_distribution_finds_its_nucleus_beyond_the_shortlist(top_p: float
     for token in sampled.values():
         near = math.exp(float(logits[token.token_id])) >= 0.99999 * boundary
         assert allowed[token.token_id] > 0 or near
-    assert len({token.token_id for token in sampled.values()}) > 60
+    shortlist = set(logits.topk(1024).indices.tolist())
+    assert any(token.token_id not in shortlist for token in sampled.values())
 
 
 def test_who_else_is_in_the_batch_never_matters() -> None:
@@ -191,6 +192,15 @@ def test_the_nth_token_depends_on_seed_and_n_alone() -> None:
     other = [sample(request_of(output=[1] * n, seed=10), logits) for n in range(20)]
     assert fresh == again
     assert fresh != other
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0.0, 2), (1 - 2**-53, 36)])
+def test_numbers_at_either_end_never_draw_an_impossible_token(
+    monkeypatch: pytest.MonkeyPatch, number: float, expected: int
+) -> None:
+    monkeypatch.setattr("replicas.torch_engine.sampler.uniform", lambda seed, index: number)
+    forbidden = tuple((token, -math.inf) for token in (0, 1, 37, 38, 39))
+    assert sample(request_of(logit_bias=forbidden), logits_of(40)) == expected
 
 
 def test_uniform_numbers_are_those_that_replicas_have_always_drawn() -> None:

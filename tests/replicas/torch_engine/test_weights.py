@@ -174,7 +174,7 @@ def test_the_bundle_holds_the_text_files_that_are_there(checkpoint: Path) -> Non
 @pytest.mark.parametrize("use", [tokenizer_bundle, fingerprint])
 def test_a_checkpoint_without_tokenizer_is_refused(checkpoint: Path, use: Callable[[Path], Any]) -> None:
     (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="there is no tokenizer[.]json"):
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer\.json"):
         use(checkpoint)
 
 
