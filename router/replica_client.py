@@ -223,7 +223,9 @@ class ReplicaClient:
                 tasks.create_task(self._watch())
                 await self._read(call)
         except* ReplicaLost:
-            pass
+            # Before Python 3.13 a group that is already ending swallows a cancellation.
+            if _is_cancelled():
+                raise asyncio.CancelledError from None
         finally:
             self._break("the connection was closed")
             call.cancel()
@@ -246,8 +248,7 @@ class ReplicaClient:
             raise self._break(f"a frame breaks the contract: {error}") from error
         except asyncio.CancelledError:
             # A channel that is closed under its call raises this too, though nobody cancelled the task.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if _is_cancelled():
                 raise
             raise self._break("the connection was closed") from None
         raise self._break("it closed the stream")
@@ -315,6 +316,12 @@ class ReplicaClient:
             self._submits.clear()
             self._aborts.clear()
         return self.lost
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling() > 0
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -57,16 +57,19 @@ class RegistrySource:
             self._redis_url,
             protocol=2,
             decode_responses=False,
-            socket_timeout=TIMEOUT_SECONDS,
-            socket_connect_timeout=TIMEOUT_SECONDS,
+            # The timeout stands around the whole look: with one of its own the client waits in
+            # asyncio.wait_for, which before Python 3.12 may lose a cancellation.
+            socket_timeout=None,
+            socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             driver_info=None,  # else each connection reads the package metadata from disk
         )
         try:
             while True:
                 try:
-                    view = await self._read(redis)
-                    await self._forget(redis)
+                    async with asyncio.timeout(TIMEOUT_SECONDS):
+                        view = await self._read(redis)
+                        await self._forget(redis)
                 except (RedisError, OSError) as error:
                     if not self._is_redis_away:
                         logger.warning(
