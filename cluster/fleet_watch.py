@@ -38,6 +38,8 @@ class FleetWatch:
         while True:
             self._controller = await asyncio.to_thread(_find_or_create, self._spec)
             cause = await self._follow()
+            # One whose `run` has failed still lives, and holds the name.
+            await asyncio.to_thread(ray.kill, self._controller)
             num_deaths += 1
             say(f"the fleet controller ended ({cause}); starting it again")
             await asyncio.sleep(backoff.delay_seconds(num_deaths))
@@ -69,9 +71,6 @@ class FleetWatch:
             run.cancel()
             views.cancel()
             await asyncio.gather(run, views, return_exceptions=True)
-            # A controller whose `run` has failed still holds the name.
-            with contextlib.suppress(RayError):
-                ray.kill(self._controller)
 
     async def _read_views(self) -> None:
         version: int | None = None

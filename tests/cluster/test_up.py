@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from cluster.ray_head import RAY_ENVIRONMENT
+from cluster.status import Registry, read_registry
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -167,12 +168,14 @@ def serves(command: KvasirCommand) -> bool:
         return False
 
 
-def test_ctrl_c_ends_all_of_it(tmp_path: Path) -> None:
-    command = KvasirCommand(tmp_path / "run")
+def test_ctrl_c_ends_all_of_it_and_signs_off_from_a_redis_that_stays(tmp_path: Path, redis_url: str) -> None:
+    command = KvasirCommand(tmp_path / "run", {"REDIS_URL": redis_url})
     with command.up("--replicas", "1") as process:
+        assert list(read_registry(redis_url).records) == ["replica-0"]
         os.killpg(process.pid, signal.SIGINT)  # a terminal tells the whole group
         assert process.wait(30) == 0
         assert command.leftovers() == []
+        assert read_registry(redis_url) == Registry({})
         assert command.directory.read_state() is None
         assert not command.directory.ray_directory.exists()
     assert command.run("status").returncode == 1
