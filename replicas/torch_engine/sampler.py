@@ -119,11 +119,10 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         cut = _cut(subset, [params[row] for row in filtered])
         logits[filtered] = subset.masked_fill(subset < cut, -torch.inf)
     cdf = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:].contiguous()
     numbers = [uniform(request.sampling.seed, request.num_output_tokens) for request in requests]
-    drawn = torch.searchsorted(cdf, _column(numbers, cdf) * total, right=True)
-    last_possible = torch.searchsorted(cdf, total)
-    picks = torch.minimum(drawn, last_possible).clamp_(max=logits.shape[1] - 1)
+    # The first token whose mass ends above the target; one without mass never is. The clamp is for NaN.
+    targets = (_column(numbers, cdf) * cdf[:, -1:]).contiguous()
+    picks = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[1] - 1)
     return [int(pick) for pick in picks.squeeze(1).tolist()]
 
 

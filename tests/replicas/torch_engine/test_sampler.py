@@ -158,6 +158,23 @@ def test_tokens_come_as_often_as_their_exact_probability_says(name: str) -> None
     assert abs(rare_seen - rare_expected) < 4 * math.sqrt(rare_expected) + 3
 
 
+@pytest.mark.parametrize(("likeliest", "other"), [(0.9, 0.6), (2.0, 1.1), (-0.5, -0.9)])
+def test_the_repetition_penalty_pushes_either_sign_down(likeliest: float, other: float) -> None:
+    logits = torch.tensor([likeliest, other, -9.0])
+    for seen_in in ({"prompt": (0, 2)}, {"prompt": (2,), "output": (0,)}):
+        assert sample(request_of(temperature=0.0, **seen_in), logits) == 0
+        assert sample(request_of(temperature=0.0, repetition_penalty=2.0, **seen_in), logits) == 1
+
+
+@pytest.mark.parametrize("end", [3, 4])
+def test_stopping_tokens_are_out_of_reach_until_min_tokens_are_there(end: int) -> None:
+    logits = torch.zeros(40)
+    logits[end] = 9.0
+    for num_output, reachable in ((0, False), (5, False), (6, True), (7, True)):
+        request = request_of(output=[1] * num_output, min_tokens=6, stop_token_ids=(4,), temperature=0.0)
+        assert (sample(request, logits) == end) == reachable
+
+
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 def test_a_flat_distribution_finds_its_nucleus_beyond_the_shortlist(top_p: float) -> None:
     logits = logits_of(5000, spread=0.01)
