@@ -171,8 +171,11 @@ def test_stopping_tokens_are_out_of_reach_until_min_tokens_are_there(end: int) -
     logits = torch.zeros(40)
     logits[end] = 9.0
     for num_output, reachable in ((0, False), (5, False), (6, True), (7, True)):
-        request = request_of(output=[1] * num_output, min_tokens=6, stop_token_ids=(4,), temperature=0.0)
-        assert (sample(request, logits) == end) == reachable
+        for bias in ((), ((20, 1.0),)):
+            request = request_of(
+                output=[1] * num_output, min_tokens=6, stop_token_ids=(4,), temperature=0.0, logit_bias=bias
+            )
+            assert (sample(request, logits) == end) == reachable
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
