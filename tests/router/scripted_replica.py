@@ -58,6 +58,7 @@ class Script:
     heartbeat_seconds: float = 0.05
     holding: bool = False  # admitted requests make no progress
     silent: bool = False  # nothing is sent any more, not even heartbeats
+    ignores_aborts: bool = False  # as if every delta crossed the abort on its way
     refusal: RefusalCode | None = None
     die_after_tokens: int | None = None  # the stream breaks once that many tokens were sent
     describes_as: tuple[str, str] | None = None  # replica id and epoch
@@ -173,7 +174,7 @@ class ScriptedReplica(ReplicaServicer):
                 self._admit(submit, stream)
             for abort in frame.aborts:
                 self.num_aborts += 1
-                for key in list(stream.choices):
+                for key in [] if self.script.ignores_aborts else list(stream.choices):
                     if key.request_id == abort.request_id and abort.choice in (None, key.choice):
                         del stream.choices[key]
             stream.changed.set()

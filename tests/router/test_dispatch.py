@@ -196,6 +196,18 @@ async def test_an_aborted_choice_ends_and_the_others_go_on(fleet: Fleet) -> None
     assert replica.num_aborts == 1
 
 
+async def test_what_had_come_for_a_choice_before_it_was_aborted_is_not_handed_out(fleet: Fleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.step_seconds = 0.002
+    async with fleet.dispatcher.run(long_generation(num_choices=2)) as run:
+        await anext(run)
+        await eventually(lambda: replica.num_tokens_sent > 20)
+        run.abort_choice(1)
+        deltas = list(await anext(run))
+    assert len(tokens_of(deltas, 0)) > 1
+    assert tokens_of(deltas, 1) == []
+
+
 async def test_a_run_ends_when_its_last_choice_is_aborted(fleet: Fleet) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.002
@@ -384,6 +396,18 @@ async def test_a_refusal_by_all_is_the_matching_error(
     (await fleet.add("r0")).script.refusal = code
     with pytest.raises(error):
         await generate(fleet, replace(GENERATION, num_choices=2))
+
+
+async def test_a_replica_without_an_open_client_is_passed_over(fleet: Fleet) -> None:
+    for name in ("r0", "r1"):
+        await fleet.add(name)
+    async with fleet.dispatcher.run(GENERATION) as run:
+        home = run.replica_id
+    client = fleet.clients.pop(home)
+    async with fleet.dispatcher.run(GENERATION) as run:
+        assert run.replica_id != home
+        assert run.num_attempts == 1
+    await client.close()
 
 
 async def test_an_invalid_request_is_not_tried_elsewhere(fleet: Fleet) -> None:

@@ -14,6 +14,7 @@ from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, rep
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.membership import Membership, RegistrySource, ReplicaSource, StaticSource
+from router.replica_sources import FORGET_SCRIPT
 from router.routing.cost import CostParameters
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutingTable
@@ -403,6 +404,17 @@ async def test_ids_without_a_lease_are_taken_out_of_the_set_after_a_while(
             while await registry.redis.scard(replicas_key("toy")) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_SECONDS)
         assert await registry.redis.smembers(replicas_key("toy")) == {b"r0"}
+
+
+async def test_an_id_that_registers_again_at_the_last_moment_stays(registry: Registry, start: Start) -> None:
+    replica = await start()
+    await registry.put(replica)
+    keys = (replica_key("toy", replica.replica_id), replicas_key("toy"))
+    await registry.redis.eval(FORGET_SCRIPT, 2, *keys, replica.replica_id)
+    assert await registry.redis.smembers(replicas_key("toy")) == {b"r0"}
+    await registry.end_lease(replica)
+    await registry.redis.eval(FORGET_SCRIPT, 2, *keys, replica.replica_id)
+    assert await registry.redis.smembers(replicas_key("toy")) == set()
 
 
 async def test_a_static_list_of_addresses_needs_no_registry(start: Start, free_port: int) -> None:

@@ -124,6 +124,22 @@ async def test_aborting_one_choice_leaves_the_others_running(
     assert client.num_inflight == 0
 
 
+@pytest.mark.parametrize("choice", [0, None])
+async def test_deltas_that_cross_an_abort_are_not_delivered(
+    client: ReplicaClient, replica: ScriptedReplica, choice: int | None
+) -> None:
+    replica.script.ignores_aborts = True
+    replica.script.step_seconds = 0.002
+    inflight = client.submit([1], SamplingParams(max_tokens=30), ROOT, num_choices=2)
+    await inflight.batch()
+    client.abort(inflight.request_id, choice)
+    inflight.take()
+    await eventually(lambda: replica.num_live == 0)
+    await collect(client.submit([1], SamplingParams(max_tokens=1), ROOT))
+    assert tokens_of(inflight.take(), choice=0) == []
+    assert client.num_inflight == 0
+
+
 async def test_aborting_what_has_ended_sends_nothing(client: ReplicaClient, replica: ScriptedReplica) -> None:
     inflight = client.submit([1], SamplingParams(max_tokens=1), ROOT)
     await collect(inflight)
