@@ -41,9 +41,9 @@ class Turn:
             parts.append(f"cached {self.num_cached_tokens}, computed {computed}")
         if self.first_seconds is not None:
             parts.append(f"TTFT {self.first_seconds * 1000:.0f} ms")
-            decoding = self.last_seconds - self.first_seconds
-            if self.num_output_tokens > 1 and decoding > 0:
-                parts.append(f"{(self.num_output_tokens - 1) / decoding:.1f} tokens/s")
+        if self.num_output_tokens and self.last_seconds > 0:
+            # Over the whole turn: a short answer may arrive all at once, and decoding seem to take no time.
+            parts.append(f"{self.num_output_tokens / self.last_seconds:.0f} tokens/s")
         return " · ".join(parts)
 
 
