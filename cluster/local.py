@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -71,6 +72,7 @@ class LocalCluster:
                 await self._run(port, on_ray_started)
             finally:
                 kill_marked(self._directory.path, self._directory.ray_directory)
+                shutil.rmtree(self._directory.ray_directory, ignore_errors=True)
                 self._directory.forget()
 
     async def _run(self, port: int, on_ray_started: Callable[[], None]) -> None:
@@ -79,7 +81,7 @@ class LocalCluster:
             router, router_url = await self._start_router(stack, port, redis_url)
             with self._stage("Ray") as stage:
                 head = start_ray(self._directory.ray_directory, RAY_CPUS)
-                stack.callback(stop_ray, self._directory.ray_directory)
+                stack.callback(stop_ray)
                 on_ray_started()
                 stage.append(head.address)
             self._state = ClusterState(

@@ -54,8 +54,7 @@ def start_ray(directory: Path, num_cpus: int) -> RayHead:
     return RayHead(context.address_info["gcs_address"], resources.get("CPU", 0.0), resources.get("GPU", 0.0))
 
 
-def stop_ray(directory: Path) -> None:
+def stop_ray() -> None:
     import ray
 
     ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
