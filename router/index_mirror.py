@@ -145,6 +145,7 @@ class IndexMirror:
                     )
                     backoff = MIN_BACKOFF_SECONDS
                 self._is_connected = False
+            _raise_if_cancelled()
             await asyncio.sleep(backoff)
             backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
 
@@ -165,6 +166,7 @@ class IndexMirror:
             self._is_connected = True
             audit_due = time.monotonic() + self._audit_seconds
             while True:
+                _raise_if_cancelled()
                 await self._read_sets(client)
                 await self._follow(client)
                 if time.monotonic() >= audit_due:
@@ -289,6 +291,17 @@ class IndexMirror:
         missed = record.last_change - self._index.last_change(record.replica_id)
         if missed > 0 or num_hashes != self._index.num_stored(record.replica_id):
             self._unread.setdefault(record.replica_id, Contained(record.epoch, record.last_change))
+
+
+def _raise_if_cancelled() -> None:
+    """Be cancelled, if a cancellation was lost on the way.
+
+    The Redis client sends under `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that
+    arrives together with the result. A loop that never ends would then never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _last_id(info: Mapping[str, Any]) -> StreamId:

@@ -374,3 +374,21 @@ def test_stream_ids_compare_as_numbers() -> None:
 def test_the_fixture_redis_is_real(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url, protocol=2) as client:
         assert client.ping()
+
+
+@pytest.mark.timeout(60)
+async def test_a_mirror_ends_whenever_it_is_cancelled(
+    redis_url: str, writer: Callable[[str], IndexSetWriter]
+) -> None:
+    a = writer("a")
+    a.change(added=blocks(1, 2, 3))
+    for num_turns in range(120):
+        mirror = IndexMirror(redis_url, MODEL, PrefixIndex(16, 16))
+        announce(mirror, a)
+        task = asyncio.create_task(mirror.run())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, still_running = await asyncio.wait([task], timeout=5)
+        assert not still_running
+        assert task.cancelled()
