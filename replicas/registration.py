@@ -99,6 +99,7 @@ class Registration:
                 if self._is_redis_away:
                     logger.info("Redis is back")
                 self._is_redis_away = False
+            raise_if_cancelled()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
                     await self._due.wait()
