@@ -104,7 +104,8 @@ class ControlRoutes:
         else:
             chat = decode_body(_chat_decoder, body)
             model = self._model(chat.model)
-            token_ids = await model.tokenizer.encode_async(render_chat(model, chat))
+            rendered = render_chat(model, chat)
+            token_ids = await model.tokenizer.encode_async(rendered.text, is_quoted=rendered.is_quoted)
         content = {
             "count": len(token_ids),
             "max_model_len": model.card.context_length,

@@ -5,6 +5,7 @@ Owns the dialect. Knows nothing of HTTP, of routing or of how text becomes token
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -62,8 +63,8 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
     model = context.catalog.get(request.model)
     _check(request, context.config.max_choices)
     stop = stop_strings(request.stop)
-    text = render_chat(model, request)
-    token_ids = await model.tokenizer.encode_async(text)
+    chat = render_chat(model, request)
+    token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
     sampling = sampling_params(
         request,
         model,
@@ -83,14 +84,23 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
         salt=request.cache_salt,
         prompt_cache_key=request.prompt_cache_key,
         priority=request.priority or 0,
-        num_stable_tokens=_num_stable_tokens(model.tokenizer, request.messages, text),
+        num_stable_tokens=_num_stable_tokens(model.tokenizer, chat),
     )
     dialect = _ChatDialect(context, request, model, prompt)
     return Answer(model, [prompt], bool(request.stream), dialect)
 
 
-def render_chat(model: ServedModel, request: "ChatRequest | ChatPrompt") -> str:
-    """The prompt's text. Raises InvalidRequest."""
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The prompt's text, and the messages as they stand in it."""
+
+    text: str
+    messages: Sequence[Mapping[str, Any]]
+    is_quoted: bool
+
+
+def render_chat(model: ServedModel, request: "ChatRequest | ChatPrompt") -> RenderedChat:
+    """Raises InvalidRequest. Special tokens that stand in what the client sent remain text."""
     arguments = request.chat_template_kwargs or {}
     for name in arguments:
         if name in RESERVED_NAMES:
@@ -104,8 +114,12 @@ def render_chat(model: ServedModel, request: "ChatRequest | ChatPrompt") -> str:
     messages = [_message(position, message) for position, message in enumerate(request.messages)]
     if not messages:
         raise InvalidRequest("Invalid 'messages': at least one message is needed.", parameter="messages")
+    sent = [messages, tools, arguments]
     try:
-        return model.template.render(
+        is_quoted = model.quoter.is_needed(sent)
+        if is_quoted:
+            messages, tools, arguments = model.quoter.quote(sent)
+        text = model.template.render(
             messages,
             tools=tools or None,
             add_generation_prompt=request.add_generation_prompt is not False,
@@ -113,6 +127,9 @@ def render_chat(model: ServedModel, request: "ChatRequest | ChatPrompt") -> str:
         )
     except TemplateError as error:
         raise InvalidRequest(f"{error}", parameter="messages") from error
+    except RecursionError as error:
+        raise InvalidRequest("The messages are nested too deeply.", parameter="messages") from error
+    return RenderedChat(text, messages, is_quoted)
 
 
 def _check(request: ChatRequest, max_choices: int) -> None:
@@ -224,16 +241,16 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _num_stable_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], text: str) -> int | None:
+def _num_stable_tokens(tokenizer: Tokenizer, chat: RenderedChat) -> int | None:
     """Tokens of what later turns will repeat (tools, system, first user message), if they are few."""
-    for message in messages:
-        content = message.get("content")
-        if message["role"] == "user" and isinstance(content, str):
-            start = text.find(content.strip(), 0, LONG_HEAD_CHARACTERS)
+    for message in chat.messages:
+        if message["role"] == "user":
+            content = message["content"]
+            start = chat.text.find(content.strip(), 0, LONG_HEAD_CHARACTERS)
             end = start + len(content)
             if start < 0 or end > LONG_HEAD_CHARACTERS:
                 return None
-            return tokenizer.num_tokens_through(text, end)
+            return tokenizer.num_tokens_through(chat.text, end, is_quoted=chat.is_quoted)
     return None
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from replicas.protocol.blocks import BlockHash, Namespace, namespace_root
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from router.errors import UnknownModel
+from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
 
@@ -27,6 +28,7 @@ class ServedModel:
         self.card = card
         self.tokenizer = tokenizer
         self.template = template
+        self.quoter = Quoter(tokenizer.special_tokens)
         self.created = created
         self.eos_token_ids = frozenset(card.eos_token_ids)
         fingerprint = bytes.fromhex(card.fingerprint)

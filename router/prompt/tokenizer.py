@@ -5,25 +5,31 @@ tokenizers) and the cache of encoded segments. Knows nothing of chats, of HTTP o
 
 A rendered chat is split at its special tokens, which byte-pair merges never cross, and each piece
 between them is looked up by its text: a conversation of twenty turns encodes only its newest. Whether
-that is true of a tokenizer is not assumed but tried, on probe texts, when it is loaded.
+that is true of a tokenizer is not assumed but tried, on probe texts, when it is loaded. What lies between
+is text and nothing else: no special token comes of it, even if a quoted text spells one out.
 """
 
 import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import fastokens
 import tokenizers
 
 from replicas.protocol.status import TokenizerBundle
 from router.prompt.detokenizer import Detokenizer, TokenBytes, token_bytes_of
+from router.prompt.quoting import unquote
 from router.prompt.segments import SegmentCache
 
 REFERENCE_INLINE_CHARACTERS = 8_000
 FAST_INLINE_CHARACTERS = 32_000
 """Texts longer than this are encoded in a thread (both backends release the GIL)."""
+
+LOOK_CHARACTERS = 1_000_000
+"""In texts beyond this it is not even counted how much is new."""
 
 DEFAULT_CACHE_BYTES = 64 * 2**20
 
@@ -44,6 +50,14 @@ PROBES = (
 Encode = Callable[[str], list[int]]
 
 
+class _Backend(NamedTuple):
+    """`encode` recognises special tokens, `encode_text` takes them for text."""
+
+    name: str
+    encode: Encode
+    encode_text: Encode
+
+
 class TokenizerError(ValueError):
     """The bundle has no tokenizer, or one that cannot be read."""
 
@@ -53,7 +67,8 @@ class Tokenizer:
 
     def __init__(self, bundle: TokenizerBundle, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._reference = _load_reference(bundle)
-        self._encode_plain, self.backend = _choose_backend(self._reference)
+        backend = _choose_backend(self._reference)
+        self.backend, self._encode_plain, self._encode_text = backend
         self.inline_characters = (
             FAST_INLINE_CHARACTERS if self.backend == "fastokens" else REFERENCE_INLINE_CHARACTERS
         )
@@ -61,7 +76,7 @@ class Tokenizer:
         self._token_bytes: TokenBytes | None = token_bytes_of(self._reference)
         self.vocab_size: int = self._reference.get_vocab_size(with_added_tokens=True)
         self.cache = SegmentCache(cache_bytes)
-        self._splitter = _splitter(self._reference, self._encode_plain, self.special_tokens)
+        self._splitter = _splitter(self._reference, backend, self.special_tokens)
         self._affixes = _affixes(self._reference)
 
     @property
@@ -69,8 +84,8 @@ class Tokenizer:
         """Whether segments were proven to concatenate to the whole."""
         return self._splitter is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised.
+    def encode(self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised, quoted ones are not.
 
         `add_special_tokens` applies the tokenizer's own post-processor (a leading BOS, say): for
         plain prompts. A chat template writes what it needs by itself.
@@ -80,8 +95,8 @@ class Tokenizer:
                 return _reference_ids(self._reference, text, add_special_tokens=True)
             prefix, suffix = self._affixes
             return [*prefix, *self.encode(text), *suffix]
-        if self._splitter is None:
-            return self._encode_plain(text)
+        if self._splitter is None:  # what was quoted cannot be encoded apart: it is kept broken by a space
+            return self._encode_plain(unquote(text, gap=" ") if is_quoted else text)
         token_ids: list[int] = []
         cached, put = self.cache.get, self.cache.put
         special_tokens = self.special_tokens
@@ -89,25 +104,31 @@ class Tokenizer:
             if position % 2:
                 token_ids.append(special_tokens[piece])
             elif piece:
+                if is_quoted:
+                    piece = unquote(piece)
                 known = cached(piece)
                 if known is None:
-                    known = tuple(self._encode_plain(piece))
+                    known = tuple(self._encode_text(piece))
                     put(piece, known)
                 token_ids += known
         return token_ids
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False
+    ) -> list[int]:
         """As `encode`, in a thread where so much of the text is new that it would hold up the loop."""
-        if len(text) > self.inline_characters and self._num_new_characters(text) > self.inline_characters:
-            return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        if self._is_long(text):
+            return await asyncio.to_thread(
+                self.encode, text, add_special_tokens=add_special_tokens, is_quoted=is_quoted
+            )
+        return self.encode(text, add_special_tokens=add_special_tokens, is_quoted=is_quoted)
 
-    def num_tokens_through(self, text: str, end: int) -> int:
+    def num_tokens_through(self, text: str, end: int, *, is_quoted: bool = False) -> int:
         """Tokens of `text` up to the first special token at or after character `end`."""
-        if self._splitter is None:
-            return len(self._encode_plain(text[:end]))
-        match = self._splitter.search(text, end)
-        return len(self.encode(text[: match.start()] if match else text))
+        if self._splitter is not None:
+            match = self._splitter.search(text, end)
+            end = match.start() if match else len(text)
+        return len(self.encode(text[:end], is_quoted=is_quoted))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._reference.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -127,11 +148,14 @@ class Tokenizer:
     def new_detokenizer(self, stop: Sequence[str] = (), *, min_tokens: int = 0) -> Detokenizer:
         return Detokenizer(self._reference, self._token_bytes, stop, min_tokens=min_tokens)
 
-    def _num_new_characters(self, text: str) -> int:
-        if self._splitter is None:
-            return len(text)
+    def _is_long(self, text: str) -> bool:
+        if len(text) <= self.inline_characters:
+            return False
+        if self._splitter is None or len(text) > LOOK_CHARACTERS:
+            return True
         pieces = self._splitter.split(text)[::2]
-        return sum(len(piece) for piece in pieces if piece and piece not in self.cache)
+        new = sum(len(piece) for piece in pieces if piece and piece not in self.cache)
+        return new > self.inline_characters
 
 
 def _load_reference(bundle: TokenizerBundle) -> tokenizers.Tokenizer:
@@ -155,25 +179,38 @@ def _reference_ids(
     return ids
 
 
-def _choose_backend(reference: tokenizers.Tokenizer) -> tuple[Encode, str]:
-    def encode_reference(text: str) -> list[int]:
-        return _reference_ids(reference, text)
-
+def _choose_backend(reference: tokenizers.Tokenizer) -> _Backend:
+    source = reference.to_str()
+    text_reference = tokenizers.Tokenizer.from_str(source)
+    text_reference.encode_special_tokens = True
+    slow = _Backend("tokenizers", partial(_reference_ids, reference), partial(_reference_ids, text_reference))
     try:
-        fast = fastokens.Tokenizer.from_json_str(reference.to_str())
+        fast = _fast_backend(source)
     except (ValueError, NotImplementedError):  # a kind of tokenizer that fastokens does not know
-        return encode_reference, "tokenizers"
-
-    def encode_fast(text: str) -> list[int]:
-        ids: list[int] = fast.encode(text).ids
-        return ids
-
+        return slow
     probes = [*PROBES, _joined(PROBES, _special_tokens(reference))]
     try:
-        equal = all(encode_fast(probe) == encode_reference(probe) for probe in probes)
+        equal = all(
+            fast.encode(probe) == slow.encode(probe) and fast.encode_text(probe) == slow.encode_text(probe)
+            for probe in probes
+        )
     except (ValueError, RuntimeError):
         equal = False
-    return (encode_fast, "fastokens") if equal else (encode_reference, "tokenizers")
+    return fast if equal else slow
+
+
+def _fast_backend(source: str) -> _Backend:
+    tokenizer = fastokens.Tokenizer.from_json_str(source)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text).ids
+        return ids
+
+    def encode_text(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, split_special_tokens=True).ids
+        return ids
+
+    return _Backend("fastokens", encode, encode_text)
 
 
 def _special_tokens(reference: tokenizers.Tokenizer) -> dict[str, int]:
@@ -182,7 +219,7 @@ def _special_tokens(reference: tokenizers.Tokenizer) -> dict[str, int]:
 
 
 def _splitter(
-    reference: tokenizers.Tokenizer, encode: Encode, special_tokens: dict[str, int]
+    reference: tokenizers.Tokenizer, backend: _Backend, special_tokens: dict[str, int]
 ) -> "re.Pattern[str] | None":
     """A pattern that splits at special tokens, if the pieces' ids concatenate to those of the whole."""
     added: list[dict[str, Any]] = json.loads(reference.to_str())["added_tokens"]
@@ -200,8 +237,8 @@ def _splitter(
                 if position % 2:
                     expected.append(special_tokens[piece])
                 elif piece:
-                    expected += encode(piece)
-            if encode(text) != expected:
+                    expected += backend.encode_text(piece)
+            if backend.encode(text) != expected:
                 return None
     return pattern
 
