@@ -22,6 +22,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_enable_worker_prestart": "0",  # each worker that waits for work costs 50 MB
     "RAY_prestart_worker_first_driver": "0",
+    # Else Ray ends every process of the cluster, this one too, a minute after its control service died.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
     "RAY_memory_monitor_refresh_ms": "0",  # else Ray kills replicas when other programs use the memory
 }
 """Must be in the environment before Ray is imported."""

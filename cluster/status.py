@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import redis
 
-from cluster.run_directory import ClusterState
+from cluster.run_directory import ClusterState, ReplicaEntry
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, decode_record, replica_key, replicas_key
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.status import ReplicaId, ReplicaState
+
+SILENT = "silent"
+"""A replica whose process lives, as far as the controller knows, but whose lease has run out."""
 
 HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
 
@@ -46,11 +49,12 @@ def render(state: ClusterState, registry: Registry) -> str:
     rows = [HEADER]
     for replica_id in sorted(entries.keys() | registry.records.keys()):
         entry, record = entries.get(replica_id), registry.records.get(replica_id)
-        current = entry is not None and record is not None and record.epoch == entry.epoch
+        if entry is not None and record is not None and record.epoch != entry.epoch:
+            record = None  # the lease of an earlier incarnation, which has yet to expire
         rows.append(
             (
                 replica_id,
-                record.state.value if record and (current or not entry) else (entry.state if entry else "?"),
+                _state(entry, record, is_registry_read=registry.complaint is None),
                 (record.epoch if record else None) or (entry.epoch if entry else None) or "-",
                 str(entry.pid) if entry and entry.pid else "-",
                 (record.address if record else None) or (entry.address if entry else None) or "-",
@@ -63,6 +67,18 @@ def render(state: ClusterState, registry: Registry) -> str:
     phase = "" if state.ready else "  (still starting)"
     router_line = f"router  {state.router_url}  pid {state.router_pid}{phase}"
     return "\n".join([*_align(rows), "", router_line, redis_line, f"Ray     {state.ray_address}"])
+
+
+def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_registry_read: bool) -> str:
+    """What the controller saw of its process and what it says itself: the later of the two counts."""
+    if entry is None:
+        assert record is not None, "a row comes from the one or the other"
+        return record.state.value
+    if entry.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+        return entry.state
+    if record is not None:
+        return record.state.value
+    return SILENT if is_registry_read else entry.state
 
 
 def _load_cells(record: ReplicaRecord | None, block_size: int) -> tuple[str, str, str]:

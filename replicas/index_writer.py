@@ -176,6 +176,8 @@ class IndexWriter:
                 pipeline.srem(self._blocks_key, *removed)
             for added in _chunks(change.added, HASHES_PER_SADD):
                 pipeline.sadd(self._blocks_key, *added)
+            # Were the set lost and we to die now, what this leaves would else stay for ever.
+            pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
             self._append(pipeline, changes)
             had_marker, *_ = await pipeline.execute()
         self._acknowledge(changes)
@@ -187,9 +189,11 @@ class IndexWriter:
         self._residency.take_change()
         hashes = tuple(self._residency.kept)
         self._must_rewrite = False  # a wish to rewrite that comes during the writing counts again
-        await self._redis.unlink(self._building_key)
-        await self._redis.sadd(self._building_key, BLOCKS_MARKER)
-        await self._redis.pexpire(self._building_key, self._set_ttl_ms)
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.unlink(self._building_key)
+            pipeline.sadd(self._building_key, BLOCKS_MARKER)
+            pipeline.pexpire(self._building_key, self._set_ttl_ms)
+            await pipeline.execute()
         for chunk in _chunks(hashes, HASHES_PER_SADD):
             await self._redis.sadd(self._building_key, *chunk)
         changes = self._number_changes(hashes, (), cleared=True)

@@ -284,12 +284,9 @@ class Run:
         try:
             request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
             return table.route(generation.model, request, generation.block_hashes, exclude=self._excluded)
-        except NoReplicaAvailable:
+        except (NoReplicaAvailable, UnknownModel):
+            # Unknown: a model can be asked for a moment before its first replica is routed to.
             return None
-        except UnknownModel:
-            if not self.num_attempts:
-                raise
-            return None  # its last replica has gone since
 
     def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
         generation = self._generation

@@ -34,7 +34,18 @@ def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
 def test_the_state_of_an_earlier_incarnation_is_not_shown_as_the_present_one() -> None:
     entry = ReplicaEntry("replica-0", "starting", None, None, None)
     table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
-    assert row(table, "replica-0")[1] == "starting"
+    assert row(table, "replica-0") == ["replica-0", "starting", "-", "-", "-", "-", "-", "-"]
+
+
+def test_a_replica_whose_process_has_ended_is_not_ready_though_its_lease_has_yet_to_expire() -> None:
+    entry = ReplicaEntry("replica-0", "stopped", 77, "127.0.0.1:9", "e1")
+    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
+    assert row(table, "replica-0")[1] == "stopped"
+
+
+def test_a_replica_whose_lease_has_run_out_is_shown_as_silent() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    assert row(render(state(entry), Registry({})), "replica-0")[:2] == ["replica-0", "silent"]
 
 
 def test_a_replica_that_only_the_registry_knows_is_shown_too() -> None:

@@ -167,6 +167,26 @@ async def test_a_lost_set_is_noticed_by_the_next_write(redis_url: str) -> None:
         await assert_redis_holds(redis_url, [1, 2, 3], with_stream=False)
 
 
+async def test_a_replica_that_dies_while_its_set_is_lost_leaves_nothing_without_an_end(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        redis = connect(redis_url)
+        await redis.flushall()
+        died = asyncio.Event()
+
+        async def die() -> None:
+            died.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(writer, "_write_whole_set", die)
+        writer.observe([stored(3)])
+        await died.wait()
+        assert 0 < await redis.ttl(blocks_key(MODEL, REPLICA, EPOCH)) <= 60
+        await redis.aclose()
+
+
 async def test_a_heartbeat_that_counts_other_members_than_were_written_causes_a_rewrite(
     redis_url: str,
 ) -> None:

@@ -17,7 +17,6 @@ from router.errors import (
     InvalidRequest,
     NoReplicaAvailable,
     Overloaded,
-    UnknownModel,
 )
 from router.replica_client import ReplicaClient
 from router.routing.cost import CostParameters
@@ -418,10 +417,12 @@ async def test_an_invalid_request_is_not_tried_elsewhere(fleet: Fleet) -> None:
     assert sum(len(replica.submits) for replica in fleet.replicas.values()) == 1
 
 
-async def test_an_unknown_model_is_said_at_once(fleet: Fleet) -> None:
+async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_joining(fleet: Fleet) -> None:
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.02)
+    task = asyncio.create_task(generate(fleet))
+    await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
     await fleet.add("r0")
-    with pytest.raises(UnknownModel):
-        await generate(fleet, replace(GENERATION, model="nothing"))
+    assert_complete(await task, 1)
 
 
 async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(fleet: Fleet) -> None:
