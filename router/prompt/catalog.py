@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from replicas.protocol.blocks import BlockHash, Namespace, namespace_root
 from replicas.protocol.status import ModelCard, TokenizerBundle
-from router.errors import UnknownModel
+from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
@@ -72,8 +72,13 @@ class ModelCatalog:
         self._models[card.name] = model
 
     def get(self, name: str) -> ServedModel:
-        """Raises UnknownModel."""
+        """Raises UnknownModel; NoReplicaAvailable while no model at all is known.
+
+        So a router that has just started sends nobody away for good.
+        """
         model = self._models.get(name)
+        if model is None and not self._models:
+            raise NoReplicaAvailable("No replica is known yet. Try again shortly.")
         if model is None:
             raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
         return model

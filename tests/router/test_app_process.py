@@ -73,6 +73,7 @@ def test_a_router_without_replicas_is_up_but_not_ready_and_leaves_in_order_on_si
                 time.sleep(0.05)
         assert httpx.get(url + "/ready").status_code == 503
         answer = httpx.post(url + "/v1/chat/completions", json={"model": "x", "messages": []})
-        assert answer.status_code == 404
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0

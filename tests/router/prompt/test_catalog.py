@@ -5,14 +5,21 @@ import dataclasses
 import pytest
 
 from replicas.protocol.blocks import Namespace, namespace_root
-from router.errors import UnknownModel
+from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 
 
 def test_an_unknown_name_is_refused_by_that_name() -> None:
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(tiny_model.card(), tiny_model.bundle())
     with pytest.raises(UnknownModel, match="nobody"):
-        ModelCatalog(tiny_model.SECRET).get("nobody")
+        catalog.get("nobody")
+
+
+def test_while_no_model_is_known_nobody_is_told_that_theirs_does_not_exist() -> None:
+    with pytest.raises(NoReplicaAvailable):
+        ModelCatalog(tiny_model.SECRET).get("somebody")
 
 
 def test_a_new_card_replaces_the_old_and_keeps_the_tokenizer_with_its_cache() -> None:
