@@ -4,15 +4,17 @@ Owns the choice. Imports torch only when the torch engine is asked for.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import tokenizers
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine import COST_MODELS, SimulatedEngine
-from replicas.torch_engine.model_config import read_eos_token_ids, read_model_config
+from replicas.torch_engine.model_config import CheckpointError, read_eos_token_ids, read_model_config
 from replicas.torch_engine.weights import fingerprint, tokenizer_bundle
 
 TOY_MODEL = Path(__file__).parent / "toy_model"
@@ -23,6 +25,8 @@ SIMULATED_CACHE_TOKENS: Mapping[str, int] = {
     "instant": 131_072,
 }
 """How much KV the simulated hardware holds, where num_blocks does not say."""
+
+REPLACEMENT = "\ufffd"
 
 
 def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
@@ -57,6 +61,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         max_batched_tokens=config.max_batched_tokens,
         max_running=config.max_running,
     )
+    bundle = tokenizer_bundle(directory)
     engine = SimulatedEngine(
         card,
         COST_MODELS[hardware],
@@ -65,5 +70,27 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         sleep=lambda seconds: time.sleep(seconds / speed),
+        printable=_printable(bundle, model.vocab_size),
     )
-    return engine, tokenizer_bundle(directory)
+    return engine, bundle
+
+
+def _printable(bundle: TokenizerBundle, vocab_size: int) -> Sequence[int] | None:
+    """The token ids that are text by themselves: no special tokens, no parts of characters. None: any."""
+    source = bundle.files.get("tokenizer.json")
+    if source is None:
+        return None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(source)
+    except ValueError as error:
+        raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
+    added = tokenizer.get_added_tokens_decoder()
+    token_ids = range(min(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True)))
+    texts = tokenizer.decode_batch([[token_id] for token_id in token_ids])
+    printable = [
+        token_id
+        for token_id, text in zip(token_ids, texts, strict=True)
+        if token_id not in added and text.strip() and REPLACEMENT not in text
+        if text.replace("\n", " ").isprintable()
+    ]
+    return printable or None

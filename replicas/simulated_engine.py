@@ -5,7 +5,7 @@ Owns the price of a step and the tokens that stand in for an answer. Knows nothi
 it measures says nothing of any engine.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replicas.engine import EngineRequest
@@ -76,7 +76,7 @@ class SimulatedEngine:
         max_running: int,
         max_waiting: int,
         sleep: Callable[[float], None],
-        printable: range | None = None,
+        printable: Sequence[int] | None = None,
     ) -> None:
         self._card = card
         self._cost = cost if cost != COST_MODELS["instant"] else None
@@ -85,7 +85,7 @@ class SimulatedEngine:
         self._token_ids = tuple(token for token in candidates if token not in card.eos_token_ids)
         if not self._token_ids or not 0 <= min(self._token_ids) <= max(self._token_ids) < card.vocab_size:
             raise ValueError(
-                f"{candidates} leaves no tokens of a vocabulary of {card.vocab_size} to answer with"
+                f"{len(candidates)} token ids leave none of a vocabulary of {card.vocab_size} to answer with"
             )
         self._scheduler = Scheduler(
             KVCacheManager(num_blocks, card.block_size),

@@ -43,6 +43,7 @@ class RouterConfig:
     poll_seconds: float = setting(0.5, help="time between looks at the registry of replicas")
 
     max_body_bytes: int = setting(32 * 2**20, help="longest request body; beyond, 413")
+    upload_seconds: float = setting(60.0, help="longest time for a request to arrive; beyond, 408")
     max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
@@ -58,8 +59,9 @@ class RouterConfig:
         for name in ("copy_price", "tokenizer_cache_bytes", "drain_seconds"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"setting {name} must not be negative")
-        if not self.poll_seconds > 0:
-            raise SettingsError("setting poll_seconds must be positive")
+        for name in ("poll_seconds", "upload_seconds"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"setting {name} must be positive")
         if self.secret is not None and self.secret_file is not None:
             raise SettingsError("settings secret and secret_file exclude each other")
 

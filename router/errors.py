@@ -5,6 +5,7 @@
     │   └── ContextLengthExceeded
     ├── UnknownModel              no replica serves that model
     ├── BodyTooLarge
+    ├── UploadTooSlow             the body did not arrive in time
     ├── Overloaded                full queues; try again after `retry_after_seconds`
     ├── NoReplicaAvailable        the model is known, but no replica is ready just now
     └── GenerationFailed          a replica died or failed, and retrying did not help
@@ -40,6 +41,10 @@ class UnknownModel(RouterError):
 
 
 class BodyTooLarge(RouterError):
+    pass
+
+
+class UploadTooSlow(RouterError):
     pass
 
 

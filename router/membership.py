@@ -166,7 +166,7 @@ class Membership:
             member.record = record
             if record.state is ReplicaState.DRAINING and member.is_routed:
                 self._table.set_draining(record.replica_id)
-            elif member.client is not None and not member.client.num_frames:
+            elif member.is_routed:
                 self._table.update_load_from_registry(record.replica_id, record.load)
 
     def _proves_life(self, member: Member) -> bool:

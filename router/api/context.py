@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
+from starlette.types import Receive, Scope
+
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
+from router.api.http import read_body
 from router.config import RouterConfig
 from router.dispatch import DispatchStatistics, Generation
 from router.errors import Overloaded
@@ -64,16 +67,19 @@ class ApiContext:
     @contextmanager
     def in_flight(self) -> Iterator[None]:
         """Counts one request. Raises Overloaded when there are too many."""
-        self.check_room()
+        if self.num_in_flight >= self.config.max_in_flight:
+            raise Overloaded("The router is serving as many requests as it can. Please try again in 1s.")
         self.num_in_flight += 1
         try:
             yield
         finally:
             self.num_in_flight -= 1
 
-    def check_room(self) -> None:
-        if self.num_in_flight >= self.config.max_in_flight:
-            raise Overloaded("The router is serving as many requests as it can. Please try again in 1s.")
+    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises BodyTooLarge, UploadTooSlow or ClientGone."""
+        return await read_body(
+            scope, receive, max_bytes=self.config.max_body_bytes, max_seconds=self.config.upload_seconds
+        )
 
     def new_id(self, prefix: str) -> str:
         return f"{prefix}{self.rng.getrandbits(96):024x}"

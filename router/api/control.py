@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.context import ApiContext
-from router.api.http import read_body
 from router.api.openai_chat import ChatPrompt, render_chat
 from router.api.openai_shared import decode_body, encode_json
 from router.api.sampling import check_token_ids
@@ -93,7 +92,10 @@ class ControlRoutes:
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
+        with self._context.in_flight():
+            return await self._tokenize(await self._context.read_body(request.scope, request.receive))
+
+    async def _tokenize(self, body: bytes) -> Response:
         options = decode_body(_options_decoder, body)
         if options.messages is None:
             plain = decode_body(_text_decoder, body)
@@ -115,13 +117,12 @@ class ControlRoutes:
         return _json(content)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = decode_body(_detokenize_decoder, await self._body(request))
-        model = self._model(asked.model)
-        token_ids = check_token_ids(asked.tokens, model, "tokens")
-        return _json({"prompt": await asyncio.to_thread(model.tokenizer.decode, token_ids)})
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request.scope, request.receive, self._context.config.max_body_bytes)
+        with self._context.in_flight():
+            body = await self._context.read_body(request.scope, request.receive)
+            asked = decode_body(_detokenize_decoder, body)
+            model = self._model(asked.model)
+            token_ids = check_token_ids(asked.tokens, model, "tokens")
+            return _json({"prompt": await asyncio.to_thread(model.tokenizer.decode, token_ids)})
 
     def _model(self, name: str | None) -> ServedModel:
         """The model that was asked for; without a name, the only one."""

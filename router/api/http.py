@@ -11,7 +11,7 @@ from types import TracebackType
 
 from starlette.types import Receive, Scope, Send
 
-from router.errors import BodyTooLarge
+from router.errors import BodyTooLarge, UploadTooSlow
 
 Header = tuple[bytes, bytes]
 
@@ -39,8 +39,17 @@ def client_request_id(scope: Scope) -> str | None:
     return value.decode("ascii")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge (before reading, if the client announces it) or ClientGone."""
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, max_seconds: float) -> bytes:
+    """The whole body. Raises BodyTooLarge (before reading, if the client announces it), UploadTooSlow or
+    ClientGone."""
+    try:
+        async with asyncio.timeout(max_seconds):
+            return await _read(scope, receive, max_bytes)
+    except TimeoutError as error:
+        raise UploadTooSlow(f"The request body did not arrive within {max_seconds:g} seconds.") from error
+
+
+async def _read(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     announced = header(scope, b"content-length")
     if announced is not None and announced.isdigit() and int(announced) > max_bytes:
         raise _too_large(max_bytes)

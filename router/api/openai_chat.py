@@ -16,7 +16,7 @@ from router.api.context import ApiContext
 from router.api.openai_shared import check_range, decode_body, encode_json, unsupported
 from router.api.sampling import GenerationFields, check_fields, sampling_params, stop_strings
 from router.api.sse import DONE, ChunkWriter
-from router.errors import InvalidRequest
+from router.errors import ContextLengthExceeded, InvalidRequest
 from router.prompt.catalog import ServedModel
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.tokenizer import Tokenizer
@@ -111,6 +111,7 @@ def render_chat(model: ServedModel, request: "ChatRequest | ChatPrompt") -> Rend
     tools = request.tools or [
         {"type": "function", "function": function} for function in request.functions or ()
     ]
+    _check_number(model, request)
     messages = [_message(position, message) for position, message in enumerate(request.messages)]
     if not messages:
         raise InvalidRequest("Invalid 'messages': at least one message is needed.", parameter="messages")
@@ -150,6 +151,19 @@ def _check(request: ChatRequest, max_choices: int) -> None:
     for parameter, choice in (("tool_choice", request.tool_choice), ("function_call", request.function_call)):
         if choice not in (None, "none", "auto"):
             raise unsupported(parameter, f"Only 'none' and 'auto' are supported for '{parameter}'.")
+
+
+def _check_number(model: ServedModel, request: ChatRequest | ChatPrompt) -> None:
+    """Each message, tool and call takes a token at least: what cannot fit is not even rendered."""
+    calls = (message.get("tool_calls") for message in request.messages)
+    number = len(request.messages) + len(request.tools or ()) + len(request.functions or ())
+    number += sum(len(some) for some in calls if isinstance(some, list))
+    if number > model.card.context_length:
+        raise ContextLengthExceeded(
+            f"This model's context holds {model.card.context_length} tokens, too few for {number} messages,"
+            " tools and tool calls.",
+            parameter="messages",
+        )
 
 
 def _message(position: int, message: dict[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from router.api.openai_shared import check_range, decode_body, encode_json, unsu
 from router.api.sampling import (
     GenerationFields,
     check_fields,
+    check_prompt_length,
     check_token_ids,
     sampling_params,
     stop_strings,
@@ -115,6 +116,7 @@ async def _token_ids(model: ServedModel, prompt: str | list[Any]) -> list[int]:
     if isinstance(prompt, str):
         token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
     else:
+        check_prompt_length(model.card.context_length, len(prompt), "prompt")
         token_ids = list(check_token_ids(prompt, model, "prompt"))
     if not token_ids:
         raise InvalidRequest("Invalid 'prompt': it has no tokens.", parameter="prompt")

@@ -21,6 +21,7 @@ from router.errors import (
     Overloaded,
     RouterError,
     UnknownModel,
+    UploadTooSlow,
 )
 
 Request = TypeVar("Request")
@@ -61,7 +62,7 @@ class HttpError:
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_seconds is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_seconds))))
-        if self.status == 413:  # the rest of the body would be taken for the next request
+        if self.status in (408, 413):  # the rest of the body would be taken for the next request
             headers.append((b"connection", b"close"))
         return headers
 
@@ -76,6 +77,8 @@ def http_error(error: RouterError) -> HttpError:
             return HttpError(404, error.message, "invalid_request_error", "model", "model_not_found")
         case BodyTooLarge():
             return HttpError(413, error.message, "invalid_request_error", None, "request_too_large")
+        case UploadTooSlow():
+            return HttpError(408, error.message, "invalid_request_error", None, "request_timeout")
         case Overloaded():
             return HttpError(
                 429, error.message, "requests", None, "rate_limit_exceeded", error.retry_after_seconds
@@ -144,7 +147,7 @@ def unsupported(parameter: str, message: str) -> InvalidRequest:
 def check_range(parameter: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
         raise InvalidRequest(
-            f"Invalid value for '{parameter}': {value!s:.40} is not between {low:g} and {high:g}.",
+            f"Invalid value for '{parameter}': {value!s:.40} is not between {low:.10g} and {high:.10g}.",
             parameter=parameter,
         )
 

@@ -3,6 +3,7 @@
 Owns the limits. Knows nothing of how the prompt came about.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -15,7 +16,12 @@ from router.prompt.catalog import ServedModel
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_PRIORITY = 2**31 - 1
+MAX_LOGIT_BIASES = 4096
+MAX_INTEGER = 2**31 - 1
+"""What the replicas' protocol carries."""
+
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 
 class StreamOptions(msgspec.Struct):
@@ -62,11 +68,11 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
     check_range("min_p", request.min_p, 0.0, 1.0)
     check_range("presence_penalty", request.presence_penalty, -2.0, 2.0)
     check_range("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
-    check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_range("priority", request.priority, -MAX_INTEGER, MAX_INTEGER)
+    check_range("top_k", request.top_k, -1, MAX_INTEGER)
     if request.top_p == 0.0:
         raise InvalidRequest("Invalid value for 'top_p': it must be above 0.", parameter="top_p")
     for parameter, value, low in (
-        ("top_k", request.top_k, -1),
         ("max_tokens", request.max_tokens, 1),
         ("min_tokens", request.min_tokens, 0),
     ):
@@ -139,12 +145,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | None, parameter: str) -> int:
-    if num_prompt_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"This model's context holds {context_length} tokens, but the {parameter} alone came to"
-            f" {num_prompt_tokens} tokens. Please shorten the {parameter}.",
-            parameter=parameter,
-        )
+    check_prompt_length(context_length, num_prompt_tokens, parameter)
     if max_tokens is None:
         return context_length - num_prompt_tokens
     if num_prompt_tokens + max_tokens > context_length:
@@ -157,10 +158,23 @@ def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | N
     return max_tokens
 
 
+def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: str) -> None:
+    if num_prompt_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"This model's context holds {context_length} tokens, but the {parameter} alone came to"
+            f" {num_prompt_tokens} tokens. Please shorten the {parameter}.",
+            parameter=parameter,
+        )
+
+
 def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(
+            f"Invalid 'logit_bias': at most {MAX_LOGIT_BIASES} tokens are allowed.", parameter="logit_bias"
+        )
     pairs: list[tuple[int, float]] = []
     for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < model.card.vocab_size):
+        if _TOKEN_ID.fullmatch(key) is None or int(key) >= model.card.vocab_size:
             raise InvalidRequest(
                 f"Invalid key in 'logit_bias': '{key[:40]}' is no token id of this model (0 to"
                 f" {model.card.vocab_size - 1}).",

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from replicas.protocol.frames import TokenDelta
 from router.api.answer import Answer, Prompt
 from router.api.context import ApiContext, Runs
-from router.api.http import ClientGone, Header, WhileConnected, client_request_id, read_body, send_whole
+from router.api.http import ClientGone, Header, WhileConnected, client_request_id, send_whole
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import EVENT_STREAM_HEADERS, error_event
 from router.errors import RouterError
@@ -47,9 +47,8 @@ class GenerationEndpoint:
     async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
         context = self._context
         try:
-            context.check_room()
-            body = await read_body(scope, receive, context.config.max_body_bytes)
             with context.in_flight():
+                body = await context.read_body(scope, receive)
                 async with WhileConnected(receive):
                     answer = await self._prepare(context, body)
                     await exchange.run(answer)

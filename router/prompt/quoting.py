@@ -8,8 +8,6 @@ its first character before the template sees it, and the mark is taken out again
 split at its special tokens: what was still whole there was the template's.
 """
 
-import re
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,20 +19,14 @@ MARK = "\ufdd0"
 MAX_LEADS = 8
 
 _encode_json = msgspec.json.Encoder().encode
-_MARKED = re.compile(f"{MARK}({MARK}?)")
 
 
 class Quoter:
     """Works on JSON values: strings, keys of objects and whatever is nested."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
-        tokens = [token for token in special_tokens if len(token) > 1]  # a single character has no inside
-        rests: dict[str, list[str]] = defaultdict(list)
-        for token in tokens:
-            rests[token[0]].append(re.escape(token[1:]))
-        starts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
-        self._pattern = re.compile("|".join((MARK, *starts)))
-        self._leads = _leads(tokens)
+        self._tokens = [token for token in special_tokens if len(token) > 1]  # else there is no inside
+        self._leads = _leads(self._tokens)
 
     def is_needed(self, value: Any) -> bool:
         """Whether there may be a special token in `value`. Quick where there is none."""
@@ -48,15 +40,22 @@ class Quoter:
     def quote(self, value: Any) -> Any:
         """`value` with every special token in it broken."""
         if isinstance(value, str):
-            return self._pattern.sub(r"\g<0>" + MARK, value)
+            return self._quote_text(value)
         if isinstance(value, dict):
             return {self.quote(key): self.quote(item) for key, item in value.items()}
         return [self.quote(item) for item in value] if isinstance(value, list) else value
 
+    def _quote_text(self, text: str) -> str:
+        text = text.replace(MARK, MARK + MARK)
+        for token in self._tokens:
+            while token in text:  # again, where occurrences overlap
+                text = text.replace(token, token[0] + MARK + token[1:])
+        return text
+
 
 def unquote(text: str, *, gap: str = "") -> str:
     """The text as it was. A `gap` is left where a special token was broken, so that it stays broken."""
-    return _MARKED.sub(lambda marked: marked[1] or gap, text)
+    return MARK.join([part.replace(MARK, gap) for part in text.split(MARK + MARK)])
 
 
 def _leads(tokens: Iterable[str]) -> tuple[bytes, ...]:

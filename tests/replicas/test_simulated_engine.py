@@ -1,12 +1,16 @@
 """The simulated engine: the engine contract, its prices, its tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from replicas.config import ReplicaConfig
 from replicas.engine import Engine, RequestRefused, expand
+from replicas.engines import build_engine
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, SamplingParams, StepFrame, Submit
@@ -32,7 +36,7 @@ class Naps:
 def engine(
     cost: CostModel = COST_MODELS["instant"],
     naps: Naps | None = None,
-    printable: range | None = None,
+    printable: Sequence[int] | None = None,
     max_batched_tokens: int = 512,
     card: ModelCard = CARD,
 ) -> SimulatedEngine:
@@ -127,6 +131,16 @@ def test_answers_can_be_kept_to_a_range_of_token_ids() -> None:
 def test_a_range_that_holds_no_valid_answer_is_refused(printable: range) -> None:
     with pytest.raises(ValueError, match="vocabulary of 1000"):
         engine(printable=printable)
+
+
+def test_answers_of_a_simulated_replica_are_text_without_special_tokens() -> None:
+    built, bundle = build_engine(ReplicaConfig(engine="simulated", simulated_hardware="instant"))
+    text = Tokenizer.from_buffer(bundle.files["tokenizer.json"]).decode(
+        answer(built, max_tokens=3000), skip_special_tokens=False
+    )
+    assert "<|" not in text
+    assert "\ufffd" not in text
+    assert text.replace("\n", "").isprintable()
 
 
 def test_logprobs_come_with_the_tokens_if_they_are_asked_for() -> None:

@@ -30,7 +30,12 @@ class Registry:
 
     redis: "Redis"
 
-    async def put(self, replica: ScriptedReplica, state: ReplicaState = ReplicaState.READY) -> None:
+    async def put(
+        self,
+        replica: ScriptedReplica,
+        state: ReplicaState = ReplicaState.READY,
+        load: LoadSnapshot | None = None,
+    ) -> None:
         record = ReplicaRecord(
             replica.replica_id,
             replica.epoch,
@@ -38,7 +43,7 @@ class Registry:
             state,
             replica.card.digest(),
             last_change=0,
-            load=LoadSnapshot(),
+            load=load or LoadSnapshot(),
         )
         model = replica.card.name
         await self.redis.sadd(MODELS_KEY, model)
@@ -77,6 +82,7 @@ async def watching(
     *,
     on_model: Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None] | None = None,
     proof_seconds: float = 1.0,
+    stall_seconds: float = 0.4,
 ) -> AsyncIterator[World]:
     table = RoutingTable("kvasir", CostParameters(), random.Random(0))
     models: list[tuple[ModelCard, TokenizerBundle]] = []
@@ -87,7 +93,7 @@ async def watching(
         index_stride=16,
         on_model=on_model or (lambda card, bundle: models.append((card, bundle))),
         on_records=records.__setitem__,
-        stall_seconds=0.4,
+        stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
     )
     task = asyncio.create_task(membership.run())
@@ -142,6 +148,21 @@ async def test_registered_replicas_are_routed_to(world: World, registry: Registr
     client = world.membership.client(ReplicaId("r1"))
     assert client is not None and client.address == second.address
     assert world.membership.statistics() == (2, 2, 0, 0)
+
+
+async def test_heartbeats_tell_the_load_of_a_replica_whose_stream_has_fallen_silent(
+    redis_url: str, registry: Registry, start: Start
+) -> None:
+    replica = await start()
+    await registry.put(replica)
+    async with watching(RegistrySource(redis_url, POLL_SECONDS), stall_seconds=30.0) as world:
+        await world.wait_routed("r0")
+        client = world.membership.client(replica.replica_id)
+        assert client is not None
+        await eventually(lambda: client.num_frames > 0)
+        replica.script.silent = True
+        await registry.put(replica, load=LoadSnapshot(num_running=7))
+        await eventually(lambda: world.table.load(replica.replica_id).num_requests == 7)
 
 
 async def test_a_model_is_introduced_before_its_first_replica_is_routed_to(

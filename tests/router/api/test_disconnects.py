@@ -83,6 +83,21 @@ async def test_leaving_while_sending_leaves_nothing_behind(server: HttpServer) -
     assert server.is_idle
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("length", [len(BODY), None])
+async def test_a_body_that_comes_too_slowly_is_given_up_and_counts_as_in_flight(
+    path: str, length: int | None
+) -> None:
+    async with http_server(upload_seconds=0.3) as server, _connected(server) as (reader, writer):
+        writer.write(_head(length, path) + (b"1\r\n{\r\n" if length is None else b"{"))
+        while not server.context.num_in_flight:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b'"code":"request_timeout"' in answer
+        assert server.is_idle
+
+
 async def test_an_announced_giant_is_refused_before_it_is_sent() -> None:
     async with http_server(max_body_bytes=1000) as server, _connected(server) as (reader, writer):
         writer.write(_head(10**12))
