@@ -14,7 +14,13 @@ from replicas.protocol.frames import TokenLogprobs
 from router.api.answer import Answer, Prompt, finite, make_prompt
 from router.api.context import ApiContext
 from router.api.openai_shared import check_range, decode_body, encode_json, unsupported
-from router.api.sampling import GenerationFields, check_fields, sampling_params, stop_strings
+from router.api.sampling import (
+    GenerationFields,
+    check_fields,
+    check_text_length,
+    sampling_params,
+    stop_strings,
+)
 from router.api.sse import DONE, ChunkWriter
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.prompt.catalog import ServedModel
@@ -64,6 +70,7 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
     _check(request, context.config.max_choices)
     stop = stop_strings(request.stop)
     chat = render_chat(model, request)
+    check_text_length(model, chat.text, "messages")
     token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
     sampling = sampling_params(
         request,

@@ -16,6 +16,7 @@ from router.api.sampling import (
     GenerationFields,
     check_fields,
     check_prompt_length,
+    check_text_length,
     check_token_ids,
     sampling_params,
     stop_strings,
@@ -114,6 +115,7 @@ def _prompts(prompt: str | list[Any], max_prompts: int) -> list[str | list[Any]]
 
 async def _token_ids(model: ServedModel, prompt: str | list[Any]) -> list[int]:
     if isinstance(prompt, str):
+        check_text_length(model, prompt, "prompt")
         token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
     else:
         check_prompt_length(model.card.context_length, len(prompt), "prompt")

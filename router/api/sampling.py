@@ -167,6 +167,17 @@ def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: 
         )
 
 
+def check_text_length(model: ServedModel, text: str, parameter: str) -> None:
+    """Refuses at once what would take seconds to encode only to be found too long."""
+    longest_token = model.tokenizer.longest_token
+    if longest_token is not None and len(text) > model.card.context_length * longest_token:
+        raise ContextLengthExceeded(
+            f"This model's context holds {model.card.context_length} tokens, too few for the {len(text)}"
+            f" characters of the {parameter}. Please shorten the {parameter}.",
+            parameter=parameter,
+        )
+
+
 def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
     if len(bias) > MAX_LOGIT_BIASES:
         raise InvalidRequest(

@@ -12,6 +12,7 @@ is text and nothing else: no special token comes of it, even if a quoted text sp
 import asyncio
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +33,9 @@ LOOK_CHARACTERS = 1_000_000
 """In texts beyond this it is not even counted how much is new."""
 
 DEFAULT_CACHE_BYTES = 64 * 2**20
+
+MAX_COMPOSED = 4
+"""So many characters become one, at most, where a tokenizer composes (Unicode's NFC)."""
 
 PROBES = (
     "Hello, world! It's 2024-05-17 at 10:45, isn't it?",
@@ -78,6 +82,8 @@ class Tokenizer:
         self.cache = SegmentCache(cache_bytes)
         self._splitter = _splitter(self._reference, backend, self.special_tokens)
         self._affixes = _affixes(self._reference)
+        self.longest_token = _longest_token(self._reference, backend, self._token_bytes)
+        """No token stands for more characters of a text; None where that is not known."""
 
     @property
     def caches_segments(self) -> bool:
@@ -257,6 +263,21 @@ def _affixes(reference: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | N
         if whole != prefix + _reference_ids(reference, probe) + suffix:
             return None
     return prefix, suffix
+
+
+def _longest_token(
+    reference: tokenizers.Tokenizer, backend: _Backend, token_bytes: TokenBytes | None
+) -> int | None:
+    """None unless every byte of a text, as it is or composed, comes back from its tokens."""
+    if token_bytes is None:
+        return None
+    longest = max(map(len, token_bytes.with_special), default=0)
+    decoded = [reference.decode(backend.encode(probe), skip_special_tokens=False) for probe in PROBES]
+    if decoded == list(PROBES):
+        return longest
+    if decoded == [unicodedata.normalize("NFC", probe) for probe in PROBES]:
+        return longest * MAX_COMPOSED
+    return None
 
 
 def _joined(probes: Sequence[str], special_tokens: dict[str, int]) -> str:

@@ -71,6 +71,7 @@ CHAT_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
     ),
     ({"messages": [{"role": "function", "content": "x"}]}, 400, "invalid_value", "messages"),
     ({"messages": [{"role": "user", "content": "a " * 2000}]}, 400, "context_length_exceeded", "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 10**6}]}, 400, "context_length_exceeded", "messages"),
     ({"max_tokens": 512}, 400, "context_length_exceeded", "messages"),
     ({"max_completion_tokens": 10**30}, 400, "context_length_exceeded", "messages"),
     ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),

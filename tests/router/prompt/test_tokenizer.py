@@ -1,12 +1,13 @@
 """Tokenizer: equal to the reference, with and without its cache."""
 
 import json
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Reference
 
 from replicas.protocol.status import TokenizerBundle
@@ -107,6 +108,28 @@ def test_tokens_through_a_position_are_a_prefix_of_the_whole(head: str, tail: st
     text = head + "<|im_end|>" + tail
     number = TOKENIZER.num_tokens_through(text, len(head))
     assert TOKENIZER.encode(text)[:number] == TOKENIZER.encode(head)
+
+
+@given(texts)
+def test_no_token_stands_for_more_characters_than_the_longest(text: str) -> None:
+    assert TOKENIZER.longest_token is not None
+    assert len(text) <= TOKENIZER.longest_token * len(TOKENIZER.encode(text))
+
+
+def test_the_longest_token_allows_for_composing_and_is_unknown_where_text_is_lost() -> None:
+    def compose(reference: Reference) -> None:
+        reference.normalizer = normalizers.NFC()
+
+    def lose(reference: Reference) -> None:
+        reference.normalizer = normalizers.Strip()
+
+    composing = _changed(compose)
+    text = "\u1f82" * 30
+    decomposed = unicodedata.normalize("NFD", text)
+    assert len(decomposed) == 4 * len(text)
+    assert composing.longest_token == 4 * TOKENIZER.longest_token
+    assert len(decomposed) <= composing.longest_token * len(composing.encode(decomposed))
+    assert _changed(lose).longest_token is None
 
 
 async def test_long_new_texts_are_encoded_in_a_thread_with_the_same_result() -> None:
