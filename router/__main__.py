@@ -21,6 +21,7 @@ import uvloop
 from replicas.protocol.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
+from router.http_protocol import protocol_with_deadline
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ async def serve(config: RouterConfig, listener: socket.socket) -> None:
         uvicorn.Config(
             router.app,
             loop="none",
-            http="httptools",
+            http=protocol_with_deadline(config.upload_seconds),
             ws="none",
             lifespan="off",
             log_config=None,

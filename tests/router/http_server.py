@@ -14,6 +14,7 @@ from replicas.protocol.settings import build
 from router.api.context import ApiContext
 from router.app import create_app
 from router.config import RouterConfig
+from router.http_protocol import protocol_with_deadline
 from router.metrics import RouterMetrics
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
@@ -62,7 +63,7 @@ async def http_server(**settings: object) -> AsyncIterator[HttpServer]:
             uvicorn.Config(
                 create_app(context),
                 loop="none",
-                http="httptools",
+                http=protocol_with_deadline(context.config.upload_seconds),
                 lifespan="off",
                 log_config=None,
                 timeout_graceful_shutdown=2,

@@ -98,6 +98,22 @@ async def test_a_body_that_comes_too_slowly_is_given_up_and_counts_as_in_flight(
         assert server.is_idle
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/compl", _head(2)[:-2]])
+async def test_a_connection_that_brings_no_request_is_closed(sent: bytes) -> None:
+    async with http_server(upload_seconds=0.3) as server, _connected(server) as (reader, writer):
+        writer.write(sent)
+        assert await reader.read() == b""
+
+
+async def test_a_long_answer_outlives_the_time_for_uploads() -> None:
+    async with http_server(upload_seconds=0.2) as server, _connected(server) as (reader, writer):
+        server.dispatcher.script = _one_token_then_silence
+        writer.write(_head(len(STREAMED)) + STREAMED)
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.5)
+        assert server.dispatcher.num_open == 1
+
+
 async def test_an_announced_giant_is_refused_before_it_is_sent() -> None:
     async with http_server(max_body_bytes=1000) as server, _connected(server) as (reader, writer):
         writer.write(_head(10**12))
