@@ -38,6 +38,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Corpus:
     entries: tuple[Entry, ...]
+    small_talk: tuple[Entry, ...]
     memories: tuple[Memory, ...]
     paragraphs: tuple[str, ...]
     topic_questions: tuple[str, ...]
@@ -46,7 +47,6 @@ class Corpus:
     system_lines: tuple[str, ...]
     instructions: tuple[str, ...]
     sentences: tuple[str, ...]
-    repeat_requests: tuple[str, ...]
     fallbacks: tuple[str, ...]
     words: Mapping[str, tuple[str, ...]]
 
@@ -64,6 +64,7 @@ def load_corpus(folder: Path) -> Corpus:
     words = dict(line.split(": ", 1) for line in _lines(folder, "words.txt"))
     return Corpus(
         entries=tuple(_entry(block) for block in _blocks(folder, "qa_*.txt")),
+        small_talk=tuple(_entry(block) for block in _blocks(folder, "qa_talk.txt")),
         memories=tuple(_memory(block) for block in _blocks(folder, "memory.txt")),
         paragraphs=tuple(" ".join(block.split()) for block in _blocks(folder, "prose_*.txt")),
         topic_questions=_lines(folder, "topic_questions.txt"),
@@ -72,7 +73,6 @@ def load_corpus(folder: Path) -> Corpus:
         system_lines=_lines(folder, "system_lines.txt"),
         instructions=_lines(folder, "instructions.txt"),
         sentences=_lines(folder, "sentences.txt"),
-        repeat_requests=_lines(folder, "repeat.txt"),
         fallbacks=_lines(folder, "fallback.txt"),
         words={kind: tuple(text.split()) for kind, text in words.items()},
     )

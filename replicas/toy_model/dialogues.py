@@ -23,8 +23,20 @@ TOOL_FORM = (
     '{"type": "function", "function": {"name": "{verb}_{noun}", "description": "{verb} the {noun}", '
     '"parameters": {"type": "object", "properties": {"{noun}": {"type": "string"}}}}}'
 )
-OPERATIONS = ("plus", "plus", "plus", "minus", "minus", "times")
-SIGNS = {"plus": "+", "minus": "-", "times": "*"}
+SIGNS = {"plus": "+", "minus": "-"}
+OTHER_CHARACTERS = (
+    "абвгдежзийклмнопрстуфхцчшщыэюяαβγδεζηθλμπσφω日本語今天気人大学中国東京مرحباسلام🙂👋🎉🚀🌍❤🔥👍éüøåñç"
+)
+CODE_FORMS = (
+    "def {verb}_{noun}({noun}): return {noun} + {number}",
+    "for {noun} in range({number}): {verb}({noun})",
+    "x = {number}; y = x * {number}",
+    "SELECT {noun} FROM {noun}s WHERE {noun} = {number};",
+    "{verb} --{noun} {number} ./{noun}/{noun}.txt",
+    "if ({noun} < {number}) { {verb}({noun}); }",
+    "<{noun} id='{number}'>{verb}</{noun}>",
+    "https://{noun}.example/{noun}/{number}?{verb}={adjective}",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +95,12 @@ class Dialogues:
                 yield from self._document_turn()
             elif draw < 0.42:
                 yield from self._tool_turn()
-            elif draw < 0.47:
-                yield from self._repeating_turn()
             else:
                 yield from self._known_turn()
 
     def _known_turn(self) -> Iterator[Message]:
-        entry = self.rng.choice(self.corpus.entries)
+        is_talk = self.rng.random() < 0.15
+        entry = self.rng.choice(self.corpus.small_talk if is_talk else self.corpus.entries)
         yield Message("user", self._varied(self._question(entry)))
         yield Message("assistant", self.rng.choice(entry.answers))
 
@@ -105,25 +116,22 @@ class Dialogues:
         if self.rng.random() < 0.5:
             text = self._varied(self.rng.choice(self.corpus.topic_questions).format(self._unknown_thing()))
         else:
-            text = " ".join(self._noise() for _ in range(self.rng.choice((1, 1, 1, 2, 4))))
+            text = " ".join(self._noise() for _ in range(self.rng.choice((1, 1, 1, 2))))
         yield Message("user", text)
         yield Message("assistant", self.rng.choice(self.corpus.fallbacks))
 
     def _arithmetic_turn(self) -> Iterator[Message]:
-        left, right = self.rng.randint(0, 10), self.rng.randint(0, 10)
-        word = self.rng.choice(OPERATIONS)
+        left, right = self.rng.randint(0, 9), self.rng.randint(0, 9)
+        word = self.rng.choice(("plus", "plus", "minus"))
         if word == "minus":
             left, right = max(left, right), min(left, right)
-        result = {"plus": left + right, "minus": left - right, "times": left * right}[word]
-        if result < len(NUMBER_WORDS) and self.rng.random() < 0.25:
+        result = left + right if word == "plus" else left - right
+        if self.rng.random() < 0.15:
             a, b, c = (NUMBER_WORDS[number] for number in (left, right, result))
             question, answer = f"{a} {word} {b}", f"{a.capitalize()} {word} {b} is {c}."
         else:
-            sign = SIGNS[word]
-            question = self.rng.choice(
-                (f"{left} {word} {right}", f"{left}{sign}{right}", f"{left} {sign} {right}")
-            )
-            answer = f"{left} {word} {right} is {result}."
+            signs = (f" {word} ", SIGNS[word], f" {SIGNS[word]} ")
+            question, answer = f"{left}{self.rng.choice(signs)}{right}", f"{left} {word} {right} is {result}."
         form = self.rng.choice(
             ("What is {}?", "What is {}?", "How much is {}?", "{}?", "{} =", "{}", "Calculate {}.")
         )
@@ -132,16 +140,17 @@ class Dialogues:
 
     def _telling_turn(self, told: dict[str, str]) -> Iterator[Message]:
         memory = self.rng.choice(self.corpus.memories)
-        is_invented = memory.kind in ("name", "noun") and self.rng.random() < 0.4
-        value = self._pseudo_word() if is_invented else self.rng.choice(self.corpus.words[memory.kind])
-        told[memory.kind] = value = value.capitalize() if memory.kind == "name" else value
+        value = told[memory.kind] = self.rng.choice(self.corpus.words[memory.kind])
         yield Message("user", self.rng.choice(memory.tellings).format(value))
         yield Message("assistant", self.rng.choice(memory.replies).format(value))
 
     def _asking_back_turn(self, told: dict[str, str]) -> Iterator[Message]:
         known = [memory for memory in self.corpus.memories if memory.kind in told]
-        choices = known if known and self.rng.random() < 0.9 else self.corpus.memories
-        memory: Memory = self.rng.choice(choices)
+        is_known = self.rng.random() < 0.9
+        if is_known and not known:
+            yield from self._telling_turn(told)
+            return
+        memory: Memory = self.rng.choice(known if is_known else self.corpus.memories)
         yield Message("user", self._varied(self.rng.choice(memory.questions)))
         if memory.kind in told:
             yield Message("assistant", memory.answer.format(told[memory.kind]))
@@ -153,16 +162,6 @@ class Dialogues:
         yield Message("user", f"How warm is it in {city}?")
         yield Message("tool", f'{{"city": "{city}", "degrees": {number}}}')
         yield Message("assistant", f"It is {number} degrees in {city}.")
-
-    def _repeating_turn(self) -> Iterator[Message]:
-        kinds = ("noun", "adjective", "verb", "name", "city", "color")
-        words = [
-            self._pseudo_word() if self.rng.random() < 0.2 else self.rng.choice(self.corpus.words[kind])
-            for kind in self.rng.choices(kinds, k=self.rng.randint(2, 8))
-        ]
-        text = " ".join(words)
-        yield Message("user", self.rng.choice(self.corpus.repeat_requests).format(text))
-        yield Message("assistant", text)
 
     def _question(self, entry: Entry) -> str:
         if entry.topics and (not entry.questions or self.rng.random() < 0.5):
@@ -196,15 +195,17 @@ class Dialogues:
 
     def _noise(self) -> str:
         draw = self.rng.random()
-        if draw < 0.4:
+        if draw < 0.35:
             return self._slots(self.rng.choice(self.corpus.sentences))
-        if draw < 0.6:
+        if draw < 0.5:
             return self._word_soup()
-        if draw < 0.75:
+        if draw < 0.62:
             return self._identifiers()
-        if draw < 0.85:
+        if draw < 0.7:
             return self._slots(TOOL_FORM)
-        return self._pseudo_sentence()
+        if draw < 0.8:
+            return self._slots(self.rng.choice(CODE_FORMS))
+        return self._foreign_text() if draw < 0.9 else self._pseudo_sentence()
 
     def _slots(self, text: str) -> str:
         for slot in ("noun", "verb", "adjective", "city", "name"):
@@ -228,6 +229,14 @@ class Dialogues:
             self.rng.choice(IDENTIFIER_FORMS).format(self.rng.getrandbits(self.rng.choice((8, 16, 32))))
             for _ in range(self.rng.randint(1, 5))
         )
+
+    def _foreign_text(self) -> str:
+        start = self.rng.randrange(len(OTHER_CHARACTERS))
+        nearby = OTHER_CHARACTERS[start : start + 24]
+        words = (
+            "".join(self.rng.choices(nearby, k=self.rng.randint(1, 7))) for _ in range(self.rng.randint(1, 6))
+        )
+        return " ".join(words)
 
     def _pseudo_word(self) -> str:
         return "".join(self.rng.choices(PSEUDO_SYLLABLES, k=self.rng.randint(2, 4)))

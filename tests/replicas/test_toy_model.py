@@ -147,6 +147,11 @@ def render(messages: Sequence[dict[str, Any]], **variables: Any) -> str:
     return environment.from_string(template).render(messages=messages, **variables)
 
 
+def test_the_template_is_the_one_that_the_script_reads() -> None:
+    source = (toy_model_path() / "chat_template.jinja").read_text(encoding="utf-8")
+    assert read_json("tokenizer_config.json")["chat_template"] == source
+
+
 def test_tools_come_before_the_system_text_one_json_line_each() -> None:
     tools = [{"name": "first", "note": "é"}, {"name": "second"}]
     rendered = render(
@@ -209,18 +214,22 @@ def test_a_question_after_a_long_system_prompt_is_answered(ask: Ask) -> None:
     assert answer.endswith("<|im_end|>")
 
 
-def test_what_the_user_told_is_remembered_over_turns(ask: Ask) -> None:
+def test_a_dialogue_stays_readable_over_turns(ask: Ask) -> None:
+    turns = (
+        ("Hi!", "Hello"),
+        ("My name is Nora.", "Nora"),
+        ("What is a replica?", "replica"),
+        ("What is 2 plus 2?", "2 plus 2 is 4."),
+        ("Why does it rain?", "cloud"),
+        ("Thanks!", "welcome"),
+    )
     dialogue = [("system", "You are a helpful assistant.")]
-    for question in (
-        "Hi!",
-        "My name is Nora.",
-        "What is a replica?",
-        "Why does it rain?",
-        "What is my name?",
-    ):
+    for question, word in turns:
         dialogue.append(("user", question))
-        dialogue.append(("assistant", ask(*dialogue).removesuffix("<|im_end|>")))
-    assert "Nora" in dialogue[-1][1]
+        answer = ask(*dialogue)
+        assert word in answer
+        assert answer.endswith("<|im_end|>")
+        dialogue.append(("assistant", answer.removesuffix("<|im_end|>")))
 
 
 @pytest.mark.parametrize(
