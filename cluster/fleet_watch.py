@@ -20,6 +20,9 @@ from replicas.protocol.status import ReplicaState
 MOST_EARLY_DEATHS = 3
 """So often may a replica die before it is ready for the first time until `kvasir up` gives up."""
 
+CALL_SECONDS = 5.0
+"""How long a call of Ray's may hold up the end of the cluster."""
+
 
 class FleetWatch:
     def __init__(self, spec: FleetSpec, on_view: Callable[[FleetView], None]) -> None:
@@ -36,10 +39,10 @@ class FleetWatch:
         backoff = BackoffSpec()
         num_deaths = 0
         while True:
-            self._controller = await asyncio.to_thread(_find_or_create, self._spec)
+            self._controller = await _call_ray(_find_or_create, self._spec)
             cause = await self._follow()
             # One whose `run` has failed still lives, and holds the name.
-            await asyncio.to_thread(ray.kill, self._controller)
+            await _call_ray(ray.kill, self._controller)
             num_deaths += 1
             say(f"the fleet controller ended ({cause}); starting it again")
             await asyncio.sleep(backoff.delay_seconds(num_deaths))
@@ -100,6 +103,17 @@ def _deaths(replica: ReplicaView, spec: FleetSpec) -> str:
 
 async def _result(reference: Awaitable[None]) -> None:
     await reference
+
+
+async def _call_ray(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a thread. A cancellation waits for the call to end: what comes next is Ray's shutdown,
+    and a thread that is still in Ray then ends this process on the spot, or makes the shutdown hang."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait((call,), timeout=CALL_SECONDS)
+        raise
 
 
 def _find_or_create(spec: FleetSpec) -> Any:
