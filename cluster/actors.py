@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import PoolSpec
 from replicas.config import ReplicaConfig
 from replicas.protocol.status import Epoch, ReplicaId
+from replicas.vllm_engine.environment import VLLM_ENVIRONMENT
 
 NAMESPACE = "kvasir"
 CONTROLLER_NAME = "fleet-controller"
@@ -106,6 +107,7 @@ async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | Non
     await asyncio.to_thread(_remove_group, name)
     group = await asyncio.to_thread(_create_group, pool, name)
     environment = {
+        **(VLLM_ENVIRONMENT if pool.replica.engine == "vllm" else {}),
         "OMP_NUM_THREADS": str(pool.num_threads),
         # The actor both forks and serves gRPC; nothing forked ever calls gRPC.
         "GRPC_ENABLE_FORK_SUPPORT": "0",

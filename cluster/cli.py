@@ -75,7 +75,9 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas", type=_replica_count, default=2, metavar="N", help="how many (default: 2)"
     )
-    parser.add_argument("--engine", choices=("torch", "simulated"), default="torch", help="default: torch")
+    parser.add_argument(
+        "--engine", choices=("torch", "vllm", "simulated"), default="torch", help="default: torch"
+    )
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
     parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")

@@ -91,7 +91,7 @@ class LocalCluster:
                 ray_address=head.address,
                 router_url=router_url,
                 router_pid=router.pid,
-                block_size=self._options.replica.block_size,
+                block_size=self._options.replica.tokens_per_block,
                 ready=False,
             )
             watch = FleetWatch(self._spec(head, redis_url), self._on_view)
@@ -133,7 +133,7 @@ class LocalCluster:
 
     def _spec(self, head: RayHead, redis_url: str) -> FleetSpec:
         num_replicas, config = self._options.num_replicas, self._options.replica
-        wants_gpu = config.engine == "torch" and config.device != "cpu"
+        wants_gpu = config.engine in ("torch", "vllm") and config.device != "cpu"
         pool = PoolSpec(
             num_replicas,
             replica=replace(config, redis_url=redis_url),

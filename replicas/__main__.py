@@ -18,6 +18,7 @@ from replicas.errors import ReplicaError, StartupError
 from replicas.host import ReplicaHost
 from replicas.protocol.settings import SettingsError, load_settings
 from replicas.torch_engine.model_config import CheckpointError
+from replicas.vllm_engine.environment import vllm_environment
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             program="python -m replicas",
             description="Serve one model from one engine, for routers to find.",
         )
+        if config.engine == "vllm":
+            os.environ.update(vllm_environment(config.num_threads))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config))
     except (SettingsError, CheckpointError, StartupError) as error:

@@ -3,11 +3,19 @@
 Knows no environment and no file: `replicas/protocol/settings.py` reads those.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from replicas.protocol.settings import SettingsError, setting
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
+
+ENGINES = ("torch", "vllm", "simulated")
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_VLLM_BLOCK_SIZE = 32
+"""The smallest that vLLM takes on every platform."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,7 @@ class ReplicaConfig:
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
     )
-    engine: str = setting("torch", help="torch or simulated")
+    engine: str = setting("torch", help="torch, vllm or simulated")
     model: str | None = setting(
         None, help="checkpoint directory; none means the toy model that ships with Kvasir"
     )
@@ -28,16 +36,21 @@ class ReplicaConfig:
 
     device: str = setting("auto", help="cpu, cuda, cuda:N, or auto: CUDA where there is a GPU")
     dtype: str = setting(
-        "auto", help="float32, bfloat16, float16, or auto: the checkpoint's own, float32 on a CPU"
+        "auto",
+        help="float32, bfloat16, float16, or auto: the checkpoint's own, float32 on a CPU with torch",
     )
     context_length: int | None = setting(
         None, help="most tokens of prompt and answer; none means the model's own"
     )
-    block_size: int = setting(16, help="tokens per KV block")
+    block_size: int | None = setting(
+        None,
+        help="tokens per KV block; none means 16, and 32 with vllm, which needs a multiple of 32 on a CPU",
+    )
     num_blocks: int | None = setting(None, help="KV blocks; none means as many as kv_cache_bytes holds")
     kv_cache_bytes: int | None = setting(
         None,
-        help="memory of the KV cache in bytes; none means 128 MiB on a CPU, 85 %% of what is free on a GPU",
+        help="memory of the KV cache in bytes; none means 128 MiB on a CPU, 85 %% of what is free on a GPU "
+        "with torch, vLLM's own choice with vllm",
     )
     max_batched_tokens: int = setting(
         2048, help="most tokens computed in one step (prefill is cut into chunks)"
@@ -45,6 +58,9 @@ class ReplicaConfig:
     max_running: int = setting(256, help="most requests in one batch")
     max_waiting: int = setting(1024, help="most requests that wait; beyond, they are refused as overloaded")
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
+    engine_args: Mapping[str, Any] | None = setting(
+        None, help="vLLM's own engine arguments, NAME=VALUE,NAME=VALUE or a mapping; vllm only"
+    )
 
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
@@ -64,10 +80,20 @@ class ReplicaConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.engine not in ("torch", "simulated"):
-            raise SettingsError(f"setting engine is torch or simulated, not {self.engine}")
+        if self.engine not in ENGINES:
+            raise SettingsError(f"setting engine is torch, vllm or simulated, not {self.engine}")
+        if self.engine_args and self.engine != "vllm":
+            raise SettingsError(f"setting engine_args is for the engine vllm, not for {self.engine}")
         for name in ("block_size", "max_batched_tokens", "max_running", "max_waiting", "index_stride"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The block size that was set, or the engine's default."""
+        if self.block_size is not None:
+            return self.block_size
+        return DEFAULT_VLLM_BLOCK_SIZE if self.engine == "vllm" else DEFAULT_BLOCK_SIZE

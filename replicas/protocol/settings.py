@@ -116,6 +116,8 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
             return None
         return _convert(name, value, next(option for option in arguments if option is not type(None)))
     try:
+        if origin is Mapping:
+            return _to_mapping(value)
         if origin is tuple:
             items = value.split(",") if isinstance(value, str) else value
             return tuple(_convert(name, item, arguments[0]) for item in items)
@@ -132,6 +134,24 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     raise SettingsError(f"setting {name} cannot be {value!r}; it takes {_kind_name(kind)}")
 
 
+def _to_mapping(value: Any) -> dict[str, Any]:
+    """NAME=VALUE,NAME=VALUE, or YAML's own form in braces where a value has commas; values as in YAML."""
+    if isinstance(value, str):
+        try:
+            if value.lstrip().startswith("{"):
+                value = yaml.safe_load(value)
+            else:
+                pairs = [pair.partition("=") for pair in value.split(",")]
+                if any(not name.strip() or not equals for name, equals, _ in pairs):
+                    raise ValueError(value)
+                value = {name.strip(): yaml.safe_load(text) for name, _, text in pairs}
+        except yaml.YAMLError as error:
+            raise ValueError(value) from error
+    if not isinstance(value, Mapping):
+        raise TypeError(value)
+    return {str(name).replace("-", "_"): item for name, item in value.items()}
+
+
 def _to_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -143,6 +163,8 @@ def _to_bool(value: Any) -> bool:
 
 def _kind_name(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if typing.get_origin(kind) is Mapping:
+        return "NAME=VALUE,NAME=VALUE"
     return names.get(kind, "a list")
 
 

@@ -49,7 +49,7 @@ class TorchEngine:
             name=config.model_name or directory.resolve().name,
             fingerprint=fingerprint(directory),
             engine="torch",
-            block_size=config.block_size,
+            block_size=config.tokens_per_block,
             num_blocks=num_blocks,
             context_length=context_length,
             vocab_size=checkpoint.config.vocab_size,
@@ -59,10 +59,14 @@ class TorchEngine:
         )
         num_ids = num_blocks + 1  # the null block has an id too
         self._scheduler = _scheduler(
-            self._card, KVCacheManager(num_ids, config.block_size), config.max_waiting
+            self._card, KVCacheManager(num_ids, config.tokens_per_block), config.max_waiting
         )
         pool = KVPool(
-            checkpoint.config, num_blocks=num_ids, block_size=config.block_size, dtype=dtype, device=device
+            checkpoint.config,
+            num_blocks=num_ids,
+            block_size=config.tokens_per_block,
+            dtype=dtype,
+            device=device,
         )
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids)
@@ -140,18 +144,18 @@ def _num_blocks(config: ReplicaConfig, model: ModelConfig, dtype: torch.dtype, d
         available = _CPU_CACHE_BYTES
         if device.type == "cuda":
             available = int(torch.cuda.mem_get_info(device)[0] * _FREE_GPU_MEMORY_RATIO)
-    return available // kv_bytes_per_block(model, config.block_size, dtype)
+    return available // kv_bytes_per_block(model, config.tokens_per_block, dtype)
 
 
 def _context_length(config: ReplicaConfig, model: ModelConfig, num_blocks: int) -> int:
     """The longest sequence that was asked for, that the model bears and that the cache holds."""
     wanted = min(config.context_length or model.longest_context, model.longest_context)
-    capacity = num_blocks * config.block_size
+    capacity = num_blocks * config.tokens_per_block
     least = min(wanted, _SENSIBLE_CONTEXT)
     if capacity < least:
         raise SettingsError(
-            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.block_size}), too few for "
-            f"one sequence of {least}: raise num_blocks or kv_cache_bytes, or lower context_length"
+            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.tokens_per_block}), too "
+            f"few for one sequence of {least}: raise num_blocks or kv_cache_bytes, or lower context_length"
         )
     return min(wanted, capacity)
 

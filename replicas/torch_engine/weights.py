@@ -26,7 +26,14 @@ from replicas.torch_engine.model_config import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "CheckpointError", "fingerprint", "load_checkpoint", "tokenizer_bundle"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "files_fingerprint",
+    "fingerprint",
+    "load_checkpoint",
+    "tokenizer_bundle",
+]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -84,10 +91,18 @@ def load_checkpoint(directory: Path) -> Checkpoint:
 def fingerprint(directory: Path) -> str:
     """Hex digest over the config, the weights, the tokenizer and the chat template.
 
-    Of file contents and names within the directory only, so a copy elsewhere has the same. Files are
-    streamed and hashed in parallel (hashlib lets other threads run). Raises CheckpointError.
+    Raises CheckpointError, also for a model that is none of ours to compute.
     """
     read_model_config(directory)
+    return files_fingerprint(directory)
+
+
+def files_fingerprint(directory: Path) -> str:
+    """The same for any model: of file contents and names within the directory only.
+
+    So a copy elsewhere has the same. Files are streamed and hashed in parallel (hashlib lets other
+    threads run). Raises CheckpointError.
+    """
     text_files = [directory / name for name in _bundle_names(directory)]
     paths = sorted({directory / "config.json", *text_files, *_weight_files(directory)})
     with ThreadPoolExecutor(max_workers=4) as pool:

@@ -212,7 +212,7 @@ def batch_loss(model: LlamaForCausalLM, rows: list[Row]) -> tuple[torch.Tensor, 
 
 
 def train(rows: RowMaker, schedule: list[Phase]) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(
+    model = LlamaForCausalLM(  # type: ignore[no-untyped-call]
         LlamaConfig(**MODEL_SETTINGS, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA})
     )
     optimizers = make_optimizers(model)

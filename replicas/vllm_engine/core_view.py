@@ -1,0 +1,118 @@
+"""CoreView: the one place that looks inside vLLM's engine core.
+
+Owns what is attached there: a publisher that keeps each step's cache events, and a note of what was
+scheduled. Everything else reads. Works with an engine core in the same process only.
+"""
+
+from typing import Any
+
+from vllm.distributed.kv_events import AllBlocksCleared as VllmAllBlocksCleared
+from vllm.distributed.kv_events import BlockRemoved as VllmBlockRemoved
+from vllm.distributed.kv_events import BlockStored as VllmBlockStored
+from vllm.v1.request import RequestStatus
+
+__all__ = ["CoreView", "VllmAllBlocksCleared", "VllmBlockRemoved", "VllmBlockStored"]
+
+
+class _EventKeeper:
+    """vLLM's event publisher, as far as the scheduler calls it: what is published stays here."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events.extend(batch.events)
+
+    def get_publisher_config(self) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        pass
+
+
+class CoreView:
+    def __init__(self, llm_engine: Any) -> None:
+        self._scheduler: Any = llm_engine.engine_core.engine_core.scheduler
+        self._keeper = _EventKeeper()
+        self._scheduler.kv_event_publisher = self._keeper
+        self._schedule = self._scheduler.schedule
+        self._scheduler.schedule = self._schedule_and_note
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
+
+    @property
+    def num_attention_kinds(self) -> int:
+        """More than one means that layers cache different things for one token."""
+        return len(self._scheduler.kv_cache_config.kv_cache_groups)
+
+    @property
+    def num_blocks(self) -> int:
+        """Without the null block."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there are some that no step has said yet: a reset between steps leaves one."""
+        return bool(self._pool.kv_event_queue)
+
+    def take_events(self) -> list[Any]:
+        """In order: those of the last step, then those that came up since."""
+        events = self._keeper.events
+        self._keeper.events = []
+        events.extend(self._scheduler.kv_cache_manager.take_events())
+        return events
+
+    def take_computed(self) -> tuple[int, int]:
+        """Prefill and decode tokens of the steps since the last call."""
+        computed = (self._num_prefill_tokens, self._num_decode_tokens)
+        self._num_prefill_tokens = self._num_decode_tokens = 0
+        return computed
+
+    def request(self, internal_id: str) -> Any:
+        """vLLM's own request, as the scheduler keeps it."""
+        return self._scheduler.requests[internal_id]
+
+    def is_running(self, request: Any) -> bool:
+        return bool(request.status == RequestStatus.RUNNING)
+
+    def num_leading_cached_blocks(self, request: Any) -> int:
+        """How many blocks of a request that waits would be found in the cache now."""
+        find = self._pool.get_cached_block
+        num_blocks = 0
+        for block_hash in request.block_hashes:
+            if find(block_hash, [0]) is None:
+                break
+            num_blocks += 1
+        return num_blocks
+
+    def cached_hashes(self) -> dict[bytes, int]:
+        """vLLM's hash of every cached block, with its number of copies: the truth that events report."""
+        copies: dict[bytes, int] = {}
+        for block in self._pool.blocks:
+            if block.block_hash is not None:
+                digest = bytes(block.block_hash)[:-4]  # the rest is the number of the KV cache group
+                copies[digest] = copies.get(digest, 0) + 1
+        return copies
+
+    @property
+    def _pool(self) -> Any:
+        return self._scheduler.kv_cache_manager.block_pool
+
+    def _schedule_and_note(self, *arguments: Any, **named: Any) -> Any:
+        output = self._schedule(*arguments, **named)
+        for internal_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._scheduler.requests[internal_id]
+            # The scheduler counts them as computed already.
+            if num_tokens == 1 and request.num_computed_tokens > request.num_prompt_tokens:
+                self._num_decode_tokens += 1
+            else:
+                self._num_prefill_tokens += num_tokens
+        return output

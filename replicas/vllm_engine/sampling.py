@@ -1,0 +1,72 @@
+"""How to continue a prompt, in vLLM's words, and its logprobs in ours.
+
+Owns the translation. Imports vLLM.
+
+vLLM knows no resumed generation: to it, everything that is given is prompt. What counts output is
+therefore corrected here. `max_tokens` and `min_tokens` shrink by what is there already. Frequency and
+presence penalties of that part become a logit bias: exact for frequency, but a token that comes again
+pays its presence penalty twice. vLLM draws from a generator per request that starts with the seed, and
+cannot be started in its middle: a resumed request that samples continues from a seed of its own, the
+same wherever it is resumed, but not with the tokens that would have come without the interruption.
+Greedy ones continue as if nothing had happened.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from typing import Any
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from replicas.engine import EngineRequest
+from replicas.protocol.frames import SamplingParams, TokenLogprobs
+
+
+def vllm_sampling(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> Any:
+    """Raises ValueError where vLLM's limits are narrower than ours."""
+    sampling = request.sampling
+    ends = sampling.stop_token_ids if sampling.ignore_eos else (*eos_token_ids, *sampling.stop_token_ids)
+    return VllmSamplingParams(
+        max_tokens=sampling.max_tokens - request.num_output_tokens,
+        min_tokens=max(0, sampling.min_tokens - request.num_output_tokens),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=_seed(sampling, request.num_output_tokens),
+        logit_bias=_logit_bias(request) or None,
+        # The end-of-sequence tokens are stop tokens here: vLLM knows but one of them without a tokenizer.
+        stop_token_ids=list(ends),
+        ignore_eos=True,
+        logprobs=sampling.num_logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def token_logprobs(token_id: int, candidates: Any, num_logprobs: int) -> TokenLogprobs:
+    """`candidates` maps token ids to vLLM's logprobs: the likeliest ones, and the sampled one."""
+    ranked = sorted(candidates.items(), key=lambda item: item[1].rank)
+    top = tuple((int(candidate), float(entry.logprob)) for candidate, entry in ranked[:num_logprobs])
+    return TokenLogprobs(token_id, float(candidates[token_id].logprob), top)
+
+
+def _seed(sampling: SamplingParams, num_output_tokens: int) -> int:
+    if num_output_tokens == 0:
+        return sampling.seed
+    counter = sampling.seed.to_bytes(8, "little") + num_output_tokens.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"kvasir-resume-v1").digest())
+
+
+def _logit_bias(request: EngineRequest) -> dict[int, float]:
+    sampling = request.sampling
+    biases: defaultdict[int, float] = defaultdict(float)
+    for token_id, bias in sampling.logit_bias:
+        biases[token_id] += bias
+    if request.num_output_tokens and (sampling.frequency_penalty or sampling.presence_penalty):
+        for token_id, count in Counter(request.token_ids[-request.num_output_tokens :]).items():
+            biases[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    return dict(biases)
