@@ -1,0 +1,50 @@
+"""The torch engine and the simulated one keep the contract of engines."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from replicas.config import ReplicaConfig
+from replicas.engine import Engine
+from replicas.engines import build_engine
+from tests.replicas.engine_contract import EngineContract, run
+
+__all__ = ["run"]
+
+
+def built(engine: str) -> Iterator[Engine]:
+    config = ReplicaConfig(
+        engine=engine,
+        num_blocks=64,
+        device="cpu",
+        max_batched_tokens=256,
+        max_running=16,
+        simulated_hardware="instant",
+    )
+    made, _ = build_engine(config)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def torch_engine() -> Iterator[Engine]:
+    yield from built("torch")
+
+
+@pytest.fixture(scope="module")
+def simulated_engine() -> Iterator[Engine]:
+    yield from built("simulated")
+
+
+class TestTorchEngine(EngineContract):
+    @pytest.fixture
+    def engine(self, torch_engine: Engine) -> Engine:
+        return torch_engine
+
+
+class TestSimulatedEngine(EngineContract):
+    has_a_model = False
+
+    @pytest.fixture
+    def engine(self, simulated_engine: Engine) -> Engine:
+        return simulated_engine

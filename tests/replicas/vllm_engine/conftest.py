@@ -1,0 +1,47 @@
+"""vLLM in the test process: its environment, and one small engine for all tests of this folder."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from replicas.config import ReplicaConfig
+from replicas.engines import build_engine
+from replicas.vllm_engine.environment import vllm_environment
+
+if TYPE_CHECKING:
+    from replicas.vllm_engine.engine import VllmEngine
+
+NUM_BLOCKS = 64
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    installed = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if "vllm" in item.keywords:
+            # It warns of its own dependencies, at the import and afterwards.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+            item.add_marker(pytest.mark.timeout(180))
+            if not installed:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: ./kvasir test --all installs it"))
+
+
+@pytest.fixture(scope="package")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_environment(1).items():
+            patch.setenv(name, value)
+        yield
+
+
+def vllm_config(**settings: Any) -> ReplicaConfig:
+    defaults = {"num_blocks": NUM_BLOCKS, "max_batched_tokens": 256, "max_running": 16}
+    return ReplicaConfig(engine="vllm", **{**defaults, **settings})
+
+
+@pytest.fixture(scope="package")
+def engine(environment: None) -> Iterator["VllmEngine"]:
+    built: Any = build_engine(vllm_config())[0]
+    yield built
+    built.close()
