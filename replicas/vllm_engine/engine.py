@@ -20,6 +20,7 @@ import torch._dynamo
 import vllm.envs
 from vllm import EngineArgs
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -64,6 +65,7 @@ _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of so many tokens is a mistake in the settings."""
 
 _REFUSALS = (
+    VLLMValidationError,
     ValueError,
     TypeError,
     RuntimeError,  # NotImplementedError among them
@@ -107,9 +109,7 @@ class VllmEngine:
         self._bundle = tokenizer_bundle(directory)
         digest = files_fingerprint(directory)
         eos_token_ids = read_eos_token_ids(directory)
-        if current_platform.is_cpu():
-            # vLLM compiles a helper of logprobs when they are first asked for: seconds, for nothing.
-            torch._dynamo.config.disable = True
+        self._on_cpu = bool(current_platform.is_cpu())
         self._vllm = _start(engine_arguments(config, str(directory)), directory)
         self._core = CoreView(self._vllm)
         model: Any = self._vllm.vllm_config.model_config
@@ -168,7 +168,7 @@ class VllmEngine:
                 priority=request.priority,
                 session_id=name,  # comes back with the events of its blocks
             )
-        except ValueError as error:
+        except (VLLMValidationError, ValueError) as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, _sentence(error)) from error
         inner = self._core.request(internal_id)
         num_cached_tokens = self._core.num_leading_cached_blocks(inner) * self._card.block_size
@@ -183,6 +183,10 @@ class VllmEngine:
         return bool(self._live) or self._core.has_events
 
     def step(self) -> StepFrame:
+        if self._on_cpu:
+            # vLLM would compile a helper when logprobs are first asked for: seconds, for nothing. Torch
+            # keeps this by thread, and the one that steps need not be the one that built the engine.
+            torch._dynamo.config.disable = True
         outputs: Iterable[Any] = self._vllm.step() if self._live else ()
         events = self._translate(self._core.take_events())
         deltas = [self._delta(output) for output in outputs]

@@ -23,7 +23,7 @@ from replicas.protocol.frames import SamplingParams, TokenLogprobs
 
 
 def vllm_sampling(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> Any:
-    """Raises ValueError where vLLM's limits are narrower than ours."""
+    """Raises VLLMValidationError where vLLM's limits are narrower than ours."""
     sampling = request.sampling
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*eos_token_ids, *sampling.stop_token_ids)
     return VllmSamplingParams(

@@ -42,7 +42,9 @@ class Run:
     def add(self, token_ids: Sequence[int], *, root: BlockHash = ROOT, **fields: Any) -> RequestKey:
         self._next_id += 1
         key = RequestKey(self._next_id, 0)
-        own = {name: fields.pop(name) for name in ("media", "priority", "num_output_tokens") if name in fields}
+        own = {
+            name: fields.pop(name) for name in ("media", "priority", "num_output_tokens") if name in fields
+        }
         sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **fields})
         self.engine.add(EngineRequest(key, token_ids, sampling, root, **own))
         self.deltas[key] = []
@@ -189,7 +191,9 @@ class EngineContract:
     def test_a_seed_samples_the_same_whatever_else_runs(self, run: Run) -> None:
         prompt = prompt_of(run.engine, 20)
         alone = run.tokens(run.generate(prompt, max_tokens=8, temperature=1.0, seed=3))
-        others = [run.add(prompt_of(run.engine, 30, n), max_tokens=9, temperature=1.0, seed=n) for n in range(5)]
+        others = [
+            run.add(prompt_of(run.engine, 30, n), max_tokens=9, temperature=1.0, seed=n) for n in range(5)
+        ]
         key = run.add(prompt, max_tokens=8, temperature=1.0, seed=3)
         run.finish()
         assert run.tokens(key) == alone
@@ -206,9 +210,7 @@ class EngineContract:
         prompt = prompt_of(run.engine, 20)
         whole = run.tokens(run.generate(prompt, max_tokens=10, temperature=1.0, seed=11))
         keys = [
-            run.generate(
-                [*prompt, *whole[:6]], max_tokens=10, temperature=1.0, seed=11, num_output_tokens=6
-            )
+            run.generate([*prompt, *whole[:6]], max_tokens=10, temperature=1.0, seed=11, num_output_tokens=6)
             for _ in range(2)
         ]
         assert run.tokens(keys[0]) == run.tokens(keys[1])
@@ -346,7 +348,9 @@ class EngineContract:
         assert load.num_total_blocks == run.engine.card.num_blocks
         run.finish()
         load = run.step().load
-        assert (load.num_running, load.num_waiting, load.num_pending_tokens, load.num_context_tokens) == (0,) * 4
+        assert (load.num_running, load.num_waiting, load.num_pending_tokens, load.num_context_tokens) == (
+            0,
+        ) * 4
         assert all(len(run.tokens(key)) == 6 for key in keys)
 
     def test_computed_tokens_are_counted_by_kind(self, run: Run) -> None:

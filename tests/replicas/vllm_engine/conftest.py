@@ -24,7 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(pytest.mark.timeout(180))
             if not installed:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: ./kvasir test --all installs it"))
+                item.add_marker(
+                    pytest.mark.skip(reason="vLLM is not installed: ./kvasir test --all installs it")
+                )
 
 
 @pytest.fixture(scope="package")
