@@ -117,3 +117,28 @@ def test_help_documents_every_setting_of_a_replica(capsys: pytest.CaptureFixture
     for field in fields(ReplicaConfig):
         assert "--" + field.name.replace("_", "-") in text
         assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a-b=1,c=x y,d=true", "{a_b: 1, c: x y, d: true}", {"a_b": 1, "c": "x y", "d": True}]
+)
+def test_a_mapping_comes_as_pairs_or_as_yaml(text: object) -> None:
+    config = build(ReplicaConfig, {"engine": "vllm", "engine_args": text})
+    assert config.engine_args == {"a_b": 1, "c": "x y", "d": True}
+
+
+@pytest.mark.parametrize("text", ["a", "a=1,b", "=1", "{a", "{}x", 7])
+def test_a_mapping_that_is_none_is_one_sentence(text: object) -> None:
+    with pytest.raises(SettingsError, match=r"engine_args cannot be .*; it takes NAME=VALUE,NAME=VALUE"):
+        build(ReplicaConfig, {"engine": "vllm", "engine_args": text})
+
+
+def test_the_block_size_follows_the_engine_unless_it_is_set() -> None:
+    assert ReplicaConfig().tokens_per_block == 16
+    assert ReplicaConfig(engine="vllm").tokens_per_block == 32
+    assert ReplicaConfig(engine="vllm", block_size=64).tokens_per_block == 64
+
+
+def test_engine_args_are_for_vllm_only() -> None:
+    with pytest.raises(SettingsError, match="engine_args is for the engine vllm"):
+        ReplicaConfig(engine_args={"seed": 1})

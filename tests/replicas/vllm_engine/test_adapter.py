@@ -1,4 +1,4 @@
-"""The adapter between vLLM's blocks and ours: proven at the start, and equal to vLLM's own pool after a storm."""
+"""The adapter between vLLM's blocks and ours: proven at the start, equal to vLLM's own pool ever after."""
 
 import random
 from collections import Counter
