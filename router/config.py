@@ -42,7 +42,7 @@ class RouterConfig:
     )
     poll_seconds: float = setting(0.5, help="time between looks at the registry of replicas")
 
-    max_body_bytes: int = setting(32 * 2**20, help="longest request body; beyond, 413")
+    max_body_bytes: int = setting(8 * 2**20, help="longest request body; beyond, 413")
     upload_seconds: float = setting(60.0, help="longest time for a request to arrive; slower bodies get 408")
     max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
     max_choices: int = setting(16, help="most choices (n) per prompt")

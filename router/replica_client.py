@@ -16,10 +16,10 @@ import grpc
 
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import Abort, ClientFrame, LoadSnapshot, SamplingParams, Submit, TokenDelta
+from replicas.protocol.frames import Abort, LoadSnapshot, SamplingParams, Submit, TokenDelta
 from replicas.protocol.replica_pb2_grpc import ReplicaStub
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
-from replicas.protocol.wire import card_from_wire, client_frame_to_wire, server_frame_from_wire
+from replicas.protocol.wire import abort_to_wire, card_from_wire, server_frame_from_wire, submit_to_wire
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     # Describe carries tokenizer files; the largest in use are above 30 MB, and the default limit is 4 MB.
@@ -39,8 +39,8 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-MAX_FRAME_TOKENS = 256 * 1024
-"""Token ids in one ClientFrame (1 MiB): many long prompts in one turn become several frames."""
+MAX_FRAME_TOKEN_BYTES = 1 << 20
+"""Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
 
 LoadListener = Callable[[ReplicaId, LoadSnapshot], None]
 
@@ -141,8 +141,8 @@ class ReplicaClient:
         self._last_frame_time: float | None = None
         self._request_ids = itertools.count(1)
         self._inflight: dict[int, Inflight] = {}
-        self._submits: deque[Submit] = deque()
-        self._aborts: list[Abort] = []
+        self._submits: deque[pb.Submit] = deque()
+        self._aborts: list[pb.Abort] = []
         self._outbox_filled = asyncio.Event()
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = ReplicaStub(self._channel)  # type: ignore[no-untyped-call]
@@ -168,13 +168,15 @@ class ReplicaClient:
         num_output_tokens: int = 0,
         mailbox: Mailbox | None = None,
     ) -> Inflight:
-        """Send a request with the next frame. Raises ReplicaLost if the stream is already broken."""
+        """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
+
+        Encoded here and now: what the protocol cannot carry raises (ValueError, OverflowError or
+        TypeError) for this request alone, and not for the stream that all of them share.
+        """
         if self.lost is not None:
             raise self.lost
         request_id = next(self._request_ids)
-        inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
-        self._inflight[request_id] = inflight
-        self._submits.append(
+        message = submit_to_wire(
             Submit(
                 request_id=request_id,
                 token_ids=token_ids,
@@ -185,6 +187,9 @@ class ReplicaClient:
                 num_output_tokens=num_output_tokens,
             )
         )
+        inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
+        self._inflight[request_id] = inflight
+        self._submits.append(message)
         self._outbox_filled.set()
         return inflight
 
@@ -195,7 +200,7 @@ class ReplicaClient:
             return
         if choice is None or inflight.close_choice(choice):
             del self._inflight[request_id]
-        self._aborts.append(Abort(request_id, choice))
+        self._aborts.append(abort_to_wire(Abort(request_id, choice)))
         self._outbox_filled.set()
 
     async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
@@ -273,21 +278,21 @@ class ReplicaClient:
                 await self._outbox_filled.wait()
                 self._outbox_filled.clear()
                 while self._submits or self._aborts:
-                    await call.write(client_frame_to_wire(self._next_frame()))
+                    await call.write(self._next_frame())
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the stream has ended; the read loop learns why
 
-    def _next_frame(self) -> ClientFrame:
-        submits: list[Submit] = []
-        room = MAX_FRAME_TOKENS
+    def _next_frame(self) -> pb.ClientFrame:
+        submits: list[pb.Submit] = []
+        room = MAX_FRAME_TOKEN_BYTES
         while self._submits and (not submits or len(self._submits[0].token_ids) <= room):
             submits.append(self._submits.popleft())
             room -= len(submits[-1].token_ids)
         if self._submits:
-            return ClientFrame(submits=tuple(submits))
+            return pb.ClientFrame(submits=submits)
         # Aborts go last: each may be for a submit of this very turn.
         aborts, self._aborts = self._aborts, []
-        return ClientFrame(submits=tuple(submits), aborts=tuple(aborts))
+        return pb.ClientFrame(submits=submits, aborts=aborts)
 
     async def _watch(self) -> None:
         """A replica sends a frame with every heartbeat, so silence means that the stream is dead.

@@ -35,9 +35,13 @@ _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 def client_frame_to_wire(frame: ClientFrame) -> pb.ClientFrame:
     return pb.ClientFrame(
-        submits=[_submit_to_wire(submit) for submit in frame.submits],
-        aborts=[pb.Abort(request_id=abort.request_id, choice=abort.choice) for abort in frame.aborts],
+        submits=[submit_to_wire(submit) for submit in frame.submits],
+        aborts=[abort_to_wire(abort) for abort in frame.aborts],
     )
+
+
+def abort_to_wire(abort: Abort) -> pb.Abort:
+    return pb.Abort(request_id=abort.request_id, choice=abort.choice)
 
 
 def client_frame_from_wire(message: pb.ClientFrame) -> ClientFrame:
@@ -62,7 +66,8 @@ def server_frame_from_wire(message: pb.ServerFrame) -> ServerFrame:
     )
 
 
-def _submit_to_wire(submit: Submit) -> pb.Submit:
+def submit_to_wire(submit: Submit) -> pb.Submit:
+    """Raises ValueError, OverflowError or TypeError for what the protocol cannot carry."""
     sampling = submit.sampling
     return pb.Submit(
         request_id=submit.request_id,

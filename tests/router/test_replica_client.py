@@ -9,7 +9,7 @@ import pytest
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import FinishReason, LoadSnapshot, SamplingParams, TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.replica_client import MAX_FRAME_TOKENS, Inflight, Mailbox, ReplicaClient, ReplicaLost
+from router.replica_client import MAX_FRAME_TOKEN_BYTES, Inflight, Mailbox, ReplicaClient, ReplicaLost
 from tests.router.scripted_replica import CARD, ScriptedReplica, eventually, token_at
 
 ROOT = BlockHash(bytes(16))
@@ -70,11 +70,22 @@ async def test_requests_of_one_turn_share_a_frame(client: ReplicaClient, replica
 async def test_prompts_beyond_the_frame_limit_are_split_over_frames(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
-    long_prompt = [7] * (MAX_FRAME_TOKENS * 2 // 3)
+    long_prompt = [7] * (MAX_FRAME_TOKEN_BYTES // 4 * 2 // 3)
     inflights = [client.submit(long_prompt, SamplingParams(max_tokens=1), ROOT) for _ in range(3)]
     for inflight in inflights:
         await collect(inflight)
     assert replica.num_client_frames == 3
+
+
+async def test_what_the_protocol_cannot_carry_fails_alone(client: ReplicaClient) -> None:
+    running = client.submit([1, 2, 3], SamplingParams(max_tokens=5, seed=9), ROOT)
+    with pytest.raises(ValueError):
+        client.submit([1], SamplingParams(max_tokens=5, top_k=2**40), ROOT)
+    with pytest.raises(OverflowError):
+        client.submit([-1], SamplingParams(max_tokens=5), ROOT)
+    assert client.num_inflight == 1
+    assert tokens_of(await collect(running)) == [token_at(9, n) for n in range(5)]
+    assert client.num_inflight == 0
 
 
 async def test_one_mailbox_serves_several_requests(client: ReplicaClient) -> None:
