@@ -19,9 +19,9 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
-from replicas.cancellation import raise_if_cancelled
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.keys import BLOCKS_MARKER, IndexChange, blocks_key, encode_change, events_key
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId

@@ -17,8 +17,8 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, WatchError
 
-from replicas.cancellation import raise_if_cancelled
 from replicas.errors import LeaseLost
+from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.keys import (
     MODELS_KEY,
     ReplicaRecord,

@@ -27,6 +27,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.overlap import ChangeOutcome, PrefixIndex
@@ -145,7 +146,7 @@ class IndexMirror:
                     )
                     backoff = MIN_BACKOFF_SECONDS
                 self._is_connected = False
-            _raise_if_cancelled()
+            raise_if_cancelled()
             await asyncio.sleep(backoff)
             backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
 
@@ -166,7 +167,7 @@ class IndexMirror:
             self._is_connected = True
             audit_due = time.monotonic() + self._audit_seconds
             while True:
-                _raise_if_cancelled()
+                raise_if_cancelled()
                 await self._read_sets(client)
                 await self._follow(client)
                 if time.monotonic() >= audit_due:
@@ -291,17 +292,6 @@ class IndexMirror:
         missed = record.last_change - self._index.last_change(record.replica_id)
         if missed > 0 or num_hashes != self._index.num_stored(record.replica_id):
             self._unread.setdefault(record.replica_id, Contained(record.epoch, record.last_change))
-
-
-def _raise_if_cancelled() -> None:
-    """Be cancelled, if a cancellation was lost on the way.
-
-    The Redis client sends under `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that
-    arrives together with the result. A loop that never ends would then never end.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def _last_id(info: Mapping[str, Any]) -> StreamId:

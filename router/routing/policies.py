@@ -5,7 +5,7 @@ keeps any state: what a policy needs to know stands in its arguments.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from replicas.protocol.status import ReplicaId
@@ -41,85 +41,76 @@ class Policy(Protocol):
     ) -> Decision: ...
 
 
+Pick = Callable[[RoutingRequest, Mapping[ReplicaId, ReplicaLoad], "random.Random"], ReplicaId]
+"""All that a baseline decides on: none of them looks at what is cached."""
+
+
 def round_robin(
-    request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> Decision:
+    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
+) -> ReplicaId:
     ordered = sorted(replicas)
-    return _explained(ordered[request.sequence % len(ordered)], request, replicas, overlaps, parameters)
+    return ordered[request.sequence % len(ordered)]
 
 
 def random_choice(
-    request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> Decision:
-    return _explained(rng.choice(list(replicas)), request, replicas, overlaps, parameters)
+    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
+) -> ReplicaId:
+    return rng.choice(list(replicas))
 
 
 def least_loaded(
-    request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> Decision:
+    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
+) -> ReplicaId:
     fewest = min(load.num_requests for load in replicas.values())
-    idlest = [replica_id for replica_id, load in replicas.items() if load.num_requests == fewest]
-    return _explained(rng.choice(idlest), request, replicas, overlaps, parameters)
+    return rng.choice([replica_id for replica_id, load in replicas.items() if load.num_requests == fewest])
 
 
 def power_of_two(
-    request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> Decision:
+    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
+) -> ReplicaId:
     drawn = rng.sample(list(replicas), min(2, len(replicas)))
-    chosen = min(drawn, key=lambda replica_id: replicas[replica_id].num_requests)
-    return _explained(chosen, request, replicas, overlaps, parameters)
+    return min(drawn, key=lambda replica_id: replicas[replica_id].num_requests)
 
 
 def consistent_hash(
-    request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> Decision:
-    home = affinity_order(request.bucket, replicas)[0]
-    return _explained(home, request, replicas, overlaps, parameters)
+    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
+) -> ReplicaId:
+    return affinity_order(request.bucket, replicas)[0]
 
 
 def bounded_load(
-    request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> Decision:
+    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
+) -> ReplicaId:
     """Consistent hashing that passes on what would put a replica too far above the mean."""
     mean = (sum(load.num_requests for load in replicas.values()) + 1) / len(replicas)
     most = max(math.ceil(BOUNDED_LOAD_FACTOR * mean), math.ceil(mean) + BOUNDED_LOAD_SLACK)
     order = affinity_order(request.bucket, replicas)
-    chosen = next(replica_id for replica_id in order if replicas[replica_id].num_requests < most)
-    return _explained(chosen, request, replicas, overlaps, parameters)
+    return next(replica_id for replica_id in order if replicas[replica_id].num_requests < most)
+
+
+def _baseline(pick: Pick) -> Policy:
+    """`pick` as a policy, whose decisions are explained like ours."""
+
+    def policy(
+        request: RoutingRequest,
+        replicas: Mapping[ReplicaId, ReplicaLoad],
+        overlaps: Mapping[ReplicaId, int],
+        parameters: CostParameters,
+        rng: "random.Random",
+    ) -> Decision:
+        return _explained(pick(request, replicas, rng), request, replicas, overlaps, parameters)
+
+    return policy
 
 
 POLICIES: Mapping[str, Policy] = {
     "kvasir": decide,
-    "round_robin": round_robin,
-    "random": random_choice,
-    "least_loaded": least_loaded,
-    "power_of_two": power_of_two,
-    "consistent_hash": consistent_hash,
-    "bounded_load": bounded_load,
+    "round_robin": _baseline(round_robin),
+    "random": _baseline(random_choice),
+    "least_loaded": _baseline(least_loaded),
+    "power_of_two": _baseline(power_of_two),
+    "consistent_hash": _baseline(consistent_hash),
+    "bounded_load": _baseline(bounded_load),
 }
 
 
