@@ -84,7 +84,7 @@ class LocalStack:
                 return bool(client.ping())
             return False
 
-        self._poll(answers, "Redis")
+        self.poll(answers, "Redis")
         client.close()
 
     def wait_ready(self, num_replicas: int) -> None:
@@ -96,7 +96,7 @@ class LocalStack:
                 return answer.status_code == 200 and answer.json()["num_replicas"] == num_replicas
             return False
 
-        self._poll(ready, f"the router with {num_replicas} replicas")
+        self.poll(ready, f"the router with {num_replicas} replicas")
 
     def replica_address(self, model: str, replica_id: str) -> str:
         client = redis.Redis.from_url(self.redis_url, protocol=2)
@@ -111,7 +111,8 @@ class LocalStack:
             for path in sorted(self.run_directory.glob("*.log"))
         )
 
-    def _poll(self, condition: Callable[[], bool], what: str) -> None:
+    def poll(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for `condition`. Raises TimeoutError or, if a process ends meanwhile, RuntimeError."""
         deadline = time.monotonic() + READY_SECONDS
         while not condition():
             if time.monotonic() > deadline:
@@ -130,10 +131,12 @@ def local_stack(
     router_settings: Mapping[str, object] | None = None,
     router_core: int | None = None,
     other_core: int | None = None,
+    replica_module: str = "replicas",
 ) -> Iterator[LocalStack]:
     """Start everything, wait until the router knows every replica, stop everything at the end.
 
     `router_core` and `other_core` pin the router, and the rest with this process, to one core each.
+    `replica_module` is what runs as `python -m` with a replica's flags.
     """
     if other_core is not None:
         os.sched_setaffinity(0, {other_core})
@@ -147,7 +150,7 @@ def local_stack(
             stack.wait_redis()
             for number in range(num_replicas):
                 own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url}
-                stack.start(f"replica-{number}", _python("replicas", {**own, **replica_settings}))
+                stack.start(f"replica-{number}", _python(replica_module, {**own, **replica_settings}))
             router = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
             stack.start("router", _python("router", {**router, **(router_settings or {})}))
             stack.wait_ready(num_replicas)
