@@ -58,6 +58,12 @@ class ReplicaConfig:
     max_running: int = setting(256, help="most requests in one batch")
     max_waiting: int = setting(1024, help="most requests that wait; beyond, they are refused as overloaded")
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
+    adapters: Mapping[str, str] | None = setting(
+        None, help="LoRA adapters, NAME=DIRECTORY,NAME=DIRECTORY or a mapping; vllm only"
+    )
+    engine_process: bool = setting(
+        False, help="run the engine in a process of its own, with an interpreter of its own"
+    )
     engine_args: Mapping[str, Any] | None = setting(
         None, help="vLLM's own engine arguments, NAME=VALUE,NAME=VALUE or a mapping; vllm only"
     )
@@ -82,8 +88,9 @@ class ReplicaConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise SettingsError(f"setting engine is torch, vllm or simulated, not {self.engine}")
-        if self.engine_args and self.engine != "vllm":
-            raise SettingsError(f"setting engine_args is for the engine vllm, not for {self.engine}")
+        for name in ("engine_args", "adapters"):
+            if getattr(self, name) and self.engine != "vllm":
+                raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
         for name in ("block_size", "max_batched_tokens", "max_running", "max_waiting", "index_stride"):
             value = getattr(self, name)
             if value is not None and value < 1:

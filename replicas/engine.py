@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.protocol.blocks import BlockHash, MediaSpan
-from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams, StepFrame, Submit
+from replicas.protocol.frames import (
+    NO_USER,
+    RefusalCode,
+    RequestKey,
+    SamplingParams,
+    StepFrame,
+    Submit,
+    UserTag,
+)
 from replicas.protocol.status import ModelCard
 
 
@@ -36,6 +44,8 @@ class EngineRequest:
     media: tuple[MediaSpan, ...] = ()
     priority: int = 0
     num_output_tokens: int = 0
+    adapter: str | None = None
+    user: UserTag = NO_USER
 
 
 class Engine(Protocol):
@@ -78,6 +88,8 @@ def expand(submit: Submit, request_id: int) -> list[EngineRequest]:
             media=submit.media,
             priority=submit.priority,
             num_output_tokens=submit.num_output_tokens,
+            adapter=submit.adapter,
+            user=submit.user,
         )
         for choice in range(submit.num_choices)
     ]

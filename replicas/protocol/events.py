@@ -6,9 +6,18 @@ Events are a *multiset*: an engine may hold two copies of one block and removes 
 whoever keeps score counts. They leave the engine inside the StepFrame, after the KV exists.
 """
 
+import enum
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
+
+
+class Tier(enum.StrEnum):
+    """The memory that a copy lies in, fastest first: what attention reads, the host's, and beyond."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +32,22 @@ class BlockStored:
     block_hashes: tuple[BlockHash, ...]
     first_block_index: int
     ends_prompt: bool = False
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """One copy of each of these blocks is gone."""
+    """One copy of each of these blocks is gone from a tier."""
 
     block_hashes: tuple[BlockHash, ...]
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The replica holds nothing any more."""
+    """A tier holds nothing any more."""
+
+    tier: Tier = Tier.DEVICE
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

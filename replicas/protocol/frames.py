@@ -8,7 +8,7 @@ named by a `RequestKey`.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 from replicas.protocol.blocks import BlockHash, MediaSpan
 from replicas.protocol.events import CacheEvent
@@ -19,6 +19,12 @@ class RequestKey(NamedTuple):
 
     request_id: int
     choice: int
+
+
+UserTag = NewType("UserTag", bytes)
+"""Whom a request is from: a digest that only routers can make, or empty for nobody in particular."""
+
+NO_USER = UserTag(b"")
 
 
 class FinishReason(enum.StrEnum):
@@ -70,7 +76,9 @@ class Submit:
 
     `root` is the namespace root of its block chain. The last `num_output_tokens` of `token_ids` are
     not prompt but output that another replica already produced: a resumed generation, whose limits,
-    penalties and random numbers go on counting from there. Lower `priority` goes first.
+    penalties and random numbers go on counting from there. Lower `priority` goes first. `adapter` names
+    one of the model card's. `announced_hashes` are those of the prompt's blocks that the index would
+    keep and that the router believes this replica will have to compute.
     """
 
     request_id: int
@@ -81,6 +89,9 @@ class Submit:
     media: tuple[MediaSpan, ...] = ()
     priority: int = 0
     num_output_tokens: int = 0
+    adapter: str | None = None
+    user: UserTag = NO_USER
+    announced_hashes: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +116,13 @@ class PromptUsage:
     """How a prompt was served: `num_cached_tokens` were read from cache, never computed.
 
     `num_written_tokens` are the tokens of full prompt blocks that this request added to the cache.
+    `num_cross_user_tokens` of the cached ones lie in blocks that another user's request computed.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_written_tokens: int
+    num_cross_user_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +189,11 @@ class ClientFrame:
 
 @dataclass(frozen=True, slots=True)
 class ServerFrame:
-    """Replica to one router: that router's share of a StepFrame."""
+    """Replica to one router: that router's share of a StepFrame.
+
+    `load` counts the first `num_counted_submits` submits of this stream, as far as they still live.
+    """
 
     deltas: tuple[TokenDelta, ...]
     load: LoadSnapshot
+    num_counted_submits: int = 0

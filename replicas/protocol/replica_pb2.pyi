@@ -29,7 +29,7 @@ class ClientFrame(_message.Message):
     def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens")
+    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,9 @@ class Submit(_message.Message):
     MEDIA_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_HASHES_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: bytes
     sampling: Sampling
@@ -46,7 +49,10 @@ class Submit(_message.Message):
     media: _containers.RepeatedCompositeFieldContainer[MediaSpan]
     priority: int
     num_output_tokens: int
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+    adapter: str
+    user: bytes
+    announced_hashes: bytes
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("content_hash", "start", "length")
@@ -107,12 +113,14 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
-    __slots__ = ("deltas", "load")
+    __slots__ = ("deltas", "load", "num_counted_submits")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_COUNTED_SUBMITS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     load: Load
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    num_counted_submits: int
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_counted_submits: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "choice", "token_ids", "finish_reason", "usage", "logprobs", "refusal")
@@ -133,14 +141,16 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[PromptUsage, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class PromptUsage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_written_tokens")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_written_tokens", "num_cross_user_tokens")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CROSS_USER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_written_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_written_tokens: _Optional[int] = ...) -> None: ...
+    num_cross_user_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_written_tokens: _Optional[int] = ..., num_cross_user_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")
@@ -210,7 +220,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, card: _Optional[_Union[ModelCard, _Mapping]] = ..., tokenizer_files: _Optional[_Mapping[str, bytes]] = ..., replica_id: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "fingerprint", "engine", "block_size", "num_blocks", "context_length", "vocab_size", "eos_token_ids", "max_batched_tokens", "max_running")
+    __slots__ = ("name", "fingerprint", "engine", "block_size", "num_blocks", "context_length", "vocab_size", "eos_token_ids", "max_batched_tokens", "max_running", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +231,7 @@ class ModelCard(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     engine: str
@@ -231,7 +242,16 @@ class ModelCard(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_batched_tokens: int
     max_running: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., engine: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batched_tokens: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., engine: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_batched_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class ListBlocksRequest(_message.Message):
     __slots__ = ()

@@ -41,6 +41,14 @@ def advance(current: ReplicaState, following: ReplicaState) -> ReplicaState:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a replica has loaded. `fingerprint` is the hex digest over its files."""
+
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """All that a router must know of a model to route for it.
 
@@ -58,6 +66,7 @@ class ModelCard:
     eos_token_ids: tuple[int, ...] = ()
     max_batched_tokens: int = 0
     max_running: int = 0
+    adapters: tuple[Adapter, ...] = ()
 
     def digest(self) -> str:
         """Changes whenever any field does: a router fetches the card again when it sees a new one."""

@@ -20,8 +20,10 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
     TokenLogprobs,
+    UserTag,
 )
-from replicas.protocol.status import ModelCard
+from replicas.protocol.keys import split_hashes
+from replicas.protocol.status import Adapter, ModelCard
 
 _FINISH_TO_WIRE = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -31,6 +33,9 @@ _FINISH_TO_WIRE = {
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+MAX_USER_TAG_BYTES = 16
 
 
 def client_frame_to_wire(frame: ClientFrame) -> pb.ClientFrame:
@@ -56,13 +61,17 @@ def client_frame_from_wire(message: pb.ClientFrame) -> ClientFrame:
 
 def server_frame_to_wire(frame: ServerFrame) -> pb.ServerFrame:
     return pb.ServerFrame(
-        deltas=[_delta_to_wire(delta) for delta in frame.deltas], load=load_to_wire(frame.load)
+        deltas=[_delta_to_wire(delta) for delta in frame.deltas],
+        load=load_to_wire(frame.load),
+        num_counted_submits=frame.num_counted_submits,
     )
 
 
 def server_frame_from_wire(message: pb.ServerFrame) -> ServerFrame:
     return ServerFrame(
-        deltas=tuple(_delta_from_wire(delta) for delta in message.deltas), load=load_from_wire(message.load)
+        deltas=tuple(_delta_from_wire(delta) for delta in message.deltas),
+        load=load_from_wire(message.load),
+        num_counted_submits=message.num_counted_submits,
     )
 
 
@@ -96,6 +105,9 @@ def submit_to_wire(submit: Submit) -> pb.Submit:
         ],
         priority=submit.priority,
         num_output_tokens=submit.num_output_tokens,
+        adapter=submit.adapter,
+        user=submit.user,
+        announced_hashes=b"".join(submit.announced_hashes),
     )
 
 
@@ -105,6 +117,8 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         raise ValueError(f"a namespace root has {HASH_BYTES} bytes, not {len(message.root)}")
     if message.num_choices < 1:
         raise ValueError("a request asks for at least one choice")
+    if len(message.user) > MAX_USER_TAG_BYTES:
+        raise ValueError(f"a user's tag has at most {MAX_USER_TAG_BYTES} bytes, not {len(message.user)}")
     return Submit(
         request_id=message.request_id,
         token_ids=unpack_token_ids(message.token_ids),
@@ -129,6 +143,9 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         media=tuple(MediaSpan(span.content_hash, span.start, span.length) for span in message.media),
         priority=message.priority,
         num_output_tokens=message.num_output_tokens,
+        adapter=message.adapter if message.HasField("adapter") else None,
+        user=UserTag(message.user),
+        announced_hashes=split_hashes(message.announced_hashes),
     )
 
 
@@ -145,6 +162,7 @@ def _delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
                 num_prompt_tokens=delta.usage.num_prompt_tokens,
                 num_cached_tokens=delta.usage.num_cached_tokens,
                 num_written_tokens=delta.usage.num_written_tokens,
+                num_cross_user_tokens=delta.usage.num_cross_user_tokens,
             )
         )
     for logprobs in delta.logprobs or ():
@@ -165,7 +183,12 @@ def _delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
         raise ValueError(f"there is no finish reason {message.finish_reason}")
     if message.HasField("usage"):
         wire = message.usage
-        usage = PromptUsage(wire.num_prompt_tokens, wire.num_cached_tokens, wire.num_written_tokens)
+        usage = PromptUsage(
+            wire.num_prompt_tokens,
+            wire.num_cached_tokens,
+            wire.num_written_tokens,
+            wire.num_cross_user_tokens,
+        )
     if message.HasField("refusal"):
         refusal = Refusal(RefusalCode(message.refusal.code), message.refusal.message)
     if message.logprobs:
@@ -227,6 +250,7 @@ def card_to_wire(card: ModelCard) -> pb.ModelCard:
         eos_token_ids=card.eos_token_ids,
         max_batched_tokens=card.max_batched_tokens,
         max_running=card.max_running,
+        adapters=[pb.Adapter(name=entry.name, fingerprint=entry.fingerprint) for entry in card.adapters],
     )
 
 
@@ -242,4 +266,5 @@ def card_from_wire(message: pb.ModelCard) -> ModelCard:
         eos_token_ids=tuple(message.eos_token_ids),
         max_batched_tokens=message.max_batched_tokens,
         max_running=message.max_running,
+        adapters=tuple(Adapter(entry.name, entry.fingerprint) for entry in message.adapters),
     )
