@@ -1,0 +1,212 @@
+"""From the records of requests to the figures that routers are compared by. Pure.
+
+Owns what each figure means; whether a request was real or simulated is not known here.
+
+- TTFT: first token seen − request sent. TPOT: (E2E − TTFT) / (output tokens − 1). E2E: last byte − sent. Over
+  the requests that were answered whole.
+- Token hit rate: cached tokens / prompt tokens, over the requests whose usage is known. Cross-user hit rate:
+  of the same prompt tokens, those in cached blocks that another user's request computed.
+- Good: answered whole and within every limit of the SLO. Whatever went wrong (refused, timed out, cut short)
+  is a miss. Goodput: good requests per second of the run, from its first arrival to its last answer.
+- Imbalance over replicas: max / mean and the coefficient of variation.
+"""
+
+import dataclasses
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loadtests.figures import percentiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """What became of one request. Times are in seconds; `arrival_seconds` is when it was to be sent."""
+
+    arrival_seconds: float
+    num_input_tokens: int
+    num_output_tokens: int = 0
+    """As received."""
+    ttft_seconds: float | None = None
+    e2e_seconds: float | None = None
+    """Until the end, good or bad."""
+    num_cached_tokens: int | None = None
+    """None: no usage came."""
+    num_cross_user_tokens: int = 0
+    predicted_tokens: int | None = None
+    """What the router expected to be cached."""
+    replica: str | None = None
+    error: str | None = None
+    """What went wrong, in a word or two; None if the answer came whole."""
+    lateness_seconds: float = 0.0
+    """By how much the client sent it after its time."""
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        if self.ttft_seconds is None or self.e2e_seconds is None or self.num_output_tokens < 2:
+            return None
+        return (self.e2e_seconds - self.ttft_seconds) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in seconds; None is no limit."""
+
+    ttft: float | None = 2.0
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def is_met(self, record: RequestRecord) -> bool:
+        if record.error is not None or record.ttft_seconds is None:
+            return False
+        return (
+            _within(record.ttft_seconds, self.ttft)
+            and _within(record.tpot_seconds, self.tpot)
+            and _within(record.e2e_seconds, self.e2e)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    max_over_mean: float
+    variation: float
+    """Standard deviation / mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The router's expectation against what was cached, in tokens per request."""
+
+    mean_absolute_error: float
+    mean_error: float
+    """Above 0: more was expected than was there."""
+    share_exact: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rates are shares from 0 to 1; None where there is nothing to compute a figure from."""
+
+    num_requests: int
+    num_answered: int
+    duration_seconds: float
+    errors: dict[str, int]
+    num_input_tokens: int
+    num_output_tokens: int
+    token_hit_rate: float | None
+    cross_user_hit_rate: float | None
+    ttft: Distribution | None
+    tpot: Distribution | None
+    e2e: Distribution | None
+    slo: Slo
+    good_share: float
+    goodput: float
+    requests_per_replica: dict[str, int]
+    imbalance_requests: Imbalance | None
+    imbalance_computed_tokens: Imbalance | None
+    imbalance_in_flight: Imbalance | None
+    """Of the time-averaged number of requests in flight."""
+    prediction: Prediction | None
+    lateness: Distribution | None
+
+    def as_json(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+
+def make_report(
+    records: Sequence[RequestRecord], slo: Slo | None = None, *, num_replicas: int | None = None
+) -> Report:
+    """Figures of a run. `num_replicas` counts the idle ones in; None takes only those that answered."""
+    slo = slo or Slo()
+    whole = [record for record in records if record.error is None]
+    measured = [record for record in records if record.num_cached_tokens is not None]
+    num_measured_tokens = sum(record.num_input_tokens for record in measured)
+    num_cached = sum(record.num_cached_tokens or 0 for record in measured)
+    num_cross_user = sum(record.num_cross_user_tokens for record in measured)
+    num_good = sum(slo.is_met(record) for record in records)
+    duration = _duration(records)
+    return Report(
+        num_requests=len(records),
+        num_answered=len(whole),
+        duration_seconds=duration,
+        errors=dict(Counter(record.error for record in records if record.error is not None).most_common()),
+        num_input_tokens=sum(record.num_input_tokens for record in records),
+        num_output_tokens=sum(record.num_output_tokens for record in records),
+        token_hit_rate=num_cached / num_measured_tokens if num_measured_tokens else None,
+        cross_user_hit_rate=num_cross_user / num_measured_tokens if num_measured_tokens else None,
+        ttft=_distribution([record.ttft_seconds for record in whole]),
+        tpot=_distribution([record.tpot_seconds for record in whole]),
+        e2e=_distribution([record.e2e_seconds for record in whole]),
+        slo=slo,
+        good_share=num_good / len(records) if records else 0.0,
+        goodput=num_good / duration if duration else 0.0,
+        requests_per_replica=dict(
+            sorted(Counter(record.replica for record in records if record.replica is not None).items())
+        ),
+        imbalance_requests=_imbalance(records, num_replicas, lambda _record: 1.0),
+        imbalance_computed_tokens=_imbalance(
+            measured, num_replicas, lambda record: record.num_input_tokens - (record.num_cached_tokens or 0)
+        ),
+        imbalance_in_flight=_imbalance(records, num_replicas, lambda record: record.e2e_seconds or 0.0),
+        prediction=_prediction(measured),
+        lateness=_distribution([record.lateness_seconds for record in records]),
+    )
+
+
+def _within(value: float | None, limit: float | None) -> bool:
+    return value is None or limit is None or value <= limit
+
+
+def _duration(records: Sequence[RequestRecord]) -> float:
+    if not records:
+        return 0.0
+    last = max(record.arrival_seconds + (record.e2e_seconds or 0.0) for record in records)
+    return last - min(record.arrival_seconds for record in records)
+
+
+def _distribution(samples: Sequence[float | None]) -> Distribution | None:
+    known = [sample for sample in samples if sample is not None]
+    if not known:
+        return None
+    found = percentiles(known)
+    return Distribution(statistics.fmean(known), found.p50, found.p90, found.p99, max(known))
+
+
+def _imbalance(
+    records: Sequence[RequestRecord], num_replicas: int | None, weigh: Callable[[RequestRecord], float]
+) -> Imbalance | None:
+    loads: dict[str, float] = defaultdict(float)
+    for record in records:
+        if record.replica is not None:
+            loads[record.replica] += weigh(record)
+    idle = max(0, (num_replicas or 0) - len(loads))
+    values = [*loads.values(), *[0.0] * idle]
+    mean = statistics.fmean(values) if values else 0.0
+    if mean == 0:
+        return None
+    return Imbalance(max(values) / mean, statistics.pstdev(values) / mean)
+
+
+def _prediction(records: Sequence[RequestRecord]) -> Prediction | None:
+    errors = [
+        record.predicted_tokens - record.num_cached_tokens
+        for record in records
+        if record.predicted_tokens is not None and record.num_cached_tokens is not None
+    ]
+    if not errors:
+        return None
+    return Prediction(
+        mean_absolute_error=statistics.fmean(map(abs, errors)),
+        mean_error=statistics.fmean(errors),
+        share_exact=errors.count(0) / len(errors),
+    )

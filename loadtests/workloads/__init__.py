@@ -1,0 +1,68 @@
+"""Workloads: what arrives when, with which prefix shared with whom. Pure and seeded.
+
+A workload is a value. It comes from a recorded trace or a generator, and is replayed against a running
+cluster or a simulated fleet; nothing here knows which.
+"""
+
+from loadtests.workloads.generators import (
+    agentic,
+    b2b,
+    key_per_request,
+    multi_turn,
+    one_key,
+    one_large_tenant,
+    same_head,
+    shared_prefix,
+    short_prompts,
+    zipf_b2b,
+)
+from loadtests.workloads.ideal import IdealHits, ideal_hit_rate, ideal_hits
+from loadtests.workloads.traces import read_trace
+from loadtests.workloads.workload import (
+    TraceRequest,
+    Workload,
+    first_requests,
+    first_seconds,
+    scale,
+    shrink,
+    without_longer_than,
+)
+
+GENERATORS = {
+    "b2b": b2b,
+    "zipf-b2b": zipf_b2b,
+    "shared-prefix": shared_prefix,
+    "multi-turn": multi_turn,
+    "agentic": agentic,
+    "same-head": same_head,
+    "one-large-tenant": one_large_tenant,
+    "one-key": one_key,
+    "key-per-request": key_per_request,
+    "short-prompts": short_prompts,
+}
+"""Every generator by the name that a command line uses."""
+
+__all__ = [
+    "GENERATORS",
+    "IdealHits",
+    "TraceRequest",
+    "Workload",
+    "agentic",
+    "b2b",
+    "first_requests",
+    "first_seconds",
+    "ideal_hit_rate",
+    "ideal_hits",
+    "key_per_request",
+    "multi_turn",
+    "one_key",
+    "one_large_tenant",
+    "read_trace",
+    "same_head",
+    "scale",
+    "shared_prefix",
+    "short_prompts",
+    "shrink",
+    "without_longer_than",
+    "zipf_b2b",
+]

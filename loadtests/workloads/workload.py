@@ -1,0 +1,107 @@
+"""What a workload is, and how one is made smaller or faster.
+
+Owns the two types. Knows nothing of files, generators or clusters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a workload.
+
+    `prefix_ids` has one id per block of `Workload.block_tokens` tokens; the last block may be partial. Equal
+    ids stand for equal prompts from their beginning to the end of that block, so a partial block's id is
+    never that of a longer one.
+    """
+
+    arrival_seconds: float
+    num_input_tokens: int
+    num_output_tokens: int
+    prefix_ids: tuple[int, ...]
+    user: str
+    session: str
+    prompt_cache_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests by arrival."""
+
+    name: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    @property
+    def num_input_tokens(self) -> int:
+        return sum(request.num_input_tokens for request in self.requests)
+
+    @property
+    def duration_seconds(self) -> float:
+        """From time zero to the last arrival."""
+        return self.requests[-1].arrival_seconds if self.requests else 0.0
+
+
+def by_arrival(requests: Sequence[TraceRequest]) -> tuple[TraceRequest, ...]:
+    return tuple(sorted(requests, key=lambda request: request.arrival_seconds))
+
+
+def scale(workload: Workload, speed: float) -> Workload:
+    """The same requests, arriving `speed` times as fast."""
+    if speed <= 0:
+        raise ValueError(f"a speed is above 0, not {speed:g}")
+    return _with_requests(
+        workload,
+        [replace(request, arrival_seconds=request.arrival_seconds / speed) for request in workload.requests],
+    )
+
+
+def first_requests(workload: Workload, count: int) -> Workload:
+    return _with_requests(workload, workload.requests[:count])
+
+
+def first_seconds(workload: Workload, seconds: float) -> Workload:
+    """What arrives in the first so many seconds."""
+    return _with_requests(
+        workload, [request for request in workload.requests if request.arrival_seconds < seconds]
+    )
+
+
+def without_longer_than(workload: Workload, num_tokens: int) -> Workload:
+    """Without the requests whose prompt and answer together are longer than that."""
+    return _with_requests(
+        workload,
+        [
+            request
+            for request in workload.requests
+            if request.num_input_tokens + request.num_output_tokens <= num_tokens
+        ],
+    )
+
+
+def shrink(workload: Workload, factor: float) -> Workload:
+    """Prompts, answers and blocks of `factor` times as many tokens, for models with a small context.
+
+    Who shares which block with whom stays as it is, and so does the pace.
+    """
+    if not 0 < factor <= 1:
+        raise ValueError(f"tokens are scaled by a factor above 0 and up to 1, not {factor:g}")
+    block_tokens = max(1, round(workload.block_tokens * factor))
+
+    def shrunk(request: TraceRequest) -> TraceRequest:
+        num_before_last = len(request.prefix_ids) - 1
+        num_in_last = request.num_input_tokens - num_before_last * workload.block_tokens
+        num_in_last = min(block_tokens, max(1, round(num_in_last * factor)))
+        return replace(
+            request,
+            num_input_tokens=num_before_last * block_tokens + num_in_last,
+            num_output_tokens=max(1, round(request.num_output_tokens * factor)),
+        )
+
+    requests = [shrunk(request) for request in workload.requests]
+    return Workload(workload.name, block_tokens, tuple(requests))
+
+
+def _with_requests(workload: Workload, requests: Sequence[TraceRequest]) -> Workload:
+    return replace(workload, requests=tuple(requests))
