@@ -13,6 +13,7 @@ import tokenizers
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
+from replicas.engine_process import EngineProcess
 from replicas.errors import StartupError
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
@@ -34,6 +35,9 @@ REPLACEMENT = "\ufffd"
 
 def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     """Raises CheckpointError, SettingsError or StartupError. Takes seconds, and blocks."""
+    if config.engine_process:
+        engine_process = EngineProcess(config)
+        return engine_process, engine_process.bundle()
     if config.engine == "simulated":
         return _build_simulated(config)
     if config.engine == "vllm":

@@ -1,0 +1,367 @@
+"""An engine in a process of its own: the same contract, and what holds when either process dies."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from replicas import engine_process
+from replicas.config import ReplicaConfig
+from replicas.engine import Engine
+from replicas.engine_process import EngineProcess
+from replicas.engines import build_engine
+from replicas.errors import EngineDied, StartupError
+from replicas.host import ReplicaHost
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.frames import (
+    FinishReason,
+    LoadSnapshot,
+    PromptUsage,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    TokenDelta,
+    TokenLogprobs,
+)
+from replicas.protocol.settings import SettingsError
+from replicas.protocol.status import ReplicaId
+from replicas.torch_engine.model_config import CheckpointError
+from tests.replicas.builders import ROOT, engine_request
+from tests.replicas.engine_contract import EngineContract, run
+from tests.replicas.mirror import connect, read_record
+from tests.replicas.router_client import RouterClient, submit
+
+__all__ = ["run"]
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = "toy_model"
+REPLICA = ReplicaId("r0")
+LONG_LEASE_SECONDS = 600.0
+"""It outlives the test's time limit, so a record that is gone did not run out."""
+
+VLLM_MARKS = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed: ./kvasir test --all installs it",
+    ),
+]
+
+
+def config(**settings: Any) -> ReplicaConfig:
+    defaults: dict[str, Any] = {
+        "engine": "simulated",
+        "simulated_hardware": "instant",
+        "num_blocks": 64,
+        "max_batched_tokens": 256,
+        "max_running": 16,
+        "engine_process": True,
+    }
+    return ReplicaConfig(**(defaults | settings))
+
+
+def built(**settings: Any) -> Iterator[EngineProcess]:
+    engine, _ = build_engine(config(**settings))
+    assert isinstance(engine, EngineProcess)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def simulated_engine() -> Iterator[EngineProcess]:
+    yield from built()
+
+
+@pytest.fixture(scope="module")
+def vllm_engine() -> Iterator[EngineProcess]:
+    yield from built(engine="vllm", num_threads=1)
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    yield from built()
+
+
+class TestSimulatedEngineInAProcess(EngineContract):
+    has_a_model = False
+
+    @pytest.fixture
+    def engine(self, simulated_engine: Engine) -> Engine:
+        return simulated_engine
+
+
+class TestVllmEngineInAProcess:
+    """A few of the contract: the engine has kept all of it already, and the pipe is the same."""
+
+    pytestmark = VLLM_MARKS
+
+    @pytest.fixture
+    def engine(self, vllm_engine: Engine) -> Engine:
+        return vllm_engine
+
+    test_passes_the_start_up_proof = EngineContract.test_passes_the_start_up_proof
+    test_every_choice_streams_its_tokens_in_order_and_ends_once = (
+        EngineContract.test_every_choice_streams_its_tokens_in_order_and_ends_once
+    )
+    test_an_aborted_request_says_nothing_more_and_gives_its_blocks_back = (
+        EngineContract.test_an_aborted_request_says_nothing_more_and_gives_its_blocks_back
+    )
+    test_logprobs_name_the_sampled_token_and_the_likeliest = (
+        EngineContract.test_logprobs_name_the_sampled_token_and_the_likeliest
+    )
+    test_what_can_never_run_is_refused = EngineContract.test_what_can_never_run_is_refused
+
+    def test_this_process_has_not_started_vllm(self, engine: Engine) -> None:
+        assert isinstance(engine, EngineProcess)
+        assert any("libtorch" in each.path for each in psutil.Process(engine.pid).memory_maps())
+
+
+def test_a_frame_arrives_as_it_was_sent() -> None:
+    events: list[CacheEvent] = [
+        BlockStored((ROOT, ROOT), 3, ends_prompt=True, tier=Tier.HOST),
+        BlockRemoved((ROOT,)),
+        AllBlocksCleared(),
+    ]
+    deltas = [
+        TokenDelta(RequestKey(2**63, 1), (1, 2), FinishReason.STOP, PromptUsage(9, 8, 1, 4)),
+        TokenDelta(RequestKey(1, 0), logprobs=(TokenLogprobs(5, -0.5, ((5, -0.5), (6, float("-inf")))),)),
+        TokenDelta(RequestKey(3, 0), (), FinishReason.ERROR, refusal=Refusal(RefusalCode.INTERNAL, "no")),
+    ]
+    frame = StepFrame(deltas, events, LoadSnapshot(1, 2, 3, 4, 5, 6, 7, 0.25, 0.5), 10, 20)
+    sent = engine_process.ENCODER.encode(engine_process.Stepped.of(frame, has_work=True))
+    arrived = engine_process.ANSWERS.decode(sent)
+    assert isinstance(arrived, engine_process.Stepped)
+    assert arrived.frame() == frame
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "sentence"),
+    [
+        ({"simulated_speed": 0.0}, SettingsError, "simulated_speed must be above 0"),
+        ({"model": "/nowhere"}, CheckpointError, "no checkpoint directory /nowhere"),
+        pytest.param(
+            {"engine": "vllm", "engine_args": {"quantization": "awq"}},
+            StartupError,
+            "vLLM does not serve",
+            marks=VLLM_MARKS,
+        ),
+    ],
+)
+def test_what_keeps_an_engine_from_starting_arrives_as_itself(
+    settings: dict[str, Any], kind: type[Exception], sentence: str
+) -> None:
+    before = engine_children()
+    with pytest.raises(kind, match=sentence) as caught:
+        build_engine(config(**settings))
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    assert engine_children() == before
+
+
+def test_a_child_that_dies_while_it_starts_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(StartupError, match=r"the engine did not start: its process \d+ ended with status 1"):
+        build_engine(config())
+
+
+def test_an_engine_that_raises_names_its_error_and_shows_its_traceback() -> None:
+    # So slow that the pause of its first step is infinite, which no clock can sleep.
+    engine, _ = build_engine(config(simulated_hardware="h100-8b", simulated_speed=1e-320))
+    with closing(engine):
+        engine.add(engine_request([5] * 20))
+        with pytest.raises(EngineDied, match="OverflowError") as caught:
+            engine.step()
+    assert "simulated_engine.py" in caught.value.__notes__[0]
+
+
+def test_a_killed_child_makes_the_next_call_raise_and_is_work_to_do(process: EngineProcess) -> None:
+    assert not process.has_work()
+    kill_and_wait(process.pid)
+    assert process.has_work()
+    with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+        process.step()
+    with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+        process.add(engine_request([5] * 20))
+
+
+def test_signals_that_are_meant_for_the_replica_do_not_end_its_engine(process: EngineProcess) -> None:
+    assert os.getpgid(process.pid) != os.getpgid(0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, number)
+    process.add(engine_request([5] * 20, max_tokens=1))
+    assert process.step().deltas[0].finish_reason is FinishReason.LENGTH
+
+
+def test_closing_kills_a_child_that_hangs(process: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "CLOSE_SECONDS", 0.1)
+    os.kill(process.pid, signal.SIGSTOP)
+    process.close()
+    assert not psutil.pid_exists(process.pid)
+
+
+ENDLESS_STEP = """
+import os, signal, sys, threading, time
+from replicas.config import ReplicaConfig
+from replicas.engines import build_engine
+from tests.replicas.builders import engine_request
+
+engine, _ = build_engine(ReplicaConfig(engine="simulated", simulated_speed=1e-6, engine_process=True))
+engine.add(engine_request([5] * 20))
+threading.Thread(target=engine.step, daemon=True).start()
+time.sleep(0.1)
+print(engine.pid, flush=True)
+"""
+"""A program whose engine process is in a step that takes hours."""
+
+HUNG_CHILD = """#!{executable}
+import sys
+from replicas import engine_child
+engine_child._end_with_parent = lambda descriptor: None
+engine_child.main(sys.argv[3:])
+"""
+"""In place of the interpreter: a child that cannot see that its parent has gone, while it is in a step."""
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_the_child_goes_with_its_parent_whatever_ends_that(end: str) -> None:
+    wait_gone(int(output_of(ENDLESS_STEP + end)))
+
+
+def test_a_child_that_hangs_is_killed_when_its_parent_exits(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(HUNG_CHILD.format(executable=sys.executable))
+    python.chmod(0o700)
+    wait_gone(int(output_of(f"import sys; sys.executable = {str(python)!r}" + ENDLESS_STEP)))
+
+
+@pytest.mark.parametrize("under_load", [True, False])
+async def test_a_killed_child_ends_the_lease_at_once(redis_url: str, under_load: bool) -> None:
+    host = ReplicaHost(
+        config(
+            replica_id=REPLICA,
+            redis_url=redis_url,
+            simulated_hardware="h100-8b",
+            num_blocks=None,
+            lease_seconds=LONG_LEASE_SECONDS,
+        )
+    )
+    redis = connect(redis_url)
+    before = engine_children()
+    await host.start()
+    assert await read_record(redis, MODEL, REPLICA) is not None
+    (child,) = engine_children() - before
+    async with grpc.aio.insecure_channel(host.address) as channel:
+        client = RouterClient(channel)
+        if under_load:
+            await client.send(submit(1, max_tokens=8000))
+            frame = await client.read()
+            while frame is not None and not frame.deltas:
+                frame = await client.read()
+        child.kill()
+        if under_load:
+            last = (await client.finish((1, 0)))[RequestKey(1, 0)][-1]
+            assert last.finish_reason is FinishReason.ERROR
+            assert last.refusal is not None
+            assert last.refusal.code is RefusalCode.INTERNAL
+        with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+            await host.wait_dead()
+    assert await read_record(redis, MODEL, REPLICA) is None
+    assert engine_children() == before
+    await redis.aclose()
+
+
+@asynccontextmanager
+async def replica(redis_url: str) -> AsyncIterator[tuple[Process, psutil.Process]]:
+    """`python -m replicas` with a request in its engine, and the child in which that is."""
+    flags = ["--replica-id=r0", "--engine=simulated", "--engine-process=true", f"--redis-url={redis_url}"]
+    flags.append(f"--lease-seconds={LONG_LEASE_SECONDS}")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replicas", *flags, stderr=asyncio.subprocess.PIPE, cwd=REPOSITORY
+    )
+    redis = connect(redis_url)
+    while (record := await read_record(redis, MODEL, REPLICA)) is None:
+        assert process.returncode is None
+        await asyncio.sleep(0.02)
+    (child,) = psutil.Process(process.pid).children()
+    async with grpc.aio.insecure_channel(record.address) as channel:
+        client = RouterClient(channel)
+        await client.send(submit(1, max_tokens=60))
+        frame = await client.read()
+        while frame is not None and not frame.deltas:
+            frame = await client.read()
+        yield process, child
+    await redis.aclose()
+
+
+async def test_a_replica_whose_engine_process_is_killed_exits_with_one_sentence(redis_url: str) -> None:
+    async with replica(redis_url) as (process, child):
+        child.kill()
+        _, stderr = await process.communicate()
+    log = stderr.decode()
+    assert process.returncode == 1, log
+    assert f"its process {child.pid} was ended by SIGKILL" in log.splitlines()[-1]
+    redis = connect(redis_url)
+    assert await read_record(redis, MODEL, REPLICA) is None
+    await redis.aclose()
+
+
+async def test_sigterm_drains_a_replica_with_an_engine_process(redis_url: str) -> None:
+    async with replica(redis_url) as (process, child):
+        process.send_signal(signal.SIGTERM)
+        _, stderr = await process.communicate()
+    log = stderr.decode()
+    assert process.returncode == 0, log
+    assert "draining requests=1" in log
+    assert "Traceback" not in log
+    assert not child.is_running()
+
+
+async def test_a_killed_replica_takes_its_engine_process_with_it(redis_url: str) -> None:
+    async with replica(redis_url) as (process, child):
+        process.kill()
+        await process.wait()
+        await asyncio.to_thread(wait_gone, child.pid)
+
+
+def output_of(program: str) -> bytes:
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=REPOSITORY, check=False
+    )
+    return done.stdout
+
+
+def engine_children() -> set[psutil.Process]:
+    """Dead ones that nobody has waited for among them."""
+    return {child for child in psutil.Process().children() if is_engine(child)}
+
+
+def is_engine(process: psutil.Process) -> bool:
+    return process.status() == psutil.STATUS_ZOMBIE or "replicas.engine_child" in process.cmdline()
+
+
+def kill_and_wait(pid: int) -> None:
+    """Gone, but not yet reaped: that is for its parent."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def wait_gone(pid: int) -> None:
+    """Returns when there is no such process, or only its last trace where nobody reaps orphans."""
+    try:
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            pass
+    except psutil.NoSuchProcess:
+        return
