@@ -1,7 +1,7 @@
 """BlockPool: the blocks of one KV cache, who uses them, and which prefix each one holds.
 
-Owns ref counts, the free queue, the map from hash to block and the events of both. Knows nothing of
-requests, of tokens, or of the memory behind a block id.
+Owns ref counts, the free queue, the map from hash to block, who wrote each hash, and the events. Knows
+nothing of requests, of tokens, or of the memory behind a block id.
 
 A block is *used* (ref count above zero) or *free*; either kind may be *cached* (have a hash). A free
 block that is cached is still a cache entry: it is forgotten only when it is handed out again::
@@ -16,8 +16,10 @@ nothing (padding of block tables).
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from replicas.kvcache.writers import BlockWriters
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from replicas.protocol.frames import NO_USER, UserTag
 
 NULL_BLOCK = 0
 
@@ -27,6 +29,7 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, not {num_blocks} blocks")
         self.num_blocks = num_blocks
+        self.writers = BlockWriters(num_blocks)
         self._num_cached = 0
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
@@ -101,6 +104,7 @@ class BlockPool:
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
         if evicted:
+            self.writers.forget([block_hash for block_hash in evicted if block_hash not in self._block_of])
             self._events.append(BlockRemoved(tuple(evicted)))
         return block_ids
 
@@ -119,8 +123,9 @@ class BlockPool:
         *,
         first_block_index: int,
         ends_prompt: bool = False,
+        user: UserTag = NO_USER,
     ) -> None:
-        """These used blocks, consecutive in one chain, hold these prefixes from now on.
+        """These used blocks, consecutive in one chain, hold these prefixes from now on: `user` wrote them.
 
         A hash that another block already has is stored as one more copy: block tables only ever grow,
         so a request cannot swap the block that it wrote for the other one.
@@ -132,6 +137,7 @@ class BlockPool:
             if self._block_of.setdefault(block_hash, block_id) != block_id:
                 self._more_copies.setdefault(block_hash, []).append(block_id)
         self._num_cached += len(block_ids)
+        self.writers.wrote(block_hashes, user)
         self._events.append(BlockStored(tuple(block_hashes), first_block_index, ends_prompt))
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -153,6 +159,7 @@ class BlockPool:
         self._num_cached = 0
         self._block_of.clear()
         self._more_copies.clear()
+        self.writers.clear()
         self._events.append(AllBlocksCleared())
         return True
 
@@ -180,6 +187,7 @@ class BlockPool:
             i: block_hash for i, block_hash in enumerate(self._hash_of) if block_hash is not None
         }
         assert self._num_cached == len(mapped)
+        assert len(self.writers) == len(self._block_of)
 
     def _forget(self, block_id: int, block_hash: BlockHash) -> None:
         self._hash_of[block_id] = None

@@ -39,6 +39,15 @@ class KVCacheManager:
         self._hash_full_blocks(request, request.num_tokens)
         return self.pool.find_prefix(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
 
+    def num_cross_user_tokens(self, request: Request, num_cached_blocks: int) -> int:
+        """Prompt tokens in the first so many blocks, just found by `find_cached`, that another user wrote."""
+        return self.pool.writers.num_cross_user_tokens(
+            request.block_hashes[:num_cached_blocks],
+            request.engine_request.user,
+            block_size=self.block_size,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
     def fits(self, request: Request, cached_block_ids: Sequence[int]) -> bool:
         """Whether all known tokens of a request that holds no blocks fit into what is free now."""
         return self._num_missing(request, request.num_tokens, cached_block_ids) <= self.pool.num_free
@@ -101,6 +110,7 @@ class KVCacheManager:
             request.block_hashes[first:end],
             first_block_index=first,
             ends_prompt=ends_prompt,
+            user=request.engine_request.user,
         )
 
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:

@@ -7,8 +7,8 @@ The writer belongs to the hash, not to a copy: a second copy changes nothing, an
 the last copy has gone, so that whoever computes the block anew is its writer then.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice, repeat
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
@@ -19,7 +19,7 @@ class BlockWriters:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._writers: OrderedDict[BlockHash, UserTag] = OrderedDict()
+        self._writers: dict[BlockHash, UserTag] = {}  # in the order in which they were written
 
     def __len__(self) -> int:
         return len(self._writers)
@@ -29,8 +29,9 @@ class BlockWriters:
         writers = self._writers
         for block_hash in block_hashes:
             writers.setdefault(block_hash, user)
-        while len(writers) > self._max_blocks:
-            writers.popitem(last=False)
+        num_too_many = len(writers) - self._max_blocks
+        if num_too_many > 0:
+            self.forget(list(islice(writers, num_too_many)))
 
     def forget(self, block_hashes: Iterable[BlockHash]) -> None:
         """No copy of these blocks is left. Unknown ones are ignored."""
@@ -44,5 +45,18 @@ class BlockWriters:
         """How many of these blocks another user wrote; who is nobody in particular is not another."""
         if user == NO_USER:
             return 0
-        writer_of = self._writers.get
-        return sum(1 for block_hash in block_hashes if writer_of(block_hash, user) not in (user, NO_USER))
+        writers = [*map(self._writers.get, block_hashes, repeat(NO_USER))]
+        return len(writers) - writers.count(user) - writers.count(NO_USER)
+
+    def num_cross_user_tokens(
+        self, block_hashes: Sequence[BlockHash], user: UserTag, *, block_size: int, num_prompt_tokens: int
+    ) -> int:
+        """Of a prompt whose leading blocks are these: its tokens that lie in another user's blocks.
+
+        A resumed request hits blocks beyond its prompt, and one in which the prompt ends.
+        """
+        num_whole, num_left = divmod(num_prompt_tokens, block_size)
+        num_tokens = block_size * self.num_cross_user(block_hashes[:num_whole], user)
+        if num_left:
+            num_tokens += num_left * self.num_cross_user(block_hashes[num_whole : num_whole + 1], user)
+        return num_tokens

@@ -30,6 +30,7 @@ class Request:
         "key",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_cross_user_tokens",
         "num_expected_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -54,6 +55,8 @@ class Request:
         self.num_computed_tokens: int = 0
         self.num_cached_tokens: int = 0
         """Tokens found in the cache when the request was first scheduled."""
+        self.num_cross_user_tokens: int = 0
+        """Of these, the prompt's tokens that another user's request had computed."""
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0

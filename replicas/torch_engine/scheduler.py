@@ -213,6 +213,9 @@ class Scheduler:
             request.num_computed_tokens = start
             if request.num_preemptions == 0:
                 request.num_cached_tokens = start
+                request.num_cross_user_tokens = self._manager.num_cross_user_tokens(
+                    request, len(cached_block_ids)
+                )
             insort(self._running, request, key=_rank)
             prefills.append(Chunk(request, start, num_tokens, num_tokens == num_left))
             budget -= num_tokens
@@ -266,4 +269,5 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_written_tokens=max(0, num_full_block_tokens - request.num_cached_tokens),
+            num_cross_user_tokens=request.num_cross_user_tokens,
         )

@@ -8,7 +8,14 @@ from replicas.engine import EngineRequest
 from replicas.kvcache.manager import KVCacheManager
 from replicas.protocol.blocks import BlockHash, MediaSpan
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from replicas.protocol.frames import RequestKey, SamplingParams, StepFrame, TokenDelta
+from replicas.protocol.frames import (
+    NO_USER,
+    RequestKey,
+    SamplingParams,
+    StepFrame,
+    TokenDelta,
+    UserTag,
+)
 from replicas.torch_engine.request import Chunk, Request, SampledToken
 from replicas.torch_engine.scheduler import Scheduler
 
@@ -26,6 +33,7 @@ def engine_request(
     priority: int = 0,
     num_output_tokens: int = 0,
     max_tokens: int = 4,
+    user: UserTag = NO_USER,
     **sampling: Any,
 ) -> EngineRequest:
     return EngineRequest(
@@ -36,6 +44,7 @@ def engine_request(
         media,
         priority,
         num_output_tokens,
+        user=user,
     )
 
 

@@ -44,6 +44,7 @@ class TestTorchEngine(EngineContract):
 
 class TestSimulatedEngine(EngineContract):
     has_a_model = False
+    num_random_requests = 500
 
     @pytest.fixture
     def engine(self, simulated_engine: Engine) -> Engine:

@@ -12,10 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replicas.kvcache.manager import KVCacheManager
 from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.frames import NO_USER, UserTag
 from replicas.torch_engine.request import Request
 from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decode, request
 
 Prefix = tuple[object, ...]
+
+USERS = [UserTag(b"ann"), UserTag(b"bob"), NO_USER]
+
+
+def is_cross_user(reader: UserTag, writer: UserTag) -> bool:
+    return NO_USER not in (reader, writer) and reader != writer
 
 
 @dataclass
@@ -26,6 +33,7 @@ class NaiveCache:
     users: Counter[int] = field(default_factory=Counter)
     stored: list[tuple[int, Prefix]] = field(default_factory=list)
     """Blocks and what they hold, oldest first."""
+    writers: dict[Prefix, UserTag] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
@@ -42,7 +50,9 @@ class NaiveCache:
             hits.append(block)
         return hits
 
-    def extend(self, table: list[int], tokens: Prefix, hits: list[int], start: int, end: int) -> bool:
+    def extend(
+        self, table: list[int], tokens: Prefix, hits: list[int], start: int, end: int, user: UserTag
+    ) -> bool:
         """Grow a block table to hold `end` tokens; `tokens[0]` is the namespace."""
         missing = -(-end // self.block_size) - len(table) - len(hits)
         if missing > len([block for block in self.free if block not in hits]):
@@ -58,8 +68,21 @@ class NaiveCache:
         for block in table[len(table) - missing - len(hits) :]:
             self.users[block] += 1
         for index in range(start // self.block_size, end // self.block_size):
-            self.stored.append((table[index], tokens[: (index + 1) * self.block_size + 1]))
+            self.store(table[index], tokens[: (index + 1) * self.block_size + 1], user)
         return True
+
+    def store(self, block: int, prefix: Prefix, user: UserTag) -> None:
+        if self.find(prefix) is None:
+            self.writers[prefix] = user
+        self.stored.append((block, prefix))
+
+    def cross_user_tokens(self, tokens: Prefix, num_cached: int, num_prompt: int, reader: UserTag) -> int:
+        """Token by token; those of resumed output do not count."""
+        num_tokens = 0
+        for position in range(min(num_cached, num_prompt)):
+            end = position // self.block_size * self.block_size + self.block_size
+            num_tokens += is_cross_user(reader, self.writers[tokens[: end + 1]])
+        return num_tokens
 
     def release(self, table: list[int]) -> None:
         for block in reversed(table):
@@ -82,6 +105,10 @@ class Pair:
     def tokens(self) -> Prefix:
         return (self.request.engine_request.root, *self.request.token_ids)
 
+    @property
+    def user(self) -> UserTag:
+        return self.request.engine_request.user
+
 
 class BlockPoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -98,15 +125,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
         root=st.sampled_from([ROOT, ROOT, ROOT, OTHER_ROOT]),
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
         share=st.floats(0, 1),
+        output_share=st.sampled_from([0, 0, 0.3, 0.7]),
+        user=st.sampled_from(USERS),
     )
-    def admit(self, root: BlockHash, tokens: list[int], share: float) -> None:
-        pair = Pair(request(tokens, root=root), [])
+    def admit(
+        self, root: BlockHash, tokens: list[int], share: float, output_share: float, user: UserTag
+    ) -> None:
+        num_output = int(len(tokens) * output_share)
+        pair = Pair(request(tokens, root=root, user=user, num_output_tokens=num_output), [])
         hits = self.twin.hits(pair.tokens)
         assert self.manager.find_cached(pair.request) == hits
         num_cached = len(hits) * self.manager.block_size
+        assert self.manager.num_cross_user_tokens(pair.request, len(hits)) == self.twin.cross_user_tokens(
+            pair.tokens, num_cached, len(tokens) - num_output, user
+        )
         end = num_cached + max(1, int((len(tokens) - num_cached) * share))
         admitted = admit(self.manager, pair.request, end) is not None
-        assert admitted == self.twin.extend(pair.table, pair.tokens, hits, num_cached, end)
+        assert admitted == self.twin.extend(pair.table, pair.tokens, hits, num_cached, end, user)
         if admitted:
             self.live.append(pair)
         else:
@@ -122,11 +157,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
             end = data.draw(st.integers(start + 1, pair.request.num_tokens))
             grown = self.manager.allocate(pair.request, end - start)
             pair.request.num_computed_tokens = end if grown else start
-            assert grown == self.twin.extend(pair.table, pair.tokens, [], start, end)
+            assert grown == self.twin.extend(pair.table, pair.tokens, [], start, end, pair.user)
         else:
             grown = decode(self.manager, pair.request, token_id)
             tokens = pair.tokens if grown else (*pair.tokens, token_id)
-            assert grown == self.twin.extend(pair.table, tokens, [], start, start + 1)
+            assert grown == self.twin.extend(pair.table, tokens, [], start, start + 1, pair.user)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -151,6 +186,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert owners == +self.twin.users
         assert all(pool.ref_count(block) == owners[block] for block in range(pool.num_blocks))
         assert pool.num_free + len(owners) == pool.num_usable
+
+    @invariant()
+    def whoever_computed_what_is_held_first_is_its_writer(self) -> None:
+        writers = self.manager.pool.writers
+        held = {prefix for _, prefix in self.twin.stored}
+        assert len(writers) == len(held)
+        for prefix in held:
+            for reader in USERS:
+                expected = is_cross_user(reader, self.twin.writers[prefix])
+                assert writers.num_cross_user([self.hash_of(prefix)], reader) == expected
 
     @invariant()
     def events_tell_what_is_held(self) -> None:

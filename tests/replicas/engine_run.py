@@ -1,0 +1,99 @@
+"""Driving any engine in a test: what it was asked, what it said, and an engine that is empty afterwards."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from replicas.engine import Engine, EngineRequest
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import (
+    FinishReason,
+    PromptUsage,
+    RequestKey,
+    SamplingParams,
+    StepFrame,
+    TokenDelta,
+)
+from tests.replicas.builders import ROOT, EventBalance
+
+MAX_STEPS = 20_000
+
+
+class Run:
+    """Drives an engine and keeps what it said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.deltas: dict[RequestKey, list[TokenDelta]] = {}
+        self.frames: list[StepFrame] = []
+        self.balance = EventBalance()
+        self._next_id = random.Random().randrange(2**40)
+
+    def add(self, token_ids: Sequence[int], *, root: BlockHash = ROOT, **fields: Any) -> RequestKey:
+        self._next_id += 1
+        key = RequestKey(self._next_id, 0)
+        names = ("media", "priority", "num_output_tokens", "adapter", "user")
+        own = {name: fields.pop(name) for name in names if name in fields}
+        sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **fields})
+        self.engine.add(EngineRequest(key, token_ids, sampling, root, **own))
+        self.deltas[key] = []
+        return key
+
+    def abort(self, key: RequestKey) -> None:
+        self.engine.abort(key)
+
+    def step(self) -> StepFrame:
+        frame = self.engine.step()
+        self.balance.apply(frame.events)
+        self.frames.append(frame)
+        for delta in frame.deltas:
+            self.deltas[delta.key].append(delta)
+        return frame
+
+    def finish(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_work():
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def generate(self, token_ids: Sequence[int], **fields: Any) -> RequestKey:
+        key = self.add(token_ids, **fields)
+        self.finish()
+        return key
+
+    def tokens(self, key: RequestKey) -> list[int]:
+        return [token for delta in self.deltas[key] for token in delta.token_ids]
+
+    def usage(self, key: RequestKey) -> PromptUsage:
+        (usage,) = [delta.usage for delta in self.deltas[key] if delta.usage is not None]
+        assert 0 <= usage.num_cross_user_tokens <= usage.num_cached_tokens <= usage.num_prompt_tokens
+        return usage
+
+    def finish_reason(self, key: RequestKey) -> FinishReason | None:
+        return self.deltas[key][-1].finish_reason
+
+    @property
+    def events(self) -> list[CacheEvent]:
+        return [event for frame in self.frames for event in frame.events]
+
+
+@pytest.fixture
+def run(engine: Engine) -> Iterator[Run]:
+    """An empty engine; whatever a test leaves in it is taken out again."""
+    run = Run(engine)
+    yield run
+    for key in run.deltas:
+        engine.abort(key)
+    run.finish()
+    assert engine.reset_prefix_cache()
+    run.finish()
+
+
+def prompt_of(engine: Engine, num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids without any that ends an answer."""
+    rng = random.Random(f"{num_tokens} {seed}")
+    return [rng.randrange(3, engine.card.vocab_size) for _ in range(num_tokens)]
