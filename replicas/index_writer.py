@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.cancellation import raise_if_cancelled
-from replicas.protocol.events import CacheEvent
+from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import BLOCKS_MARKER, IndexChange, blocks_key, encode_change, events_key
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from replicas.residency import NetChange, Residency
@@ -100,6 +100,8 @@ class IndexWriter:
         if num_unknown:
             logger.warning("the engine removed blocks that it never stored count=%d", num_unknown)
         self._metrics.index_hashes.set(len(self._residency.kept))
+        for tier in Tier:
+            self._metrics.resident_hashes.labels(tier.value).set(self._residency.num_resident(tier))
         if self._residency.has_change:
             if self._unwritten_since is None:
                 self._unwritten_since = self._clock()

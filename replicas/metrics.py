@@ -32,6 +32,11 @@ class ReplicaMetrics:
         self.cached_tokens = Counter(
             "replica_cached_tokens_total", "Prompt tokens that were read from the cache", registry=registry
         )
+        self.cross_user_tokens = Counter(
+            "replica_cross_user_tokens_total",
+            "Cached prompt tokens that another user's request had computed",
+            registry=registry,
+        )
         self.generated_tokens = Counter(
             "replica_generated_tokens_total", "Tokens that were generated", registry=registry
         )
@@ -58,6 +63,12 @@ class ReplicaMetrics:
         self.index_hashes = Gauge(
             "replica_index_hashes", "Hashes that the index should hold for this replica", registry=registry
         )
+        self.resident_hashes = Gauge(
+            "replica_resident_hashes",
+            "Distinct block hashes of which a tier of the cache holds a copy",
+            ["tier"],
+            registry=registry,
+        )
         self.index_lag_seconds = Gauge(
             "replica_index_lag_seconds",
             "Age of the oldest event in the latest index write, when it was written",
@@ -75,12 +86,13 @@ class ReplicaMetrics:
         if step_seconds > 0:
             self.steps.inc()
             self.step_seconds.observe(step_seconds)
-        prompt = cached = generated = 0
+        prompt = cached = cross_user = generated = 0
         for delta in frame.deltas:
             generated += len(delta.token_ids)
             if delta.usage is not None:
                 prompt += delta.usage.num_prompt_tokens
                 cached += delta.usage.num_cached_tokens
+                cross_user += delta.usage.num_cross_user_tokens
             if delta.refusal is not None:
                 self.refusals.labels(delta.refusal.code.value).inc()
         self.generated_tokens.inc(generated)
@@ -89,6 +101,7 @@ class ReplicaMetrics:
             self._vllm_queries.inc(prompt)
             self.cached_tokens.inc(cached)
             self._vllm_hits.inc(cached)
+            self.cross_user_tokens.inc(cross_user)
         load = frame.load
         self.running.set(load.num_running)
         self.waiting.set(load.num_waiting)

@@ -15,7 +15,7 @@ from replicas.protocol.frames import NO_USER, UserTag
 
 
 class BlockWriters:
-    """Beyond `max_blocks` entries the oldest are forgotten, and count as nobody's."""
+    """Beyond `max_blocks` entries the oldest sixteenth is forgotten, and counts as nobody's."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -31,7 +31,8 @@ class BlockWriters:
             writers.setdefault(block_hash, user)
         num_too_many = len(writers) - self._max_blocks
         if num_too_many > 0:
-            self.forget(list(islice(writers, num_too_many)))
+            # Many at once: the first entry of a dict lies behind the gaps of all that were deleted there.
+            self.forget(list(islice(writers, max(num_too_many, self._max_blocks // 16))))
 
     def forget(self, block_hashes: Iterable[BlockHash]) -> None:
         """No copy of these blocks is left. Unknown ones are ignored."""

@@ -19,8 +19,8 @@ from replicas.host import ReplicaHost
 from replicas.proof import prove_hashes
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
-from replicas.protocol.frames import Abort, FinishReason, RefusalCode, RequestKey, StepFrame
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from replicas.protocol.frames import Abort, FinishReason, RefusalCode, RequestKey, StepFrame, UserTag
 from replicas.protocol.keys import blocks_key, is_indexed, replicas_key
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle
@@ -389,14 +389,16 @@ async def test_the_older_of_two_replicas_with_one_name_steps_down(redis_url: str
 async def test_metrics_are_served_and_count(redis_url: str) -> None:
     host = ReplicaHost(config(redis_url, metrics_port=0))
     async with running(host) as client:
-        for request_id in (1, 2):
-            await client.send(submit(request_id, range(64), max_tokens=4))
+        for request_id, user in ((1, b"ann"), (2, b"bob")):
+            await client.send(replace(submit(request_id, range(64), max_tokens=4), user=UserTag(user)))
             await client.finish((request_id, 0))
         url = f"http://127.0.0.1:{host.metrics_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["replica_prompt_tokens_total"]) == 128
     assert float(values["replica_cached_tokens_total"]) == 48
+    assert float(values["replica_cross_user_tokens_total"]) == 48
+    assert [float(values[f'replica_resident_hashes{{tier="{tier}"}}']) for tier in Tier] == [4, 0, 0]
     assert float(values["replica_generated_tokens_total"]) == 8
     assert values["vllm:prefix_cache_queries_total"] == values["replica_prompt_tokens_total"]
     assert values["vllm:prefix_cache_hits_total"] == values["replica_cached_tokens_total"]

@@ -1,4 +1,4 @@
-"""What the index should hold, against a naive twin that keeps every copy in a list."""
+"""What the index should hold, against a naive twin that keeps every copy and its tier in a list."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.residency import Residency
 
 BLOCK_SIZE, STRIDE = 4, 12  # every third block is on the stride
@@ -16,27 +16,32 @@ HASHES = [[BlockHash(bytes([chain, position]) * 8) for position in range(7)] for
 
 @dataclass
 class NaiveTwin:
-    copies: list[BlockHash] = field(default_factory=list)
+    copies: list[tuple[Tier, BlockHash]] = field(default_factory=list)
     prompt_ends: set[BlockHash] = field(default_factory=set)
 
     def observe(self, event: CacheEvent) -> None:
         if isinstance(event, BlockStored):
-            self.copies.extend(event.block_hashes)
+            self.copies.extend((event.tier, block_hash) for block_hash in event.block_hashes)
             if event.ends_prompt:
                 self.prompt_ends.add(event.block_hashes[-1])
         elif isinstance(event, BlockRemoved):
             for block_hash in event.block_hashes:
-                if block_hash in self.copies:
-                    self.copies.remove(block_hash)
-                if block_hash not in self.copies:
-                    self.prompt_ends.discard(block_hash)
+                if (event.tier, block_hash) in self.copies:
+                    self.copies.remove((event.tier, block_hash))
         else:
-            self.copies.clear()
-            self.prompt_ends.clear()
+            self.copies = [copy for copy in self.copies if copy[0] is not event.tier]
+        self.prompt_ends &= self.resident()
+
+    def resident(self, *tiers: Tier) -> set[BlockHash]:
+        """In these tiers, or in any."""
+        return {block_hash for tier, block_hash in self.copies if tier in (tiers or Tier)}
 
     def kept(self) -> set[BlockHash]:
         on_stride = {chain[position] for chain in HASHES for position in (2, 5)}
-        return set(self.copies) & (on_stride | self.prompt_ends)
+        return self.resident() & (on_stride | self.prompt_ends)
+
+
+TIERS = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])
 
 
 @st.composite
@@ -44,15 +49,15 @@ def stored(draw: st.DrawFn) -> BlockStored:
     chain = draw(st.sampled_from(HASHES))
     first = draw(st.integers(0, 6))
     last = draw(st.integers(first, 6))
-    return BlockStored(tuple(chain[first : last + 1]), first, draw(st.booleans()))
+    return BlockStored(tuple(chain[first : last + 1]), first, draw(st.booleans()), draw(TIERS))
 
 
 ALL_HASHES = [block_hash for chain in HASHES for block_hash in chain]
 EVENTS = st.one_of(
     stored(),
     stored(),
-    st.lists(st.sampled_from(ALL_HASHES), min_size=1, max_size=4).map(lambda them: BlockRemoved(tuple(them))),
-    st.just(AllBlocksCleared()),
+    st.builds(BlockRemoved, st.lists(st.sampled_from(ALL_HASHES), min_size=1, max_size=4).map(tuple), TIERS),
+    st.builds(AllBlocksCleared, TIERS),
 )
 
 
@@ -67,7 +72,8 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
         for event in batch:
             twin.observe(event)
         assert residency.kept == twin.kept()
-        assert residency.num_resident == len(set(twin.copies))
+        for tier in Tier:
+            assert residency.num_resident(tier) == len(twin.resident(tier))
         change = residency.take_change()
         assert mirrored.issuperset(change.removed)
         assert mirrored.isdisjoint(change.added)
@@ -86,6 +92,21 @@ def test_a_prompt_end_is_kept_until_the_last_copy_is_gone_whichever_copy_goes_fi
     residency.observe([BlockRemoved((block_hash,))])
     assert residency.kept == set()
     residency.observe([BlockStored((block_hash,), 0)])
+    assert residency.kept == set()
+
+
+def test_a_hash_is_kept_while_any_tier_holds_it_and_a_tier_takes_only_its_own() -> None:
+    residency = Residency(BLOCK_SIZE, STRIDE)
+    block_hash = HASHES[0][0]
+    for tier, ends_prompt in ((Tier.DEVICE, True), (Tier.HOST, False)):
+        residency.observe([BlockStored((block_hash,), 0, ends_prompt, tier)])
+    assert residency.observe([BlockRemoved((block_hash,), Tier.DISK)]) == 1
+    assert residency.observe([BlockRemoved((block_hash,), Tier.DEVICE)]) == 0
+    assert residency.kept == {block_hash}
+    assert [residency.num_resident(tier) for tier in Tier] == [0, 1, 0]
+    residency.observe([AllBlocksCleared(Tier.DEVICE)])
+    assert residency.kept == {block_hash}
+    residency.observe([AllBlocksCleared(Tier.HOST)])
     assert residency.kept == set()
 
 

@@ -54,6 +54,15 @@ def test_beyond_the_bound_the_oldest_are_nobodys() -> None:
     assert cross_user(writers, BOB) == [True, False, False, True, True, False]
 
 
+def test_a_bound_that_is_passed_again_and_again_holds() -> None:
+    writers = BlockWriters(64)
+    for number in range(1000):
+        writers.wrote([BlockHash(number.to_bytes(16))], ANN)
+        assert len(writers) <= 64
+    newest = [BlockHash(number.to_bytes(16)) for number in range(940, 1000)]
+    assert writers.num_cross_user(newest, BOB) == 60
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_tokens"), [(0, 0), (1, 0), (4, 0), (5, 1), (7, 3), (8, 4), (9, 4), (13, 5)]
 )
