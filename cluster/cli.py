@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat.
+"""The `kvasir` command: up, down, status, chat, replay.
 
 Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -26,11 +26,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"up": _up, "down": _down, "status": _status, "chat": _chat}
+    commands = {"up": _up, "down": _down, "status": _status, "chat": _chat, "replay": _replay}
     if words and not words[0].startswith("-") and words[0] not in commands:
         return _complain(f"there is no command {words[0]}; there are {', '.join(commands)} and test")
-    arguments = _parser(os.environ).parse_args(words)
     try:
+        arguments = _parser(os.environ, words[0] if words else "").parse_args(words)
         return commands[arguments.command](arguments)
     except ClusterError as error:
         _complain(str(error))
@@ -46,7 +46,7 @@ def _say(sentence: str) -> None:
     print(sentence, flush=True)
 
 
-def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="kvasir",
         description="A serving cluster in which a prompt goes to the replica that holds its KV blocks.",
@@ -68,6 +68,11 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         "status", parents=[common], allow_abbrev=False, help="show what runs and how busy it is"
     )
     _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
+    replay = commands.add_parser(
+        "replay", parents=[common], allow_abbrev=False, help="send recorded or generated traffic to a cluster"
+    )
+    if command == "replay":
+        _add_replay(replay)
     return parser
 
 
@@ -99,6 +104,16 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="model to talk to (default: the first one)")
     parser.add_argument("--user", help="sent along as the request's user")
     parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    try:
+        from loadtests.replay_command import add_arguments
+    except ModuleNotFoundError as error:
+        raise ClusterError(
+            f"replay is part of a checkout of Kvasir; there is no {error.name} here"
+        ) from error
+    add_arguments(parser)
 
 
 def _replica_count(text: str) -> int:
@@ -176,6 +191,22 @@ def _chat(arguments: argparse.Namespace) -> int:
         chat = Chat(client, model, sys.stdout, user=arguments.user, max_tokens=arguments.max_tokens)
         converse(chat, sys.stdin)
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from loadtests.replay_command import ReplayError, run
+
+    url = arguments.url
+    if url is None:
+        directory = RunDirectory(arguments.run_dir)
+        state = directory.read_state() if directory.owner() is not None else None
+        if state is None:
+            raise NotRunning(f"no cluster runs in {directory.path}; start one with ./kvasir up or give --url")
+        url = state.router_url
+    try:
+        return run(arguments, url.rstrip("/").removesuffix("/v1"), _say)
+    except ReplayError as error:
+        raise ClusterError(str(error)) from error
 
 
 if __name__ == "__main__":

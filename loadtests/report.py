@@ -5,7 +5,7 @@ Owns what each figure means; whether a request was real or simulated is not know
 - TTFT: first token seen − request sent. TPOT: (E2E − TTFT) / (output tokens − 1). E2E: last byte − sent. Over
   the requests that were answered whole.
 - Token hit rate: cached tokens / prompt tokens, over the requests whose usage is known. Cross-user hit rate:
-  of the same prompt tokens, those in cached blocks that another user's request computed.
+  of the same prompt tokens, those in cached blocks that another user's request computed, where that is said.
 - Good: answered whole and within every limit of the SLO. Whatever went wrong (refused, timed out, cut short)
   is a miss. Goodput: good requests per second of the run, from its first arrival to its last answer.
 - Imbalance over replicas: max / mean and the coefficient of variation.
@@ -33,7 +33,8 @@ class RequestRecord:
     """Until the end, good or bad."""
     num_cached_tokens: int | None = None
     """None: no usage came."""
-    num_cross_user_tokens: int = 0
+    num_cross_user_tokens: int | None = None
+    """Of the cached tokens; None: the server does not say."""
     predicted_tokens: int | None = None
     """What the router expected to be cached."""
     replica: str | None = None
@@ -132,7 +133,9 @@ def make_report(
     measured = [record for record in records if record.num_cached_tokens is not None]
     num_measured_tokens = sum(record.num_input_tokens for record in measured)
     num_cached = sum(record.num_cached_tokens or 0 for record in measured)
-    num_cross_user = sum(record.num_cross_user_tokens for record in measured)
+    cross_user = [record for record in measured if record.num_cross_user_tokens is not None]
+    num_cross_user_of = sum(record.num_input_tokens for record in cross_user)
+    num_cross_user = sum(record.num_cross_user_tokens or 0 for record in cross_user)
     num_good = sum(slo.is_met(record) for record in records)
     duration = _duration(records)
     return Report(
@@ -143,7 +146,7 @@ def make_report(
         num_input_tokens=sum(record.num_input_tokens for record in records),
         num_output_tokens=sum(record.num_output_tokens for record in records),
         token_hit_rate=num_cached / num_measured_tokens if num_measured_tokens else None,
-        cross_user_hit_rate=num_cross_user / num_measured_tokens if num_measured_tokens else None,
+        cross_user_hit_rate=num_cross_user / num_cross_user_of if num_cross_user_of else None,
         ttft=_distribution([record.ttft_seconds for record in whole]),
         tpot=_distribution([record.tpot_seconds for record in whole]),
         e2e=_distribution([record.e2e_seconds for record in whole]),

@@ -9,7 +9,16 @@ Times are of this client's clock, in seconds: first token = the first event that
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+
+class StreamCut(Exception):
+    """The connection ended in mid-answer; `answer` is what had come until then."""
+
+    def __init__(self, answer: "Answer") -> None:
+        super().__init__("the answer was cut short")
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,8 @@ class Answer:
     usage: dict[str, object]
     headers: dict[str, str]
     num_events: int
+    is_whole: bool
+    """Not a stream, or one that ended with [DONE]."""
 
     @property
     def ttft(self) -> float:
@@ -41,19 +52,28 @@ class Answer:
 class Connection:
     """One keep-alive connection; one request at a time."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None) -> None:
         self._host, self._port = host, port
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """False once the server has closed it."""
+        return self._reader is not None and not self._reader.at_eof()
+
     async def post(self, path: str, body: bytes) -> Answer:
-        """Send `body` (JSON) and read the whole answer, streamed or not."""
+        """Send `body` (JSON) and read the whole answer, streamed or not.
+
+        Raises OSError or EOFError where none came, StreamCut where it ended early.
+        """
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
         assert self._reader is not None
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"{self._headers}content-length: {len(body)}\r\n\r\n"
         )
         sent = time.perf_counter()
         self._writer.write(head.encode() + body)
@@ -65,7 +85,7 @@ class Connection:
         text = await self._reader.readexactly(int(headers["content-length"]))
         done = time.perf_counter()
         usage = json.loads(text).get("usage") or {}
-        return Answer(status, sent, done, done, usage, headers, 1)
+        return Answer(status, sent, done, done, usage, headers, 1, True)
 
     async def _streamed(self, status: int, headers: dict[str, str], sent: float) -> Answer:
         assert self._reader is not None
@@ -73,24 +93,39 @@ class Connection:
         num_events = 0
         usage: dict[str, object] = {}
         pending = b""
-        while size := int(await self._reader.readline(), 16):
-            chunk = await self._reader.readexactly(size + 2)
-            pending += chunk[:-2]
-            *events, pending = pending.split(b"\n\n")
-            for event in events:
-                num_events += 1
-                if first is None and _carries_text(event):
-                    first = time.perf_counter()
-                if b'"usage":{' in event:
-                    usage = json.loads(event.removeprefix(b"data: "))["usage"]
-        await self._reader.readline()
+        is_whole = was_cut = False
+        try:
+            while size := int(await self._reader.readuntil(b"\r\n"), 16):
+                chunk = await self._reader.readexactly(size + 2)
+                pending += chunk[:-2]
+                *events, pending = pending.split(b"\n\n")
+                for event in events:
+                    num_events += 1
+                    if first is None and _carries_text(event):
+                        first = time.perf_counter()
+                    if b'"usage":{' in event:
+                        usage = json.loads(event.removeprefix(b"data: "))["usage"]
+                    is_whole = event == b"data: [DONE]"
+            await self._reader.readline()
+        except (EOFError, OSError):
+            was_cut = True
         done = time.perf_counter()
-        return Answer(status, sent, done if first is None else first, done, usage, headers, num_events)
+        answer = Answer(
+            status, sent, done if first is None else first, done, usage, headers, num_events, is_whole
+        )
+        if was_cut:
+            raise StreamCut(answer)
+        return answer
 
     async def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             await self._writer.wait_closed()
+
+    def abort(self) -> None:
+        """End it at once, whatever is under way."""
+        if self._writer is not None:
+            self._writer.transport.abort()
 
 
 def _carries_text(event: bytes) -> bool:

@@ -4,6 +4,8 @@ A workload is a value. It comes from a recorded trace or a generator, and is rep
 cluster or a simulated fleet; nothing here knows which.
 """
 
+from collections.abc import Callable
+
 from loadtests.workloads.generators import (
     agentic,
     b2b,
@@ -28,7 +30,7 @@ from loadtests.workloads.workload import (
     without_longer_than,
 )
 
-GENERATORS = {
+GENERATORS: dict[str, Callable[..., Workload]] = {
     "b2b": b2b,
     "zipf-b2b": zipf_b2b,
     "shared-prefix": shared_prefix,

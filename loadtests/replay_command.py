@@ -1,0 +1,316 @@
+"""`kvasir replay`: which workload, against which cluster, and what to print.
+
+Owns the command's arguments and its conversation with the cluster before the run. Whatever is wrong with them
+is a ReplayError with one sentence.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import uvloop
+
+from loadtests.prompts import SAMPLE_WORDS, Prompts, token_alphabet
+from loadtests.replay import Replay, Target, show_progress
+from loadtests.report import RequestRecord, Slo, make_report
+from loadtests.report_table import render
+from loadtests.workloads import (
+    GENERATORS,
+    Workload,
+    first_requests,
+    first_seconds,
+    ideal_hits,
+    read_trace,
+    scale,
+    shrink,
+    without_longer_than,
+)
+
+INTERRUPTED = 130
+
+
+class ReplayError(Exception):
+    """One sentence for whoever typed the command."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Send a trace or a generated workload to a running cluster, every request at its time, and say "
+        "what the cache and the router made of it."
+    )
+    parser.epilog = "generators, and their parameters for --set:\n" + "\n".join(map(_describe, GENERATORS))
+    add = parser.add_argument
+    add("workload", metavar="TRACE", help="a .jsonl or .jsonl.gz in Mooncake's format, or a generator's name")
+    add("--url", help="a router (default: the cluster that runs here)")
+    add("--model", metavar="NAME", help="model to ask for (default: the first one)")
+    add("--api-key", metavar="KEY", help="sent along as the bearer token")
+    add("--seed", type=int, default=1, metavar="N", help="another seed, other prompts (default: %(default)s)")
+    add("--speed", type=_positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--qps", type=_positive, metavar="X", help="a generator's requests (or sessions) per second")
+    add(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
+    )
+    add("--limit", metavar="N|Ns", help="only the first N requests, or, as 60s, those of the first 60 s sent")
+    add("--scale-tokens", type=_positive, default=1.0, metavar="F", help="shrink prompts and answers (0.1)")
+    add("--text", action="store_true", help="send words instead of token ids")
+    add("--timeout", type=_positive, default=300.0, metavar="S", help="for a whole answer (default: 300)")
+    add("--warm-up", type=_share, default=0.0, metavar="SHARE", help="leave out so much of the beginning")
+    add("--slo-ttft", type=_positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
+    add("--slo-tpot", type=_positive, metavar="S", help="limit of a good TPOT (default: none)")
+    add("--slo-e2e", type=_positive, metavar="S", help="limit of a good whole answer (default: none)")
+    add(
+        "--block-size",
+        type=_count,
+        default=16,
+        metavar="N",
+        help="the cluster's, for the ideal (default: 16)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
+    """Replay and report. Returns the exit status. Raises ReplayError."""
+    workload = scale(_workload(arguments), arguments.speed)
+    with _client(url, arguments.api_key) as client:
+        cluster = _Cluster(client, arguments.model)
+        num_all = len(workload.requests)
+        workload = without_longer_than(workload, cluster.context_length)
+        if num_left_out := num_all - len(workload.requests):
+            say(
+                f"{num_left_out} of {num_all} requests exceed the context of {cluster.context_length} tokens."
+            )
+        workload = _limited(workload, arguments.limit)
+        if not workload.requests:
+            raise ReplayError("nothing is left to send; --scale-tokens makes prompts smaller")
+        alphabet = list(SAMPLE_WORDS) if arguments.text else cluster.alphabet()
+        num_replicas = cluster.num_replicas()
+    prompts = Prompts(cluster.model, workload.block_tokens, arguments.seed, alphabet)
+    replay = Replay(_target(url, arguments.api_key), workload, prompts, timeout_seconds=arguments.timeout)
+    kind = "words" if arguments.text else "token ids"
+    say(
+        f"{workload.name} to {cluster.model} at {url}: {len(workload.requests)} requests in "
+        f"{workload.duration_seconds:.0f} s, {workload.num_input_tokens} prompt tokens as {kind}."
+    )
+    was_interrupted = _run(replay, len(workload.requests))
+    return _report(arguments, workload, replay.records, num_replicas, say, was_interrupted=was_interrupted)
+
+
+def _report(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    records: dict[int, RequestRecord],
+    num_replicas: int | None,
+    say: Callable[[str], None],
+    *,
+    was_interrupted: bool,
+) -> int:
+    num_warm_up = int(len(workload.requests) * arguments.warm_up)
+    counted = [record for number, record in sorted(records.items()) if number >= num_warm_up]
+    slo = Slo(arguments.slo_ttft, arguments.slo_tpot, arguments.slo_e2e)
+    report = make_report(counted, slo, num_replicas=num_replicas)
+    ideal = ideal_hits(workload, hit_tokens=arguments.block_size, warm_up=num_warm_up)
+    say(render(report, ideal))
+    if arguments.json is not None:
+        settings = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+            if name not in ("api_key", "command", "json", "run_dir")
+        }
+        content = {
+            "workload": workload.name,
+            "settings": settings,
+            "ideal_token_hit_rate": ideal.token_hit_rate,
+            "ideal_cross_user_hit_rate": ideal.cross_user_hit_rate,
+            "report": report.as_json(),
+        }
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if was_interrupted:
+        say(f"Interrupted: {len(workload.requests) - len(records)} requests have no answer and do not count.")
+        return INTERRUPTED
+    return 0 if report.num_answered else 1
+
+
+def _run(replay: Replay, total: int) -> bool:
+    """Whether it was interrupted."""
+
+    async def with_progress() -> None:
+        progress = asyncio.create_task(show_progress(replay, total, _show)) if sys.stderr.isatty() else None
+        try:
+            await replay.run()
+        finally:
+            if progress is not None:
+                progress.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await progress
+                _show("")
+
+    try:
+        uvloop.run(with_progress())
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _show(line: str) -> None:
+    """One line of the terminal, written again and again."""
+    sys.stderr.write(f"\r\x1b[K{line}")
+    sys.stderr.flush()
+
+
+class _Cluster:
+    """What is asked of the cluster before the run."""
+
+    def __init__(self, client: httpx.Client, model: str | None) -> None:
+        self._client = client
+        models = self._get("/v1/models")["data"]
+        names = [each["id"] for each in models]
+        if not names or (model is not None and model not in names):
+            raise ReplayError(
+                f"no model {model or ''} is served; there are: {', '.join(names) or 'none'}".replace(
+                    "  ", " "
+                )
+            )
+        chosen = models[0] if model is None else models[names.index(model)]
+        self.model: str = chosen["id"]
+        self.context_length: int = chosen.get("max_model_len") or sys.maxsize
+
+    def alphabet(self) -> list[int]:
+        def tokenize(text: str) -> list[int]:
+            body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+            tokens: list[int] = _checked(self._client.post("/tokenize", json=body)).json()["tokens"]
+            return tokens
+
+        try:
+            return token_alphabet(tokenize)
+        except (httpx.HTTPError, ReplayError, KeyError, ValueError) as error:
+            raise ReplayError(f"the server does not say what its tokens are ({error}); try --text") from error
+
+    def num_replicas(self) -> int | None:
+        """None where the server does not count them."""
+        try:
+            models = self._get("/ready").get("models", {})
+        except (ReplayError, ValueError):
+            return None
+        return models.get(self.model) if isinstance(models, dict) else None
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = _checked(self._client.get(path)).json()
+        except httpx.HTTPError as error:
+            raise ReplayError(f"no answer from {self._client.base_url}: {error}") from error
+        return content
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.status_code != 200:
+        raise ReplayError(f"status {response.status_code} from {response.url}")
+    return response
+
+
+def _client(url: str, api_key: str | None) -> httpx.Client:
+    return httpx.Client(base_url=url, headers=_headers(api_key), timeout=30.0, trust_env=False)
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def _target(url: str, api_key: str | None) -> Target:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        raise ReplayError(f"a URL looks like http://host:port, not {url}")
+    return Target(
+        parts.hostname, parts.port or 80, _headers(api_key), parts.path.rstrip("/") + "/v1/completions"
+    )
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    name = arguments.workload
+    try:
+        if name in GENERATORS:
+            workload = GENERATORS[name](seed=arguments.seed, **_parameters(name, arguments))
+        elif not Path(name).is_file():
+            raise ReplayError(f"{name} is neither a file nor a generator; there are {', '.join(GENERATORS)}")
+        elif arguments.qps is not None or arguments.set:
+            raise ReplayError("--qps and --set are for generators; a trace has its own pace, see --speed")
+        else:
+            workload = read_trace(name, seed=arguments.seed)
+        if arguments.scale_tokens != 1:
+            workload = shrink(workload, arguments.scale_tokens)
+    except (ValueError, OSError, EOFError) as error:
+        raise ReplayError(f"{name}: {error}") from error
+    return workload
+
+
+def _parameters(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    known = inspect.signature(GENERATORS[name]).parameters
+    given: dict[str, Any] = {} if arguments.qps is None else {"qps": arguments.qps}
+    for setting in arguments.set:
+        parameter, equals, text = setting.partition("=")
+        if not equals or parameter not in known or parameter == "seed":
+            raise ReplayError(f"--set takes NAME=VALUE of {name}'s parameters, not {setting}; see --help")
+        kind = type(known[parameter].default)
+        try:
+            given[parameter] = kind(text)
+        except ValueError as error:
+            raise ReplayError(f"{parameter} takes a number, not {text}") from error
+    return given
+
+
+def _limited(workload: Workload, limit: str | None) -> Workload:
+    if limit is None:
+        return workload
+    number = limit.removesuffix("s")
+    if not number.isdecimal():
+        raise ReplayError(f"--limit takes a number of requests, or of seconds as 60s, not {limit}")
+    if limit.endswith("s"):
+        return first_seconds(workload, int(number))
+    return first_requests(workload, int(number))
+
+
+def _describe(name: str) -> str:
+    generator = GENERATORS[name]
+    summary = (inspect.getdoc(generator) or "").splitlines()[0]
+    parameters = ", ".join(
+        f"{parameter.name}={parameter.default}"
+        for parameter in inspect.signature(generator).parameters.values()
+        if parameter.name != "seed"
+    )
+    return f"  {name}: {summary}\n      {parameters}"
+
+
+def _positive(text: str) -> float:
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"needs a number above 0, not {text}")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"needs a share from 0 to below 1, not {text}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"needs a number, not {text}") from None

@@ -1,0 +1,83 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtests.workloads import read_trace
+from loadtests.workloads.traces import parse_trace
+
+
+def line(timestamp: float, input_length: int, hash_ids: list[int], **more: object) -> str:
+    record = {"timestamp": timestamp, "input_length": input_length, "output_length": 7, "hash_ids": hash_ids}
+    return json.dumps(record | more)
+
+
+def test_a_trace_is_read_plain_and_compressed(tmp_path: Path) -> None:
+    text = line(10, 600, [4, 5]) + "\n\n" + line(20, 512, [4]) + "\n"
+    (tmp_path / "tiny.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "tiny.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    plain = read_trace(tmp_path / "tiny.jsonl", seed=0)
+    assert plain == read_trace(tmp_path / "tiny.jsonl.gz", seed=0)
+    assert plain.name == "tiny"
+    assert [request.arrival_seconds for request in plain.requests] == [0.01, 0.02]
+    first = plain.requests[0]
+    assert (first.num_input_tokens, first.num_output_tokens, first.prefix_ids) == (600, 7, (4, 5))
+
+
+def test_arrivals_on_the_grid_are_spread_over_it_in_the_order_of_the_file() -> None:
+    lines = [
+        line(tick * 3000 - (tick == 2), 100, [tick * 10 + number]) for tick in range(3) for number in range(9)
+    ]
+    requests = parse_trace("t", lines, seed=3).requests
+    assert [request.prefix_ids[0] for request in requests] == [
+        tick * 10 + number for tick in range(3) for number in range(9)
+    ]
+    assert [int(request.arrival_seconds // 3) for request in requests] == [0] * 9 + [1] * 9 + [2] * 9
+    assert len({request.arrival_seconds for request in requests}) == 27
+    assert parse_trace("t", lines, seed=3).requests == requests
+    assert parse_trace("t", lines, seed=4).requests != requests
+
+
+def test_arrivals_off_the_grid_stay_where_they_are() -> None:
+    requests = parse_trace("t", [line(3000, 100, [1]), line(4500, 100, [2])], seed=3).requests
+    assert [request.arrival_seconds for request in requests] == [3.0, 4.5]
+
+
+def test_a_request_that_extends_all_full_blocks_of_another_continues_its_session() -> None:
+    lines = [
+        line(1, 1100, [0, 1, 2]),
+        line(2, 1700, [0, 1, 3, 4]),  # goes on where the first one's partial block was
+        line(3, 1100, [0, 8, 9]),  # shares the first block only
+        line(4, 1600, [0, 1, 3, 5]),  # the same conversation, three full blocks deep
+    ]
+    requests = parse_trace("t", lines, seed=0).requests
+    assert [request.session for request in requests] == ["s0", "s0", "s2", "s0"]
+    assert [request.user for request in requests] == ["s0", "s0", "s2", "s0"]
+
+
+def test_a_short_request_is_continued_by_nobody() -> None:
+    lines = [line(1, 600, [0, 1]), line(2, 1700, [0, 2, 3, 4])]
+    assert [request.session for request in parse_trace("t", lines, seed=0).requests] == ["s0", "s1"]
+
+
+def test_a_session_that_the_trace_names_is_taken() -> None:
+    lines = [line(1, 1100, [0, 1, 2], session="a"), line(2, 1700, [0, 1, 3, 4], session="b")]
+    assert [request.session for request in parse_trace("t", lines, seed=0).requests] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "line 2 of the trace is not JSON"),
+        ("[]", "line 2 of the trace is not an object"),
+        (line(0, 513, [1]), "line 2 of the trace has 1 hash_ids; 513 tokens are 2 blocks of 512"),
+        (line(0, 0, []), "line 2 of the trace has 0 hash_ids"),
+        ('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}', "needs a whole number as output_length"),
+        (line(0, 5, [1]).replace("0,", '"x",', 1), "needs a number as timestamp"),
+        (line(0, 5, [1]).replace("[1]", '["a"]'), "needs a list of whole numbers as hash_ids"),
+    ],
+)
+def test_a_line_that_cannot_be_is_named(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse_trace("t", [line(0, 5, [1]), text], seed=0)
