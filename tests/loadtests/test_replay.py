@@ -10,7 +10,7 @@ from loadtests.workloads import TraceRequest, Workload
 from tests.loadtests.scripted_server import DONE, EVENT, HEAD, USAGE, Answer, chunk, scripted_server, whole
 
 
-def workload(count: int, *, seconds_apart: float = 0.001) -> Workload:
+def workload(count: int, *, seconds_apart: float) -> Workload:
     requests = [
         TraceRequest(number * seconds_apart, 48, 2, (0, 1, 10 + number), f"user-{number}", "s")
         for number in range(count)
@@ -18,9 +18,12 @@ def workload(count: int, *, seconds_apart: float = 0.001) -> Workload:
     return Workload("tiny", 16, tuple(requests))
 
 
-async def replay(port: int, count: int, *, timeout_seconds: float = 10.0) -> list[RequestRecord]:
+async def replay(
+    port: int, count: int, *, seconds_apart: float = 0.001, timeout_seconds: float = 10.0
+) -> list[RequestRecord]:
     prompts = Prompts("toy", 16, 1, list(range(300, 364)))
-    run = Replay(Target("127.0.0.1", port, {}), workload(count), prompts, timeout_seconds=timeout_seconds)
+    asked = workload(count, seconds_apart=seconds_apart)
+    run = Replay(Target("127.0.0.1", port, {}), asked, prompts, timeout_seconds=timeout_seconds)
     await run.run()
     return [run.records[number] for number in range(count)]
 
@@ -135,10 +138,15 @@ async def test_a_connection_is_used_again_unless_its_request_failed() -> None:
             writer.write(HEAD + chunk(EVENT + USAGE + DONE) + b"0\r\n\r\n")
 
     async with scripted_server(answer) as port:
-        prompts = Prompts("toy", 16, 1, list(range(300, 364)))
-        run = Replay(
-            Target("127.0.0.1", port, {}), workload(8, seconds_apart=0.05), prompts, timeout_seconds=10.0
-        )
-        await run.run()
-    assert [run.records[number].error for number in range(8)] == [None] * 3 + ["truncated"] + [None] * 4
+        records = await replay(port, 8, seconds_apart=0.05)
+    assert [record.error for record in records] == [None] * 3 + ["truncated"] + [None] * 4
     assert len(connections) < 8
+
+
+async def test_a_connection_that_is_still_busy_with_a_timed_out_request_is_not_used_again() -> None:
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await (silent_in_mid_stream if body["user"] == "user-0" else whole)(body, writer)
+
+    async with scripted_server(answer) as port:
+        records = await replay(port, 2, seconds_apart=1.5, timeout_seconds=1.0)
+    assert [record.error for record in records] == ["timed out", None]

@@ -63,6 +63,7 @@ def test_a_trace_finds_all_that_it_could_find(
     assert report["num_output_tokens"] == 12 * 8
     assert report["token_hit_rate"] == content["ideal_token_hit_rate"] == 0.5 * (1300 // 16 * 16) / 1300
     assert report["requests_per_replica"] == {"replica-0": 12}
+    assert report["imbalance_requests"]["max_over_mean"] == 1.0
     assert report["prediction"]["mean_absolute_error"] < 32
     assert "100.0% of the ideal 49.8%" in capsys.readouterr().out
 
