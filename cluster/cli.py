@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat, replay.
+"""The `kvasir` command: up, down, status, chat, replay, simulate.
 
 Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -26,7 +26,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"up": _up, "down": _down, "status": _status, "chat": _chat, "replay": _replay}
+    commands = {
+        "up": _up,
+        "down": _down,
+        "status": _status,
+        "chat": _chat,
+        "replay": _replay,
+        "simulate": _simulate,
+    }
     if words and not words[0].startswith("-") and words[0] not in commands:
         return _complain(f"there is no command {words[0]}; there are {', '.join(commands)} and test")
     try:
@@ -73,6 +80,11 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
     )
     if command == "replay":
         _add_replay(replay)
+    simulate = commands.add_parser(
+        "simulate", parents=[common], allow_abbrev=False, help="try policies and fleet sizes in virtual time"
+    )
+    if command == "simulate":
+        _add_simulate(simulate)
     return parser
 
 
@@ -112,6 +124,16 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     except ModuleNotFoundError as error:
         raise ClusterError(
             f"replay is part of a checkout of Kvasir; there is no {error.name} here"
+        ) from error
+    add_arguments(parser)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    try:
+        from cluster.simulate import add_arguments
+    except ModuleNotFoundError as error:
+        raise ClusterError(
+            f"simulate is part of a checkout of Kvasir; there is no {error.name} here"
         ) from error
     add_arguments(parser)
 
@@ -207,6 +229,12 @@ def _replay(arguments: argparse.Namespace) -> int:
         return run(arguments, url.rstrip("/").removesuffix("/v1"), _say)
     except ReplayError as error:
         raise ClusterError(str(error)) from error
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from cluster.simulate import run
+
+    return run(arguments, _say)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""A fleet in virtual time: the router's real decision code over replicas that only count."""

@@ -1,0 +1,107 @@
+"""VirtualHost and Feed: what replicas tell the routers of themselves, and when they said it.
+
+Owns a replica's identity, its incarnations and the numbering of its changes, and the log of all that
+was said. Knows no router: each reads the log at its own pace.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cluster.simulation.replica import VirtualReplica
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import IndexChange
+from replicas.protocol.status import Epoch, ReplicaId
+from replicas.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A replica's load at a time. It counts the first `num_counted` requests that came to the replica."""
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    snapshot: LoadSnapshot
+    num_counted: int
+
+
+@dataclass(slots=True)
+class Feed:
+    """Both logs are in order of time."""
+
+    change_times: list[float] = field(default_factory=list)
+    changes: list[IndexChange] = field(default_factory=list)
+    load_times: list[float] = field(default_factory=list)
+    loads: list[LoadReport] = field(default_factory=list)
+
+    def add_change(self, now: float, change: IndexChange) -> None:
+        self.change_times.append(now)
+        self.changes.append(change)
+
+    def add_load(self, now: float, report: LoadReport) -> None:
+        self.load_times.append(now)
+        self.loads.append(report)
+
+
+class VirtualHost:
+    """One place in the fleet. `replica` is None while it is dead."""
+
+    def __init__(self, number: int, index_stride: int) -> None:
+        self.replica_id = ReplicaId(f"replica-{number}")
+        self.replica: VirtualReplica | None = None
+        self.num_received = 0
+        """Requests that came to this incarnation."""
+        self.planned_end: float | None = None
+        """The end of a step that somebody already waits for."""
+        self.num_lives = 0
+        self._index_stride = index_stride
+        self._residency: Residency | None = None
+        self._last_change = 0
+
+    @property
+    def epoch(self) -> Epoch:
+        return Epoch(f"life-{self.num_lives}")
+
+    @property
+    def last_change(self) -> int:
+        return self._last_change
+
+    @property
+    def kept(self) -> frozenset[BlockHash]:
+        """What the index should hold for it now."""
+        return frozenset() if self._residency is None else frozenset(self._residency.kept)
+
+    def start(self, replica: VirtualReplica) -> None:
+        self.replica = replica
+        self.num_lives += 1
+        self.num_received = 0
+        self.planned_end = None
+        self._residency = Residency(replica.shape.block_size, self._index_stride)
+        self._last_change = 0
+
+    def die(self) -> None:
+        self.replica = self._residency = None
+
+    def observe(self, events: Iterable[CacheEvent]) -> None:
+        assert self._residency is not None
+        num_unknown = self._residency.observe(events)
+        assert not num_unknown, "the pool removed what it never stored"
+
+    def take_change(self) -> IndexChange | None:
+        """What has changed since the last one."""
+        if self._residency is None or not self._residency.has_change:
+            return None
+        net = self._residency.take_change()
+        return IndexChange(self.replica_id, self.epoch, self._next_number(), net.added, net.removed)
+
+    def whole_set(self) -> IndexChange:
+        """All that it holds, in place of whatever was known."""
+        assert self._residency is not None
+        self._residency.take_change()
+        added = tuple(self._residency.kept)
+        return IndexChange(self.replica_id, self.epoch, self._next_number(), added, cleared=True)
+
+    def _next_number(self) -> int:
+        self._last_change += 1
+        return self._last_change

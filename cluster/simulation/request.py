@@ -1,0 +1,134 @@
+"""PreparedRequest and VirtualRequest: a trace's request as routers see it, and as a replica serves it.
+
+Owns how the ids of a trace become block hashes and buckets. Knows no time, no pool and no policy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtests.workloads import TraceRequest, Workload
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.frames import NO_USER, UserTag
+from router.routing.bucket import BUCKET_TOKENS, bucket_of
+
+ROOT = BlockHash(b"kvasir-simulated")
+"""Every trace is one namespace."""
+
+_OUTPUT_BIT = 1 << (8 * HASH_BYTES - 1)
+"""Set in the hashes of answers, which are nobody's prompt: no trace says how one is read again."""
+
+_OUTPUT_BLOCKS_PER_REQUEST = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """`number` is its place in the workload; `block_hashes` are those of the prompt's full blocks."""
+
+    number: int
+    trace: TraceRequest
+    block_hashes: tuple[BlockHash, ...]
+    bucket: bytes
+    user: UserTag
+
+
+def prepare(workload: Workload) -> list[PreparedRequest]:
+    """The workload with the hashes and buckets that routers would compute; the same for every policy."""
+    hashes: dict[int, BlockHash] = {}
+    return [
+        PreparedRequest(
+            number=number,
+            trace=trace,
+            block_hashes=tuple(
+                hashes.setdefault(block_id, BlockHash(block_id.to_bytes(HASH_BYTES, "big")))
+                for block_id in trace.prefix_ids[: trace.num_input_tokens // workload.block_tokens]
+            ),
+            bucket=_bucket(trace, workload.block_tokens),
+            user=UserTag(trace.user.encode()) if trace.user else NO_USER,
+        )
+        for number, trace in enumerate(workload.requests)
+    ]
+
+
+def _bucket(trace: TraceRequest, block_tokens: int) -> bytes:
+    """By the id of the head's last block, which stands for all of the head's tokens."""
+    num_head_blocks = max(1, BUCKET_TOKENS // block_tokens)
+    head_id = trace.prefix_ids[min(num_head_blocks, len(trace.prefix_ids)) - 1]
+    pseudo_tokens = [(head_id >> shift) & 0xFFFFFFFF for shift in range(0, 128, 32)]
+    return bucket_of(ROOT, trace.prompt_cache_key, pseudo_tokens, None, BUCKET_TOKENS)
+
+
+class VirtualRequest:
+    """One attempt at a request while a replica owns it.
+
+    ::
+
+        num_tokens     prompt and output so far; the newest output token has no KV yet
+        num_computed   how many of them have KV (or are scheduled to), while it waits or prefills
+        kv_offset      while it decodes: num_computed minus the replica's count of steps
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "is_decoding",
+        "kv_offset",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed",
+        "num_cross_user_tokens",
+        "num_expected_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_stored_blocks",
+        "num_submitted_tokens",
+        "num_tokens",
+        "number",
+        "rank",
+        "stint",
+        "user",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        prompt_hashes: Sequence[BlockHash],
+        user: UserTag,
+        num_output_tokens: int = 0,
+    ) -> None:
+        self.number = number
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.block_hashes = list(prompt_hashes)
+        self.user = user
+        self.num_tokens = self.num_submitted_tokens = num_prompt_tokens + num_output_tokens
+        self.block_ids: list[int] = []
+        self.rank = 0
+        self.stint = 0
+        """Grows whenever it stops to decode, so that what was noted for before is known to be void."""
+        self.is_decoding = False
+        self.kv_offset = 0
+        self.num_computed = 0
+        self.num_stored_blocks = 0
+        self.num_cached_tokens = 0
+        self.num_cross_user_tokens = 0
+        self.num_expected_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens without KV, while it waits or prefills."""
+        return self.num_tokens - self.num_computed
+
+    def hashes(self, num_blocks: int) -> list[BlockHash]:
+        """Of the leading full blocks: the prompt's own, then this request's, which nobody shares."""
+        for block in range(len(self.block_hashes), num_blocks):
+            value = _OUTPUT_BIT | self.number * _OUTPUT_BLOCKS_PER_REQUEST | block
+            self.block_hashes.append(BlockHash(value.to_bytes(HASH_BYTES, "big")))
+        return self.block_hashes[:num_blocks]
