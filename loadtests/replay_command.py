@@ -102,6 +102,8 @@ def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> 
         f"{workload.duration_seconds:.0f} s, {workload.num_input_tokens} prompt tokens as {kind}."
     )
     was_interrupted = _run(replay, len(workload.requests))
+    if was_interrupted:
+        workload = first_requests(workload, replay.num_sent)
     return _report(arguments, workload, replay.records, num_replicas, say, was_interrupted=was_interrupted)
 
 
@@ -135,7 +137,10 @@ def _report(
         }
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if was_interrupted:
-        say(f"Interrupted: {len(workload.requests) - len(records)} requests have no answer and do not count.")
+        num_open = len(workload.requests) - len(records)
+        say(
+            f"Interrupted after {len(workload.requests)} requests; {num_open} had no answer and do not count."
+        )
         return INTERRUPTED
     return 0 if report.num_answered else 1
 

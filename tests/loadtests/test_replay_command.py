@@ -1,6 +1,9 @@
 """`kvasir replay` against a router and a simulated replica, all of them real processes."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -126,6 +129,20 @@ def test_without_a_cluster_there_is_one_sentence(
     assert capsys.readouterr().err.startswith(f"kvasir: no cluster runs in {tmp_path}")
     assert main(["replay", "b2b", "--url", f"http://127.0.0.1:{free_port}"]) == 2
     assert capsys.readouterr().err.startswith(f"kvasir: no answer from http://127.0.0.1:{free_port}")
+
+
+def test_an_interrupted_replay_reports_what_it_has(stack: LocalStack, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    words = [*SMALL_B2B, "--url", stack.url, "--qps", "10", "--seed", "14", "--json", str(file)]
+    num_before = num_answered(stack)
+    process = subprocess.Popen([sys.executable, "-m", "cluster.cli", "replay", *words])
+    while num_answered(stack) < num_before + 8:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert 1 <= content["report"]["num_answered"] < 6000
+    assert content["ideal_token_hit_rate"] < 0.9, "of what was sent, not of the whole workload"
 
 
 def test_requests_of_a_replica_that_is_killed_miss_the_slo(stack: LocalStack, tmp_path: Path) -> None:
