@@ -54,6 +54,16 @@ class ReplicaMetrics:
         )
         self.total_blocks = Gauge("replica_total_blocks", "KV blocks that there are", registry=registry)
         self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
+        self._add_index_metrics(registry)
+        # vLLM's names for the same two numbers, so that its dashboards work unchanged.
+        self._vllm_queries = Counter(
+            "vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache", registry=registry
+        )
+        self._vllm_hits = Counter(
+            "vllm:prefix_cache_hits_total", "Prompt tokens found in the cache", registry=registry
+        )
+
+    def _add_index_metrics(self, registry: CollectorRegistry) -> None:
         self.index_changes = Counter(
             "replica_index_changes_total", "Changes written to the index stream", registry=registry
         )
@@ -73,13 +83,6 @@ class ReplicaMetrics:
             "replica_index_lag_seconds",
             "Age of the oldest event in the latest index write, when it was written",
             registry=registry,
-        )
-        # vLLM's names for the same two numbers, so that its dashboards work unchanged.
-        self._vllm_queries = Counter(
-            "vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache", registry=registry
-        )
-        self._vllm_hits = Counter(
-            "vllm:prefix_cache_hits_total", "Prompt tokens found in the cache", registry=registry
         )
 
     def observe(self, frame: StepFrame, step_seconds: float) -> None:

@@ -149,6 +149,9 @@ class CrossUserContract:
         assert read(run, prompt, ANN) == (0, 0)
         assert read(run, prompt, BOB) == (2 * card.block_size,) * 2
         last = hash_blocks(ROOT, prompt, card.block_size)[-1]
+        num_never_used = card.num_blocks - run.frames[-1].load.num_cached_blocks - 2
+        num_tokens = min(num_never_used * card.block_size, card.context_length - 1)
+        run.generate(prompt_of(run.engine, num_tokens, 2), max_tokens=1)
         for seed in range(2 * card.num_blocks):
             if run.balance.held[last] <= 1:
                 break
