@@ -55,6 +55,7 @@ class Router:
             index_stride=config.index_stride,
             on_model=self._add_model,
             on_records=self._set_live,
+            on_adapters=self._catalog.set_adapters,
         )
         metrics = RouterMetrics(CollectorRegistry())
         metrics.watch(self._fleet_families)

@@ -19,14 +19,16 @@ from types import TracebackType
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import (
+    NO_USER,
     FinishReason,
     Refusal,
     RefusalCode,
     RequestKey,
     SamplingParams,
     TokenDelta,
+    UserTag,
 )
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.status import Adapter, ReplicaId
 from router.attempt import Attempt, Choice
 from router.errors import (
     ContextLengthExceeded,
@@ -54,6 +56,8 @@ class Generation:
     sampling: SamplingParams
     num_choices: int = 1
     priority: int = 0
+    adapter: Adapter | None = None
+    user: UserTag = NO_USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +287,13 @@ class Run:
         num_tokens = len(generation.token_ids) + len(self._choices[part[0]].token_ids)
         try:
             request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
-            return table.route(generation.model, request, generation.block_hashes, exclude=self._excluded)
+            return table.route(
+                generation.model,
+                request,
+                generation.block_hashes,
+                exclude=self._excluded,
+                adapter=generation.adapter,
+            )
         except (NoReplicaAvailable, UnknownModel):
             # Unknown: a model can be asked for a moment before its first replica is routed to.
             return None
@@ -308,6 +318,8 @@ class Run:
                 generation.root,
                 num_choices=len(part),
                 priority=generation.priority,
+                adapter=None if generation.adapter is None else generation.adapter.name,
+                user=generation.user,
                 num_output_tokens=len(output),
                 mailbox=self._mailbox,
             )
@@ -345,7 +357,8 @@ class Run:
         return seconds
 
     def _give_up(self) -> RouterError:
-        model = self._generation.model
+        adapter = self._generation.adapter
+        model = self._generation.model if adapter is None else adapter.name
         if self._visible:
             return GenerationFailed("The generation was interrupted and could not be resumed.")
         if self._last_failure is RefusalCode.OVERLOADED:

@@ -15,13 +15,13 @@ from a source (`replica_sources.py`) and from the streams themselves, which know
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
-from replicas.protocol.status import ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.replica_client import ReplicaClient, ReplicaLost
 from router.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
 from router.routing.table import RoutingTable
@@ -46,6 +46,7 @@ PROOF_SECONDS = 2.0
 
 OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
 OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
+OnAdapters = Callable[[str, Sequence[Adapter]], None]
 
 
 class MembershipStatistics(NamedTuple):
@@ -91,7 +92,8 @@ class Membership:
     """`run()` as a task of the owner's.
 
     `on_model` comes before a model's first replica is routed to, and again when its fingerprint
-    changes. `on_records` comes with each view and each change, with the replicas in the table.
+    changes. `on_records` comes with each view and each change, with the replicas in the table;
+    `on_adapters` with it, with what those that take requests have loaded, the newest replica's at the end.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Membership:
         index_stride: int,
         on_model: OnModel,
         on_records: OnRecords | None = None,
+        on_adapters: OnAdapters | None = None,
         stall_seconds: float = 10.0,
         proof_seconds: float = PROOF_SECONDS,
     ) -> None:
@@ -110,6 +113,7 @@ class Membership:
         self._index_stride = index_stride
         self._on_model = on_model
         self._on_records = on_records
+        self._on_adapters = on_adapters
         self._stall_seconds = stall_seconds
         self._proof_seconds = proof_seconds
         self._members: dict[ReplicaId, Member] = {}
@@ -188,13 +192,11 @@ class Membership:
             self._publish(member.model)
 
     def _publish(self, model: str) -> None:
+        routed = [member for member in self._members.values() if member.model == model and member.is_routed]
         if self._on_records is not None:
-            routed = {
-                replica_id: member.record
-                for replica_id, member in self._members.items()
-                if member.model == model and member.is_routed
-            }
-            self._on_records(model, routed)
+            self._on_records(model, {member.record.replica_id: member.record for member in routed})
+        if self._on_adapters is not None:
+            self._on_adapters(model, _adapters(routed))
 
     async def _keep(self, member: Member) -> None:
         """Stay connected to one incarnation until it is dismissed."""
@@ -280,3 +282,10 @@ class Membership:
 
     def _take_load(self, replica_id: ReplicaId, load: LoadSnapshot) -> None:
         self._table.update_load(replica_id, load)
+
+
+def _adapters(members: Sequence[Member]) -> list[Adapter]:
+    """An epoch begins with the time of the replica's start, so every router puts them in the same order."""
+    ready = [member for member in members if member.record.state is ReplicaState.READY]
+    ready.sort(key=lambda member: member.record.epoch)
+    return [adapter for member in ready if member.card is not None for adapter in member.card.adapters]

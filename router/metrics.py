@@ -51,6 +51,12 @@ class RouterMetrics:
         self._cached_tokens = Counter(
             "router_cached_tokens", "Prompt tokens that a replica had cached", ["model"], registry=registry
         )
+        self._cross_user_tokens = Counter(
+            "router_cross_user_cached_tokens",
+            "Cached prompt tokens that another user's request had computed",
+            ["model"],
+            registry=registry,
+        )
         self._output_tokens = Counter(
             "router_output_tokens", "Tokens generated", ["model"], registry=registry
         )
@@ -72,7 +78,7 @@ class RouterMetrics:
         self._of_reason: dict[str, Counter] = {}
 
     def model(self, name: str) -> "_ModelMetrics":
-        """The metrics of a served model; never call it with a name that is not served."""
+        """The metrics of a served model or adapter; never call it with a name that is not served."""
         known = self._of_model.get(name)
         if known is None:
             known = self._of_model[name] = _ModelMetrics(
@@ -80,6 +86,7 @@ class RouterMetrics:
                 e2e=self._e2e.labels(name),
                 prompt_tokens=self._prompt_tokens.labels(name),
                 cached_tokens=self._cached_tokens.labels(name),
+                cross_user_tokens=self._cross_user_tokens.labels(name),
                 output_tokens=self._output_tokens.labels(name),
                 overlap_error=self._overlap_error.labels(name),
             )
@@ -112,7 +119,15 @@ class RouterMetrics:
 
 
 class _ModelMetrics:
-    __slots__ = ("cached_tokens", "e2e", "output_tokens", "overlap_error", "prompt_tokens", "ttft")
+    __slots__ = (
+        "cached_tokens",
+        "cross_user_tokens",
+        "e2e",
+        "output_tokens",
+        "overlap_error",
+        "prompt_tokens",
+        "ttft",
+    )
 
     def __init__(
         self,
@@ -121,6 +136,7 @@ class _ModelMetrics:
         e2e: Histogram,
         prompt_tokens: Counter,
         cached_tokens: Counter,
+        cross_user_tokens: Counter,
         output_tokens: Counter,
         overlap_error: Histogram,
     ) -> None:
@@ -128,6 +144,7 @@ class _ModelMetrics:
         self.e2e = e2e
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
+        self.cross_user_tokens = cross_user_tokens
         self.output_tokens = output_tokens
         self.overlap_error = overlap_error
 

@@ -16,7 +16,15 @@ import grpc
 
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import Abort, LoadSnapshot, SamplingParams, Submit, TokenDelta
+from replicas.protocol.frames import (
+    NO_USER,
+    Abort,
+    LoadSnapshot,
+    SamplingParams,
+    Submit,
+    TokenDelta,
+    UserTag,
+)
 from replicas.protocol.replica_pb2_grpc import ReplicaStub
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import abort_to_wire, card_from_wire, server_frame_from_wire, submit_to_wire
@@ -165,6 +173,8 @@ class ReplicaClient:
         *,
         num_choices: int = 1,
         priority: int = 0,
+        adapter: str | None = None,
+        user: UserTag = NO_USER,
         num_output_tokens: int = 0,
         mailbox: Mailbox | None = None,
     ) -> Inflight:
@@ -184,6 +194,8 @@ class ReplicaClient:
                 root=root,
                 num_choices=num_choices,
                 priority=priority,
+                adapter=adapter,
+                user=user,
                 num_output_tokens=num_output_tokens,
             )
         )

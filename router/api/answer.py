@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.frames import FinishReason, PromptUsage, SamplingParams, TokenDelta, TokenLogprobs
+from replicas.protocol.frames import (
+    FinishReason,
+    PromptUsage,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+    UserTag,
+)
 from router.dispatch import Generation
 from router.prompt.catalog import ServedModel
 from router.prompt.detokenizer import Detokenizer
@@ -99,6 +106,7 @@ def make_prompt(
     salt: str | None,
     prompt_cache_key: str | None,
     priority: int,
+    user: UserTag,
     num_stable_tokens: int | None = None,
 ) -> Prompt:
     """Everything that routing, engine and answer need of one prompt."""
@@ -113,6 +121,8 @@ def make_prompt(
         sampling=sampling,
         num_choices=num_choices,
         priority=priority,
+        adapter=model.adapter,
+        user=user,
     )
     silent = model.eos_token_ids
     if sampling.stop_token_ids:

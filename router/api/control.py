@@ -60,13 +60,11 @@ class ControlRoutes:
         ]
 
     async def index(self, request: Request) -> Response:
-        return _json({"name": "kvasir", "models": list(self._context.catalog.names())})
+        return _json({"name": "kvasir", "models": self._names()})
 
     async def models(self, request: Request) -> Response:
         catalog = self._context.catalog
-        return _json(
-            {"object": "list", "data": [_model_object(catalog.get(name)) for name in catalog.names()]}
-        )
+        return _json({"object": "list", "data": [_model_object(catalog.get(name)) for name in self._names()]})
 
     async def model(self, request: Request) -> Response:
         return _json(_model_object(self._context.catalog.get(request.path_params["name"])))
@@ -135,6 +133,11 @@ class ControlRoutes:
             "Missing required parameter: 'model'.", parameter="model", code="missing_required_parameter"
         )
 
+    def _names(self) -> list[str]:
+        """All that can be asked for; models first, since some clients take the first."""
+        catalog = self._context.catalog
+        return [*catalog.names(), *catalog.adapter_names()]
+
     def _num_replicas(self, name: str) -> int:
         try:
             return self._context.num_replicas(name)
@@ -144,12 +147,12 @@ class ControlRoutes:
 
 def _model_object(model: ServedModel) -> dict[str, Any]:
     return {
-        "id": model.card.name,
+        "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "kvasir",
         "root": model.card.name,
-        "parent": None,
+        "parent": None if model.adapter is None else model.card.name,
         "max_model_len": model.card.context_length,
     }
 

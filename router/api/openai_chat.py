@@ -91,6 +91,7 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
         salt=request.cache_salt,
         prompt_cache_key=request.prompt_cache_key,
         priority=request.priority or 0,
+        user=context.catalog.user_tag(request.end_user),
         num_stable_tokens=_num_stable_tokens(model.tokenizer, chat),
     )
     dialect = _ChatDialect(context, request, model, prompt)
@@ -284,8 +285,8 @@ class _ChatDialect:
             "id": context.new_id("chatcmpl-"),
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(context.wall_clock()),
-            "model": model.card.name,
-            "system_fingerprint": "fp_" + model.card.fingerprint[:10],
+            "model": model.name,
+            "system_fingerprint": model.system_fingerprint,
         }
         if request.stream:
             options = request.stream_options

@@ -71,6 +71,7 @@ async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
             salt=request.cache_salt,
             prompt_cache_key=request.prompt_cache_key,
             priority=request.priority or 0,
+            user=context.catalog.user_tag(request.end_user),
         )
         if request.echo:
             prompt.echo = prompt_text if isinstance(prompt_text, str) else model.tokenizer.decode(token_ids)
@@ -143,8 +144,8 @@ class _CompletionDialect:
             "id": context.new_id("cmpl-"),
             "object": "text_completion",
             "created": int(context.wall_clock()),
-            "model": model.card.name,
-            "system_fingerprint": "fp_" + model.card.fingerprint[:10],
+            "model": model.name,
+            "system_fingerprint": model.system_fingerprint,
         }
         num_choices = sum(len(prompt.outputs) for prompt in prompts)
         self._num_characters = [0] * num_choices

@@ -165,11 +165,12 @@ def check_salt(salt: str | None) -> str | None:
 
 def usage_of(prompts: Iterable[PromptUsage], num_output_tokens: int) -> dict[str, Any]:
     """OpenAI's `usage`; the cache's share of it is always there, and exact."""
-    num_prompt_tokens = num_cached_tokens = num_written_tokens = 0
+    num_prompt_tokens = num_cached_tokens = num_written_tokens = num_cross_user_tokens = 0
     for prompt in prompts:
         num_prompt_tokens += prompt.num_prompt_tokens
         num_cached_tokens += prompt.num_cached_tokens
         num_written_tokens += prompt.num_written_tokens
+        num_cross_user_tokens += prompt.num_cross_user_tokens
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
@@ -177,5 +178,6 @@ def usage_of(prompts: Iterable[PromptUsage], num_output_tokens: int) -> dict[str
         "prompt_tokens_details": {
             "cached_tokens": num_cached_tokens,
             "cache_write_tokens": num_written_tokens,
+            "cross_user_cached_tokens": num_cross_user_tokens,
         },
     }

@@ -52,7 +52,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    safety_identifier: str | None = None
     user: str | None = None
+
+    @property
+    def end_user(self) -> str | None:
+        """Whom the client asks for; `user` is the field's older name, and most send that one."""
+        return self.safety_identifier or self.user
 
 
 def check_fields(request: GenerationFields, max_choices: int) -> None:

@@ -77,7 +77,7 @@ class _Exchange:
         self._run_headers: list[Header] = []
 
     async def run(self, answer: Answer) -> None:
-        self.model_name = answer.model.card.name
+        self.model_name = answer.model.name
         if len(answer.prompts) == 1:
             await self._run_prompt(answer, answer.prompts[0])
             return
@@ -108,9 +108,7 @@ class _Exchange:
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
-        self._context.metrics.model(answer.model.card.name).ttft.observe(
-            self._context.clock() - self._arrived
-        )
+        self._context.metrics.model(answer.model.name).ttft.observe(self._context.clock() - self._arrived)
 
     def _take(self, answer: Answer, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""
@@ -143,7 +141,7 @@ class _Exchange:
 
     def _observe_overlap(self, answer: Answer, run: Runs, num_cached_tokens: int) -> None:
         error = abs(run.decision.overlap_tokens - num_cached_tokens)
-        self._context.metrics.model(answer.model.card.name).overlap_error.observe(error)
+        self._context.metrics.model(answer.model.name).overlap_error.observe(error)
 
     async def _stream(self, events: bytes) -> None:
         if not self._is_streaming:
@@ -169,10 +167,12 @@ class _Exchange:
         else:
             headers = [(b"content-type", b"application/json"), *self._own_headers()]
             await send_whole(self._send, 200, headers, answer.dialect.whole(usage))
-        metrics = self._context.metrics.model(answer.model.card.name)
+        metrics = self._context.metrics.model(answer.model.name)
         metrics.e2e.observe(self._context.clock() - self._arrived)
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        details = usage["prompt_tokens_details"]
+        metrics.cached_tokens.inc(details["cached_tokens"])
+        metrics.cross_user_tokens.inc(details["cross_user_cached_tokens"])
         metrics.output_tokens.inc(num_output_tokens)
 
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:

@@ -1,44 +1,83 @@
-"""ModelCatalog: the models that can be asked for, each with its text side and its namespaces.
+"""ModelCatalog: the models and adapters that can be asked for, each with its text side and its namespaces.
 
-Owns the cluster secret, and so every namespace root. Knows nothing of replicas, of routes or of
-requests: membership adds a model when its first replica is described.
+Owns the cluster secret, and so every namespace root and every user's tag. Knows nothing of replicas, of
+routes or of requests: membership adds a model when its first replica is described, and says which
+adapters can be had.
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from replicas.protocol.blocks import BlockHash, Namespace, namespace_root
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.frames import NO_USER, UserTag
+from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
 
+logger = logging.getLogger(__name__)
+
 NUM_CACHED_ROOTS = 4096
+
+USER_TAG_BYTES = 8
 
 
 class ServedModel:
-    """One model: its card, its tokenizer, its chat template, the roots of its block chains."""
+    """What a name stands for: a model, or a model with an adapter.
+
+    Its card, tokenizer and chat template are the model's; the roots of its block chains are its own.
+    """
 
     def __init__(
-        self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate, secret: bytes, created: int
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        secret: bytes,
+        created: int,
+        adapter: Adapter | None = None,
     ) -> None:
         self.card = card
+        self.adapter = adapter
         self.tokenizer = tokenizer
         self.template = template
         self.quoter = Quoter(tokenizer.special_tokens)
         self.created = created
         self.eos_token_ids = frozenset(card.eos_token_ids)
+        self._secret = secret
+        self._adapted: dict[Adapter, ServedModel] = {}
         fingerprint = bytes.fromhex(card.fingerprint)
+        variant = None if adapter is None else f"{adapter.name}:{adapter.fingerprint}"
 
         @lru_cache(maxsize=NUM_CACHED_ROOTS)
         def root(tenant: str | None, salt: str | None) -> BlockHash:
-            namespace = Namespace(fingerprint, card.block_size, tenant=tenant, salt=salt)
+            namespace = Namespace(fingerprint, card.block_size, variant, tenant, salt)
             return namespace_root(secret, namespace)
 
         self._root = root
+
+    @property
+    def name(self) -> str:
+        """What a client asks for."""
+        return self.card.name if self.adapter is None else self.adapter.name
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Another one whenever the weights that answer are others."""
+        fingerprints = [self.card.fingerprint] + ([self.adapter.fingerprint] if self.adapter else [])
+        return "_".join(["fp", *(fingerprint[:10] for fingerprint in fingerprints)])
+
+    def with_adapter(self, adapter: Adapter) -> "ServedModel":
+        """The same one each time: it remembers its roots."""
+        known = self._adapted.get(adapter)
+        if known is None:
+            known = ServedModel(self.card, self.tokenizer, self.template, self._secret, self.created, adapter)
+            self._adapted[adapter] = known
+        return known
 
     def root(self, tenant: str | None = None, salt: str | None = None) -> BlockHash:
         """The root of every chain of this tenant and salt; nobody without the secret can compute it."""
@@ -58,6 +97,9 @@ class ModelCatalog:
         self._cache_bytes = cache_bytes
         self._models: dict[str, ServedModel] = {}
         self._text_sides: dict[str, _TextSide] = {}
+        self._loaded: dict[str, dict[str, Adapter]] = {}
+        self._adapters: dict[str, tuple[str, Adapter]] = {}
+        self._complaints: set[str] = set()
 
     def add(self, card: ModelCard, bundle: TokenizerBundle, *, created: int = 0) -> None:
         """Serve `card` under its name, in place of an earlier card. Takes seconds for a large
@@ -71,20 +113,70 @@ class ModelCatalog:
         self._text_sides[card.name] = known
         self._models[card.name] = model
 
-    def get(self, name: str) -> ServedModel:
-        """Raises UnknownModel; NoReplicaAvailable while no model at all is known.
+    def set_adapters(self, model_name: str, adapters: Sequence[Adapter]) -> None:
+        """What the model's replicas have loaded, the newest replica's at the end: of two with one name the
+        later is served. One that nobody has any more stays known, as a model does without replicas.
 
-        So a router that has just started sends nobody away for good.
+        A model's name is never an adapter's. Between models the first by name has the adapter, so that all
+        routers agree.
         """
-        model = self._models.get(name)
+        self._loaded[model_name] = {adapter.name: adapter for adapter in adapters}
+        served: dict[str, tuple[str, Adapter]] = {}
+        for base in sorted(self._loaded):
+            for name, adapter in self._loaded[base].items():
+                if name in self._models:
+                    self._complain(f"adapter {name} of model {base} is not served: a model has that name")
+                elif name in served:
+                    other = served[name][0]
+                    self._complain(
+                        f"adapter {name} of model {base} is not served: model {other} has one, too"
+                    )
+                else:
+                    served[name] = (base, adapter)
+        for name, found in served.items():
+            if self._adapters.get(name) != found:
+                self._adapters[name] = found
+                logger.info(
+                    "serving adapter=%s model=%s fingerprint=%s", name, found[0], found[1].fingerprint
+                )
+
+    def get(self, name: str) -> ServedModel:
+        """The model or adapter of that name. Raises UnknownModel; NoReplicaAvailable while no model at all
+        is known, so that a router that has just started sends nobody away for good.
+        """
+        model = self._models.get(name) or self._get_adapted(name)
         if model is None and not self._models:
             raise NoReplicaAvailable("No replica is known yet. Try again shortly.")
         if model is None:
             raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
         return model
 
+    def _get_adapted(self, name: str) -> ServedModel | None:
+        if name not in self._adapters:
+            return None
+        model_name, adapter = self._adapters[name]
+        return self._models[model_name].with_adapter(adapter)
+
     def names(self) -> Sequence[str]:
+        """Of the models."""
         return sorted(self._models)
+
+    def adapter_names(self) -> Sequence[str]:
+        return sorted(self._adapters.keys() - self._models.keys())
+
+    def user_tag(self, user: str | None) -> UserTag:
+        """How replicas tell users apart without learning who they are; alike for all routers of a cluster."""
+        if not user:
+            return NO_USER
+        name = user.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(name, key=self._secret, digest_size=USER_TAG_BYTES, person=b"kvasir-user-v1")
+        return UserTag(digest.digest())
+
+    def _complain(self, complaint: str) -> None:
+        """Once: what the replicas say, they say again with every heartbeat."""
+        if complaint not in self._complaints:
+            self._complaints.add(complaint)
+            logger.warning("%s", complaint)
 
 
 def _digest(bundle: TokenizerBundle) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import blocks_per_stride
-from replicas.protocol.status import ModelCard, ReplicaId
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
 from router.routing.decision import Decision, RoutingRequest
@@ -35,7 +35,8 @@ class _Model:
     index: PrefixIndex
     block_size: int
     blocks_per_stride: int
-    replicas: dict[ReplicaId, ModelCard] = field(default_factory=dict)
+    replicas: dict[ReplicaId, frozenset[Adapter]] = field(default_factory=dict)
+    """With the adapters that each has loaded."""
     draining: set[ReplicaId] = field(default_factory=set)
 
 
@@ -130,7 +131,7 @@ class RoutingTable:
                 f" {stride}th; the others have blocks of {model.block_size} and index every"
                 f" {model.blocks_per_stride}th"
             )
-        model.replicas[replica_id] = card
+        model.replicas[replica_id] = frozenset(card.adapters)
         model.draining.discard(replica_id)
         self._model_of[replica_id] = card.name
 
@@ -183,9 +184,16 @@ class RoutingTable:
         block_hashes: Sequence[BlockHash],
         *,
         exclude: Collection[ReplicaId] = (),
+        adapter: Adapter | None = None,
     ) -> RoutedRequest:
-        """Decide, reserve and predict. Raises UnknownModel or NoReplicaAvailable."""
+        """Decide, reserve and predict, among the replicas that have just this adapter if one is asked for.
+
+        Raises UnknownModel or NoReplicaAvailable.
+        """
         fleet = self._model(model)
+        if adapter is not None:
+            others = (name for name, adapters in fleet.replicas.items() if adapter not in adapters)
+            exclude = {*exclude, *others}
         self._end_lingering()
         view = self.loads.view
         replicas = {

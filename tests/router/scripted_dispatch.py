@@ -22,11 +22,14 @@ def says(
     finish: FinishReason = FinishReason.STOP,
     num_cached_tokens: int = 0,
     num_written_tokens: int = 0,
+    num_cross_user_tokens: int = 0,
 ) -> Script:
     """Every choice gets one token per batch, then ends."""
 
     def script(generation: Generation) -> Sequence[Step]:
-        usage = PromptUsage(len(generation.token_ids), num_cached_tokens, num_written_tokens)
+        usage = PromptUsage(
+            len(generation.token_ids), num_cached_tokens, num_written_tokens, num_cross_user_tokens
+        )
         limited = list(token_ids)[: generation.sampling.max_tokens]
         return [
             [

@@ -26,10 +26,24 @@ async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
 async def test_models_are_listed_and_found_by_name(http: httpx.AsyncClient) -> None:
     listed = (await http.get("/v1/models")).json()
     assert listed["object"] == "list"
-    assert [model["id"] for model in listed["data"]] == ["tiny", "untemplated"]
+    assert [model["id"] for model in listed["data"]] == ["tiny", "untemplated", "tiny-sql"]
     found = (await http.get("/v1/models/tiny")).json()
     assert (found["id"], found["object"], found["owned_by"]) == ("tiny", "model", "kvasir")
+    assert (found["root"], found["parent"]) == ("tiny", None)
     assert found["max_model_len"] == tiny_model.CONTEXT_LENGTH
+
+
+async def test_an_adapter_is_a_model_with_a_parent(http: httpx.AsyncClient) -> None:
+    found = (await http.get("/v1/models/tiny-sql")).json()
+    assert (found["id"], found["root"], found["parent"]) == ("tiny-sql", "tiny", "tiny")
+    assert found["max_model_len"] == tiny_model.CONTEXT_LENGTH
+    tokens = [
+        (await http.post("/tokenize", json={"model": name, "prompt": "Hello"})).json()["tokens"]
+        for name in ("tiny", "tiny-sql")
+    ]
+    assert tokens[0] == tokens[1]
+    # It is served by the replicas of its model, which are counted once.
+    assert set((await http.get("/ready")).json()["models"]) == {"tiny", "untemplated"}
 
 
 @pytest.mark.parametrize(
@@ -92,9 +106,10 @@ async def test_without_a_model_name_tokenize_needs_a_single_model(http: httpx.As
 async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
-    server.dispatcher.script = says([80, 2], num_cached_tokens=16)
+    server.dispatcher.script = says([80, 2], num_cached_tokens=16, num_cross_user_tokens=5)
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
-    for body in (chat, chat | {"stream": True}, chat | {"model": "made up"}, chat | {"n": 0}):
+    adapted = chat | {"model": "tiny-sql"}
+    for body in (chat, chat | {"stream": True}, chat | {"model": "made up"}, chat | {"n": 0}, adapted):
         await http.post("/v1/chat/completions", json=body)
     text = (await http.get("/metrics")).text
     samples = {
@@ -107,8 +122,10 @@ async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
     assert samples["router_requests_total", "400", "chat_completions", "unknown"] == 1
     assert samples["router_output_tokens_total", "tiny"] == 4
     assert samples["router_cached_tokens_total", "tiny"] == 32
+    assert samples["router_cross_user_cached_tokens_total", "tiny"] == 10
+    assert samples["router_cross_user_cached_tokens_total", "tiny-sql"] == 5
     assert samples["router_ttft_seconds_count", "tiny"] == 2
-    assert samples["router_decisions_total", "overlap"] == 2
+    assert samples["router_decisions_total", "overlap"] == 3
     assert samples["router_overlap_error_tokens_sum", "tiny"] == 32
     assert samples[("router_in_flight",)] == 0
     assert "made up" not in text

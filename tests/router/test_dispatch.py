@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from replicas.protocol.blocks import BlockHash, hash_blocks
-from replicas.protocol.frames import FinishReason, RefusalCode, SamplingParams, TokenDelta
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.frames import FinishReason, RefusalCode, SamplingParams, TokenDelta, UserTag
+from replicas.protocol.status import Adapter, ReplicaId
 from router.dispatch import Dispatcher, Generation, RetryPolicy, Run
 from router.errors import (
     ContextLengthExceeded,
@@ -51,8 +51,8 @@ class Fleet:
             retry=RetryPolicy(max_waits=3, first_wait_seconds=0.01),
         )
 
-    async def add(self, replica_id: str) -> ScriptedReplica:
-        replica = ScriptedReplica(replica_id)
+    async def add(self, replica_id: str, *adapters: Adapter) -> ScriptedReplica:
+        replica = ScriptedReplica(replica_id, card=replace(CARD, adapters=adapters))
         await replica.start()
         self.replicas[replica.replica_id] = replica
         self.connect(replica)
@@ -67,7 +67,7 @@ class Fleet:
             stall_seconds=0.5,
         )
         self.clients[replica.replica_id] = client
-        self.table.add_replica(replica.replica_id, CARD, CARD.block_size)
+        self.table.add_replica(replica.replica_id, replica.card, CARD.block_size)
         self.serving.append(self.tasks.create_task(client.serve()))
 
     def serving_replica(self) -> ScriptedReplica:
@@ -301,6 +301,40 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
     assert_complete(deltas, num_choices)
     statistics = fleet.dispatcher.statistics()
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (0, num_choices, 1)
+
+
+ADAPTER = Adapter("sql", "f1")
+ADAPTED = replace(GENERATION, adapter=ADAPTER, user=UserTag(b"somebody"))
+
+
+async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_resumed(fleet: Fleet) -> None:
+    unable = [await fleet.add("r0"), await fleet.add("r1", Adapter("sql", "f0"))]
+    able = [await fleet.add(name, ADAPTER) for name in ("r2", "r3", "r4")]
+    for replica in able:
+        replica.script.step_seconds = 0.003
+    able[0].script.refusal = RefusalCode.OVERLOADED
+
+    async def die(run: Run) -> None:
+        await fleet.replicas[run.replica_id].kill()
+
+    assert_complete(await generate(fleet, ADAPTED, after_first=die), num_choices=1)
+    submits = [submit for replica in able for submit in replica.submits]
+    assert {(submit.adapter, submit.user) for submit in submits} == {("sql", b"somebody")}
+    assert any(submit.num_output_tokens for submit in submits)
+    assert [replica.submits for replica in unable] == [[], []]
+
+
+async def test_without_adapter_and_user_none_are_sent(fleet: Fleet) -> None:
+    replica = await fleet.add("r0", ADAPTER)
+    await generate(fleet)
+    assert [(submit.adapter, submit.user) for submit in replica.submits] == [(None, b"")]
+
+
+async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(fleet: Fleet) -> None:
+    for name, adapter in (("r0", Adapter("sql", "f0")), ("r1", Adapter("other", "f1"))):
+        await fleet.add(name, adapter)
+    with pytest.raises(NoReplicaAvailable, match="sql"):
+        await generate(fleet, ADAPTED)
 
 
 async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:

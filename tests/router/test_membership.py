@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -11,7 +11,14 @@ from redis.asyncio import Redis
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from replicas.protocol.status import (
+    Adapter,
+    Epoch,
+    ModelCard,
+    ReplicaId,
+    ReplicaState,
+    TokenizerBundle,
+)
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.membership import Membership, RegistrySource, ReplicaSource, StaticSource
 from router.replica_sources import FORGET_SCRIPT
@@ -61,6 +68,7 @@ class World:
     membership: Membership
     models: list[tuple[ModelCard, TokenizerBundle]] = field(default_factory=list)
     records: dict[str, Mapping[ReplicaId, ReplicaRecord]] = field(default_factory=dict)
+    adapters: dict[str, Sequence[Adapter]] = field(default_factory=dict)
 
     def routed(self, model: str = "toy") -> set[str]:
         """Whom a request could go to: the routing table's own word."""
@@ -87,18 +95,20 @@ async def watching(
     table = RoutingTable("kvasir", CostParameters(), random.Random(0))
     models: list[tuple[ModelCard, TokenizerBundle]] = []
     records: dict[str, Mapping[ReplicaId, ReplicaRecord]] = {}
+    adapters: dict[str, Sequence[Adapter]] = {}
     membership = Membership(
         source,
         table,
         index_stride=16,
         on_model=on_model or (lambda card, bundle: models.append((card, bundle))),
         on_records=records.__setitem__,
+        on_adapters=adapters.__setitem__,
         stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
     )
     task = asyncio.create_task(membership.run())
     try:
-        yield World(table, membership, models, records)
+        yield World(table, membership, models, records, adapters)
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -367,6 +377,26 @@ async def test_the_later_of_two_replicas_that_differ_under_one_name_is_refused(
     await registry.end_lease(first)
     await world.wait_routed("r1")
     assert [card for card, _ in world.models] == [CARD, other.card]
+
+
+async def test_every_replicas_adapters_are_told_those_of_the_newest_last(
+    world: World, registry: Registry, start: Start
+) -> None:
+    old, new, other = Adapter("sql", "1"), Adapter("sql", "2"), Adapter("poetry", "1")
+    newest = await start("r0", "e2", card=replace(CARD, adapters=(new,)))
+    oldest = await start("r1", "e1", card=replace(CARD, adapters=(old, other)))
+    await registry.put(newest)
+    await world.wait_routed("r0")
+    assert world.adapters["toy"] == [new]
+    await registry.put(oldest)
+    await registry.put(await start("r2", "e0"))
+    await world.wait_routed("r0", "r1", "r2")
+    assert world.adapters["toy"] == [old, other, new]
+    assert len(world.models) == 1  # whatever adapters they have, they serve one model
+    await registry.put(newest, ReplicaState.DRAINING)
+    await eventually(lambda: world.adapters["toy"] == [old, other])
+    await oldest.kill()
+    await eventually(lambda: world.adapters["toy"] == [])
 
 
 async def test_two_models_are_kept_apart(world: World, registry: Registry, start: Start) -> None:

@@ -5,7 +5,7 @@ import json
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.prompt.catalog import ModelCatalog
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -14,6 +14,7 @@ CONTEXT_LENGTH = 512
 BLOCK_SIZE = 16
 SECRET = b"0123456789abcdef"
 MODEL = "tiny"
+ADAPTER = Adapter("tiny-sql", "cd" * 16)
 
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -80,4 +81,5 @@ def catalog() -> ModelCatalog:
     made = ModelCatalog(SECRET)
     made.add(card(), bundle())
     made.add(card("untemplated"), bundle(None))
+    made.set_adapters(MODEL, [ADAPTER])
     return made

@@ -5,7 +5,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.frames import FinishReason
+from replicas.protocol.frames import NO_USER, FinishReason
 from router.errors import GenerationFailed
 from router.prompt.tokenizer import Tokenizer
 from tests.router import tiny_model
@@ -26,7 +26,9 @@ async def test_a_chat_is_answered_with_text_reason_and_exact_usage(
     server: HttpServer, openai: AsyncOpenAI
 ) -> None:
     answer = _tokens(ANSWER)
-    server.dispatcher.script = says([*answer, END], num_cached_tokens=16, num_written_tokens=3)
+    server.dispatcher.script = says(
+        [*answer, END], num_cached_tokens=16, num_written_tokens=3, num_cross_user_tokens=12
+    )
     completion = await openai.chat.completions.create(model="tiny", messages=HELLO)
     choice = completion.choices[0]
     assert (choice.message.content, choice.message.role, choice.finish_reason) == (
@@ -40,6 +42,7 @@ async def test_a_chat_is_answered_with_text_reason_and_exact_usage(
     assert usage.total_tokens == num_prompt_tokens + len(answer) + 1
     assert usage.prompt_tokens_details.cached_tokens == 16
     assert usage.prompt_tokens_details.cache_write_tokens == 3
+    assert usage.prompt_tokens_details.cross_user_cached_tokens == 12
     assert server.is_idle
 
 
@@ -172,6 +175,73 @@ async def test_the_prompt_is_hashed_in_its_namespace_and_the_rest_is_passed_on(
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.0, 2**64 - 1)
     assert (sampling.top_k, sampling.min_p, sampling.logit_bias) == (4, 0.1, ((5, -3.0),))
     assert sampling.stop_token_ids == (9,)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat", "completions"])
+@pytest.mark.parametrize("num_cross_user_tokens", [0, 16])
+async def test_every_kind_of_answer_says_how_much_another_user_had_computed(
+    server: HttpServer, openai: AsyncOpenAI, route: str, stream: bool, num_cross_user_tokens: int
+) -> None:
+    server.dispatcher.script = says([END], num_cached_tokens=32, num_cross_user_tokens=num_cross_user_tokens)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    if route == "chat":
+        answer = await openai.chat.completions.create(model="tiny", messages=HELLO, n=2, **options)
+    else:
+        answer = await openai.completions.create(model="tiny", prompt=["a", "b"], n=2, **options)
+    usage = [chunk async for chunk in answer][-1].usage if stream else answer.usage
+    num_prompts = 1 if route == "chat" else 2
+    details = usage.prompt_tokens_details
+    assert details.cached_tokens == num_prompts * 32
+    assert details.cross_user_cached_tokens == num_prompts * num_cross_user_tokens
+
+
+async def test_a_user_is_known_by_either_field_and_to_nobody_by_name(
+    server: HttpServer, openai: AsyncOpenAI
+) -> None:
+    server.dispatcher.script = says([END])
+    ask = openai.chat.completions.create
+    await ask(model="tiny", messages=HELLO, user="ada")
+    await ask(model="tiny", messages=HELLO, safety_identifier="ada", user="somebody else")
+    await openai.completions.create(model="tiny", prompt=["a", "b"], user="ada")
+    await ask(model="tiny", messages=HELLO, user="bob")
+    await ask(model="tiny", messages=HELLO)
+    tag = tiny_model.catalog().user_tag
+    users = [generation.user for generation in server.dispatcher.generations]
+    assert users == [*[tag("ada")] * 4, tag("bob"), NO_USER]
+    roots = {generation.root for generation in server.dispatcher.generations}
+    assert len(roots) == 1  # users are counted apart, not kept apart
+
+
+@pytest.mark.parametrize("field", ["user", "safety_identifier"])
+async def test_a_user_that_is_no_text_is_refused_by_the_fields_name(
+    http: httpx.AsyncClient, field: str
+) -> None:
+    answer = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, field: 7})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_adapter_is_asked_for_by_name_and_has_blocks_and_bucket_of_its_own(
+    server: HttpServer, openai: AsyncOpenAI, stream: bool
+) -> None:
+    server.dispatcher.script = says([END])
+    for name in ("tiny", "tiny-sql"):
+        for create, prompt in (
+            (openai.chat.completions.create, {"messages": HELLO}),
+            (openai.completions.create, {"prompt": "Hello"}),
+        ):
+            answer = await create(model=name, stream=stream, **prompt)
+            assert {chunk.model async for chunk in answer} == {name} if stream else answer.model == name
+    generations = server.dispatcher.generations
+    plain, adapted = generations[:2], generations[2:]
+    assert {(generation.model, generation.adapter) for generation in plain} == {("tiny", None)}
+    assert {(generation.model, generation.adapter) for generation in adapted} == {
+        ("tiny", tiny_model.ADAPTER)
+    }
+    assert [generation.token_ids for generation in plain] == [generation.token_ids for generation in adapted]
+    assert {generation.root for generation in adapted} == {tiny_model.catalog().get("tiny-sql").root()}
+    assert all(own.bucket != other.bucket for own, other in zip(plain, adapted, strict=True))
 
 
 async def test_a_conversation_keeps_its_bucket_as_it_grows_unless_the_key_differs(

@@ -1,10 +1,13 @@
 """ModelCatalog: names, replacement, namespaces."""
 
 import dataclasses
+import logging
 
 import pytest
 
 from replicas.protocol.blocks import Namespace, namespace_root
+from replicas.protocol.frames import NO_USER
+from replicas.protocol.status import Adapter
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
@@ -48,3 +51,95 @@ def test_roots_are_those_of_the_namespace_and_differ_with_tenant_salt_and_secret
         other.get(model.card.name).root(),
     ]
     assert len(set(roots)) == len(roots)
+
+
+SQL = Adapter("sql", "a1" * 16)
+POETRY = Adapter("poetry", "b2" * 16)
+
+
+def catalog_with(*adapters: Adapter) -> ModelCatalog:
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(tiny_model.card(), tiny_model.bundle())
+    catalog.set_adapters(tiny_model.MODEL, adapters)
+    return catalog
+
+
+def test_an_adapter_is_its_model_under_a_name_of_its_own() -> None:
+    catalog = catalog_with(SQL, POETRY)
+    model, adapted = catalog.get(tiny_model.MODEL), catalog.get("sql")
+    assert (model.name, model.adapter) == (tiny_model.MODEL, None)
+    assert (adapted.name, adapted.adapter) == ("sql", SQL)
+    assert (adapted.card, adapted.tokenizer, adapted.template) == (
+        model.card,
+        model.tokenizer,
+        model.template,
+    )
+    assert adapted.system_fingerprint != model.system_fingerprint
+    assert catalog.get("sql") is adapted
+    assert (list(catalog.names()), list(catalog.adapter_names())) == ([tiny_model.MODEL], ["poetry", "sql"])
+    with pytest.raises(UnknownModel, match="prose"):
+        catalog.get("prose")
+
+
+def test_no_two_of_a_model_its_adapters_and_their_versions_share_a_root() -> None:
+    names = [tiny_model.MODEL, "sql", "poetry"]
+    roots = [catalog_with(SQL, POETRY).get(name).root(None, salt) for name in names for salt in (None, "s")]
+    roots.append(catalog_with(Adapter("sql", "ff" * 16)).get("sql").root())
+    assert len(set(roots)) == len(roots)
+    fingerprint = bytes.fromhex(tiny_model.card().fingerprint)
+    namespace = Namespace(fingerprint, tiny_model.BLOCK_SIZE, adapter=f"sql:{SQL.fingerprint}")
+    assert catalog_with(SQL).get("sql").root() == namespace_root(tiny_model.SECRET, namespace)
+
+
+def test_the_newest_replica_says_which_version_of_an_adapter_is_served() -> None:
+    newer = Adapter("sql", "ff" * 16)
+    catalog = catalog_with(SQL, newer)
+    assert catalog.get("sql").adapter == newer
+    catalog.set_adapters(tiny_model.MODEL, [SQL])
+    assert catalog.get("sql").adapter == SQL
+
+
+def test_an_adapter_that_no_replica_has_any_more_stays_known() -> None:
+    catalog = catalog_with(SQL)
+    catalog.set_adapters(tiny_model.MODEL, [])
+    assert catalog.get("sql").adapter == SQL
+
+
+def test_an_adapter_follows_its_model_to_a_new_card() -> None:
+    catalog = catalog_with(SQL)
+    before = catalog.get("sql").root()
+    catalog.add(dataclasses.replace(tiny_model.card(), fingerprint="cd" * 16), tiny_model.bundle())
+    assert catalog.get("sql").card.fingerprint == "cd" * 16
+    assert catalog.get("sql").root() != before
+
+
+def test_a_name_that_is_a_models_is_never_an_adapters(caplog: pytest.LogCaptureFixture) -> None:
+    own = Adapter(tiny_model.MODEL, "a1" * 16)
+    catalog = catalog_with(own, SQL)
+    catalog.set_adapters(tiny_model.MODEL, [own, SQL])
+    assert catalog.get(tiny_model.MODEL).adapter is None
+    assert len([entry for entry in caplog.records if entry.levelno == logging.WARNING]) == 1
+    catalog.add(tiny_model.card("sql"), tiny_model.bundle())  # a model that comes later
+    catalog.set_adapters(tiny_model.MODEL, [own, SQL])
+    assert catalog.get("sql").adapter is None
+    assert list(catalog.adapter_names()) == []
+    assert len([entry for entry in caplog.records if entry.levelno == logging.WARNING]) == 2
+
+
+@pytest.mark.parametrize("order", [["tiny", "also"], ["also", "tiny"]])
+def test_of_two_models_with_one_adapter_name_every_router_takes_the_same(order: list[str]) -> None:
+    catalog = ModelCatalog(tiny_model.SECRET)
+    for name in order:
+        catalog.add(tiny_model.card(name), tiny_model.bundle())
+        catalog.set_adapters(name, [SQL])
+    assert catalog.get("sql").card.name == "also"
+
+
+def test_a_users_tag_tells_users_apart_and_not_who_they_are() -> None:
+    catalog = catalog_with()
+    tags = [catalog.user_tag(user) for user in ("ada", "bob", "\ud800", "x" * 10_000)]
+    assert len(set(tags)) == len(tags)
+    assert all(len(tag) == 8 for tag in tags)
+    assert catalog_with(SQL).user_tag("ada") == tags[0]
+    assert ModelCatalog(b"another secret of enough bytes").user_tag("ada") != tags[0]
+    assert catalog.user_tag(None) == catalog.user_tag("") == NO_USER

@@ -4,12 +4,13 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import LoadSnapshot
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from replicas.protocol.status import Adapter, Epoch, ModelCard, ReplicaId
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.bucket import bucket_of
 from router.routing.cost import CostParameters
@@ -236,6 +237,33 @@ def test_excluded_and_draining_replicas_serve_nothing() -> None:
     assert table.loads.num_reserved == 0
 
 
+def test_an_adapter_is_served_only_by_replicas_with_just_that_one() -> None:
+    old, new, other = Adapter("sql", "1"), Adapter("sql", "2"), Adapter("poetry", "1")
+    table = table_of(4)
+    for name, adapters in {"r0": (), "r1": (old, other), "r2": (new,), "r3": (other, new)}.items():
+        table.add_replica(ReplicaId(name), replace(CARD, adapters=adapters), STRIDE)
+    store(table, ReplicaId("r0"), prompt(0, 1, 1000))
+
+    def serving(adapter: Adapter) -> set[str]:
+        found: set[str] = set()
+        with contextlib.suppress(NoReplicaAvailable):
+            while True:
+                with route(table, prompt(0, 1, 1000), adapter=adapter, exclude=found) as routed:
+                    found.add(routed.decision.replica_id)
+        return found
+
+    assert serving(new) == {"r2", "r3"}
+    assert serving(old) == {"r1"}
+    assert serving(other) == {"r1", "r3"}
+    assert serving(Adapter("prose", "1")) == set()
+    with route(table, prompt(0, 1, 1000)) as routed:
+        assert routed.decision.replica_id == "r0"
+    table.set_draining(ReplicaId("r2"))
+    table.add_replica(ReplicaId("r3"), CARD, STRIDE)
+    assert serving(new) == set()
+    assert table.loads.num_reserved == 0
+
+
 def test_a_replica_that_comes_back_is_not_draining_and_holds_nothing() -> None:
     table = table_of(1)
     store(table, ReplicaId("r0"), prompt(0, 1, 1000))
@@ -281,7 +309,7 @@ def test_replicas_of_one_model_must_index_alike() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_of_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="kvasir, round_robin"):
+    with pytest.raises(ValueError, match="kvasir, minimum_ttft"):
         RoutingTable("fastest", CostParameters(), random.Random(1))
 
 
