@@ -11,7 +11,7 @@ r what another replica holds fills r's cache with a duplicate and evicts somethi
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from router.routing.load import ReplicaLoad
 
@@ -23,6 +23,10 @@ prompt to whoever last looked fastest, and no bucket would keep its home."""
 
 SPEED_LIMIT = 8.0
 """No replica counts as slower or faster than the median by more: a wrong measurement must not starve it."""
+
+LONGEST_SECONDS = 60.0
+"""No rate above it, and none that is negative or not a number, counts as measured: one such number in
+the median would spoil the cost of everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,12 @@ class Cost(NamedTuple):
 
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
     """Medians of the measured rates, defaults where nobody has measured."""
-    prefill = [load.prefill_seconds_per_token for load in loads if load.prefill_seconds_per_token is not None]
-    decode = [load.decode_step_seconds for load in loads if load.decode_step_seconds is not None]
+    prefill, decode = [], []
+    for load in loads:
+        if _is_measured(load.prefill_seconds_per_token):
+            prefill.append(load.prefill_seconds_per_token)
+        if _is_measured(load.decode_step_seconds):
+            decode.append(load.decode_step_seconds)
     return FleetRates(
         _median(prefill) if prefill else parameters.default_prefill_seconds_per_token,
         _median(decode) if decode else parameters.default_decode_step_seconds,
@@ -102,7 +110,11 @@ def _median(values: list[float]) -> float:
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 
 
+def _is_measured(seconds: float | None) -> TypeGuard[float]:
+    return seconds is not None and 0.0 < seconds <= LONGEST_SECONDS
+
+
 def _own_or_typical(own: float | None, typical: float) -> float:
-    if own is None or typical / SPEED_BAND <= own <= typical * SPEED_BAND:
+    if not _is_measured(own) or typical / SPEED_BAND <= own <= typical * SPEED_BAND:
         return typical
     return min(max(own, typical / SPEED_LIMIT), typical * SPEED_LIMIT)

@@ -6,17 +6,20 @@ plain data in, plain data out.
 
 import enum
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import affinity_order
+from router.routing.bucket import AffinityRanking
 from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
 from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
     import random
+
+DRAWN_PER_CHOSEN = 3
+"""The least busy of so many times the number that is wanted."""
 
 
 class DecisionReason(enum.StrEnum):
@@ -42,6 +45,33 @@ class RoutingRequest:
     sequence: int = 0
 
 
+class Replicas(Mapping[ReplicaId, ReplicaLoad]):
+    """Those that may serve. A load is looked up when it is asked for: in a large fleet few are."""
+
+    __slots__ = ("_load_of", "ranking")
+
+    def __init__(self, replica_ids: Iterable[ReplicaId], load_of: Callable[[ReplicaId], ReplicaLoad]) -> None:
+        self.ranking = AffinityRanking(replica_ids)
+        self._load_of = load_of
+
+    def __getitem__(self, replica_id: ReplicaId) -> ReplicaLoad:
+        if replica_id not in self.ranking:
+            raise KeyError(replica_id)
+        return self._load_of(replica_id)
+
+    def __iter__(self) -> Iterator[ReplicaId]:
+        return iter(self.ranking.replica_ids)
+
+    def __len__(self) -> int:
+        return len(self.ranking.replica_ids)
+
+    def __contains__(self, replica_id: object) -> bool:
+        return replica_id in self.ranking
+
+    def without(self, excluded: Collection[ReplicaId]) -> "Replicas":
+        return Replicas((replica_id for replica_id in self if replica_id not in excluded), self._load_of)
+
+
 class Candidate(NamedTuple):
     """A replica that was considered. `rank` is its place in the affinity order, 0 for home."""
 
@@ -63,7 +93,7 @@ class Decision:
 
 def decide(
     request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
+    replicas: Replicas,
     overlaps: Mapping[ReplicaId, int],
     parameters: CostParameters,
     rng: "random.Random",
@@ -73,11 +103,10 @@ def decide(
     `replicas` are those that may serve (at least one); `overlaps` are leading blocks, and may speak of
     others, whose caches then count for nothing.
     """
-    assert replicas, "a decision needs a replica"
-    order = affinity_order(request.bucket, replicas)
-    considered = _considered(order, replicas, overlaps, parameters, rng)
-    rates = fleet_rates([replicas[replica_id] for _, replica_id in considered], parameters)
-    candidates = _weigh(request, considered, replicas, overlaps, rates, parameters.copy_price)
+    assert len(replicas), "a decision needs a replica"
+    considered = _considered(request, replicas, overlaps, parameters, rng)
+    rates = fleet_rates([load for _, _, load in considered], parameters)
+    candidates = weigh(request, considered, overlaps, rates, parameters.copy_price)
     chosen = _choose(candidates, rates, parameters)
     return Decision(
         replica_id=chosen.replica_id,
@@ -93,68 +122,111 @@ def overlap_tokens(request: RoutingRequest, num_blocks: int) -> int:
     return max(0, min(num_blocks * request.block_size, request.num_tokens - 1))
 
 
-def _considered(
-    order: list[ReplicaId],
-    replicas: Mapping[ReplicaId, ReplicaLoad],
-    overlaps: Mapping[ReplicaId, int],
-    parameters: CostParameters,
-    rng: "random.Random",
-) -> list[tuple[int, ReplicaId]]:
-    """Who is compared, with their ranks: everybody, or in a large fleet a bounded few."""
-    ranked = list(enumerate(order))
-    if len(ranked) <= parameters.num_compared_candidates:
-        return ranked
-    few = ranked[: parameters.num_affinity_candidates]
-    rest = ranked[parameters.num_affinity_candidates :]
-    holders = [entry for entry in rest if entry[1] in overlaps]
-    few += heapq.nlargest(
-        parameters.num_holder_candidates,
-        holders,
-        key=lambda entry: (overlaps[entry[1]], -replicas[entry[1]].num_pending_tokens, -entry[0]),
-    )
-    chosen = set(few)
-    drawn = [
-        entry
-        for entry in rng.sample(rest, min(len(rest), 3 * parameters.num_idle_candidates))
-        if entry not in chosen
-    ]
-    few += heapq.nsmallest(
-        parameters.num_idle_candidates,
-        drawn,
-        key=lambda entry: (replicas[entry[1]].num_pending_tokens, replicas[entry[1]].num_requests, entry[0]),
-    )
-    return few
+class Considered(NamedTuple):
+    """`rank` is the replica's place in the affinity order."""
+
+    rank: int
+    replica_id: ReplicaId
+    load: ReplicaLoad
 
 
-def _weigh(
+def everybody(request: RoutingRequest, replicas: Replicas) -> list[Considered]:
+    """All replicas, by affinity order."""
+    order = replicas.ranking.order(request.bucket)
+    return [Considered(rank, replica_id, replicas[replica_id]) for rank, replica_id in enumerate(order)]
+
+
+def weigh(
     request: RoutingRequest,
-    considered: list[tuple[int, ReplicaId]],
-    replicas: Mapping[ReplicaId, ReplicaLoad],
+    considered: Collection[Considered],
     overlaps: Mapping[ReplicaId, int],
     rates: FleetRates,
     copy_price: float,
 ) -> tuple[Candidate, ...]:
-    """The deepest holder is always among those considered, so the deepest overlap is theirs."""
-    tokens = {
-        replica_id: overlap_tokens(request, overlaps.get(replica_id, 0)) for _, replica_id in considered
-    }
-    deepest = max(tokens.values())
+    """What each would cost. The deepest overlap is the deepest of those considered."""
+    overlapping = [overlap_tokens(request, overlaps.get(replica_id, 0)) for _, replica_id, _ in considered]
+    deepest = max(overlapping)
     return tuple(
         Candidate(
             replica_id,
             rank,
-            tokens[replica_id],
-            replicas[replica_id],
+            num_tokens,
+            load,
             cost_of(
-                replicas[replica_id],
-                num_uncached_tokens=request.num_tokens - tokens[replica_id],
-                num_copied_tokens=deepest - tokens[replica_id],
+                load,
+                num_uncached_tokens=request.num_tokens - num_tokens,
+                num_copied_tokens=deepest - num_tokens,
                 rates=rates,
                 copy_price=copy_price,
             ),
         )
-        for rank, replica_id in considered
+        for (rank, replica_id, load), num_tokens in zip(considered, overlapping, strict=True)
     )
+
+
+def _considered(
+    request: RoutingRequest,
+    replicas: Replicas,
+    overlaps: Mapping[ReplicaId, int],
+    parameters: CostParameters,
+    rng: "random.Random",
+) -> list[Considered]:
+    """Who is compared: everybody, or in a large fleet a bounded few."""
+    if len(replicas) <= parameters.num_compared_candidates:
+        return everybody(request, replicas)
+    ranking = replicas.ranking
+    few = dict.fromkeys(ranking.first(request.bucket, parameters.num_affinity_candidates))
+    few |= dict.fromkeys(_deepest(request, replicas, overlaps, few, parameters.num_holder_candidates, rng))
+    few |= dict.fromkeys(_idlest(replicas, few, parameters.num_idle_candidates, rng))
+    ranks = ranking.ranks(request.bucket, few)
+    return [
+        Considered(rank, replica_id, replicas[replica_id])
+        for rank, replica_id in zip(ranks, few, strict=True)
+    ]
+
+
+def _deepest(
+    request: RoutingRequest,
+    replicas: Replicas,
+    overlaps: Mapping[ReplicaId, int],
+    chosen: Collection[ReplicaId],
+    count: int,
+    rng: "random.Random",
+) -> list[ReplicaId]:
+    """The deepest holders that are not chosen yet; among equals the least busy, then by affinity order.
+
+    The equals are a random draw where there are many: a prefix may lie in every cache of the fleet.
+    """
+    holders = [replica_id for replica_id in replicas.ranking.only(overlaps) if replica_id not in chosen]
+    num_drawn = DRAWN_PER_CHOSEN * count
+    if len(holders) > num_drawn:
+        least = sorted([overlaps[replica_id] for replica_id in holders], reverse=True)[num_drawn - 1]
+        deeper = [replica_id for replica_id in holders if overlaps[replica_id] > least]
+        level = [replica_id for replica_id in holders if overlaps[replica_id] == least]
+        holders = deeper + rng.sample(level, num_drawn - len(deeper))
+    ranks = replicas.ranking.ranks(request.bucket, holders)
+    by_preference = sorted(
+        (-overlaps[replica_id], *_busyness(replicas[replica_id]), rank, replica_id)
+        for rank, replica_id in zip(ranks, holders, strict=True)
+    )
+    return [replica_id for *_, replica_id in by_preference[:count]]
+
+
+def _idlest(
+    replicas: Replicas, chosen: Collection[ReplicaId], count: int, rng: "random.Random"
+) -> list[ReplicaId]:
+    """The least busy of a random draw, without those that are chosen already."""
+    everyone = replicas.ranking.replica_ids
+    drawn = [
+        replica_id
+        for replica_id in rng.sample(everyone, min(len(everyone), DRAWN_PER_CHOSEN * count))
+        if replica_id not in chosen
+    ]
+    return heapq.nsmallest(count, drawn, key=lambda replica_id: _busyness(replicas[replica_id]))
+
+
+def _busyness(load: ReplicaLoad) -> tuple[int, int]:
+    return (load.num_pending_tokens, load.num_requests)
 
 
 def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: CostParameters) -> Candidate:
@@ -167,12 +239,13 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
         parameters.near_tie_tokens * rates.prefill_seconds_per_token
         + parameters.near_tie_requests * rates.decode_step_seconds
     )
-    near_ties = (
+    most_seconds = cheapest.cost.seconds + near_seconds
+    most_requests = cheapest.load.num_requests + parameters.near_tie_requests
+    near_ties = [
         candidate
         for candidate in candidates
-        if candidate.cost.seconds <= cheapest.cost.seconds + near_seconds
-        and candidate.load.num_requests <= cheapest.load.num_requests + parameters.near_tie_requests
-    )
+        if candidate.cost.seconds <= most_seconds and candidate.load.num_requests <= most_requests
+    ]
     return min(near_ties, key=lambda candidate: (-candidate.overlap_tokens, candidate.rank))
 
 

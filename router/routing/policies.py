@@ -1,39 +1,44 @@
 """The routing policies that a configuration can name, all under one signature.
 
-`kvasir` is the decision of `decision.py`; the others are the baselines that it is compared with. None
+`kvasir` is the decision of `decision.py`; the others are what it is compared with: those of
+`baselines.py`, which look at no cache, and here those that weigh caches and load in another way. None
 keeps any state: what a policy needs to know stands in its arguments.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import affinity_order
-from router.routing.cost import CostParameters, cost_of, fleet_rates
+from router.routing import baselines
+from router.routing.cost import CostParameters, fleet_rates
 from router.routing.decision import (
     Candidate,
     Decision,
     DecisionReason,
+    Replicas,
     RoutingRequest,
     decide,
-    overlap_tokens,
+    everybody,
+    weigh,
 )
-from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
     import random
 
-BOUNDED_LOAD_FACTOR = 1.25
-BOUNDED_LOAD_SLACK = 2
-"""Requests above the mean that are always allowed: a quarter of a mean of 1 is no room at all."""
+    from router.routing.baselines import Pick
+
+RADIX_MATCH_RATE = 0.3
+RADIX_IMBALANCE_REQUESTS = 64
+RADIX_IMBALANCE_RATIO = 1.5
+"""The defaults of the gateway's command line: `cache_threshold`, `balance_abs_threshold` and
+`balance_rel_threshold`."""
 
 
 class Policy(Protocol):
     def __call__(
         self,
         request: RoutingRequest,
-        replicas: Mapping[ReplicaId, ReplicaLoad],
+        replicas: Replicas,
         overlaps: Mapping[ReplicaId, int],
         parameters: CostParameters,
         rng: "random.Random",
@@ -41,99 +46,125 @@ class Policy(Protocol):
     ) -> Decision: ...
 
 
-Pick = Callable[[RoutingRequest, Mapping[ReplicaId, ReplicaLoad], "random.Random"], ReplicaId]
-"""All that a baseline decides on: none of them looks at what is cached."""
+Choose = Callable[[RoutingRequest, tuple[Candidate, ...], "random.Random"], Candidate]
+"""A choice among all replicas, which come by affinity order with their overlaps, loads and costs."""
 
 
-def round_robin(
-    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
-) -> ReplicaId:
-    ordered = sorted(replicas)
-    return ordered[request.sequence % len(ordered)]
+def radix(request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random") -> Candidate:
+    """SGLang's cache-aware rule: the longest match while the fleet is in balance, else the shortest queue.
+
+    Out of balance is a longest queue more than 64 requests and 1.5 times the shortest. In balance, the
+    longest match serves if it is more than 0.3 of the prompt, and the shortest queue otherwise.
+
+    Source: `sgl-model-gateway/src/policies/cache_aware.rs` at sgl-project/sglang 053b63f, which took the
+    smallest tree instead of the shortest queue for short matches until sgl-project/sglang#14305. It
+    matches characters in a tree of its own past requests; here the overlaps are the index's, so this
+    is the rule at its best. Its queues are the requests in flight through one gateway; ours are the
+    replicas' own. Ties go there to the first in the list, here to the shorter queue, then by chance.
+    """
+    loads = [candidate.load.num_requests for candidate in candidates]
+    spread = max(loads) - min(loads)
+    longest = max(candidate.overlap_tokens for candidate in candidates)
+    is_imbalanced = spread > RADIX_IMBALANCE_REQUESTS and max(loads) > RADIX_IMBALANCE_RATIO * min(loads)
+    if not is_imbalanced and longest > RADIX_MATCH_RATE * request.num_tokens:
+        candidates = tuple(candidate for candidate in candidates if candidate.overlap_tokens == longest)
+    return _least(candidates, lambda candidate: candidate.load.num_requests, rng)
 
 
-def random_choice(
-    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
-) -> ReplicaId:
-    return rng.choice(list(replicas))
+def lmetric(request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random") -> Candidate:
+    """LMetric: the least product of prefill tokens and batch size.
+
+    score(r) = (tokens waiting for prefill at r + uncached tokens of the request at r) * (requests at r + 1)
+
+    Source: "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request Scheduling"
+    (arXiv:2603.15202); the one that is added is the request itself, as its authors' router counts it
+    (sgl-project/sglang#29574). Ties go by chance.
+    """
+
+    def score(candidate: Candidate) -> float:
+        num_uncached_tokens = request.num_tokens - candidate.overlap_tokens
+        num_prefill_tokens = candidate.load.num_pending_tokens + num_uncached_tokens
+        return num_prefill_tokens * (candidate.load.num_requests + 1)
+
+    return _least(candidates, score, rng)
 
 
-def least_loaded(
-    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
-) -> ReplicaId:
-    fewest = min(load.num_requests for load in replicas.values())
-    return rng.choice([replica_id for replica_id, load in replicas.items() if load.num_requests == fewest])
+def minimum_ttft(
+    request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random"
+) -> Candidate:
+    """The least expected time to first token: ours without a price of copies, without near-ties and
+    with everybody compared. Ties go by affinity order."""
+    return min(candidates, key=lambda candidate: candidate.cost.wait_seconds + candidate.cost.prefill_seconds)
 
 
-def power_of_two(
-    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
-) -> ReplicaId:
-    drawn = rng.sample(list(replicas), min(2, len(replicas)))
-    return min(drawn, key=lambda replica_id: replicas[replica_id].num_requests)
+def _least(
+    candidates: tuple[Candidate, ...], score: Callable[[Candidate], float], rng: "random.Random"
+) -> Candidate:
+    scores = [score(candidate) for candidate in candidates]
+    least = min(scores)
+    return rng.choice(
+        [candidate for candidate, score in zip(candidates, scores, strict=True) if score == least]
+    )
 
 
-def consistent_hash(
-    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
-) -> ReplicaId:
-    return affinity_order(request.bucket, replicas)[0]
-
-
-def bounded_load(
-    request: RoutingRequest, replicas: Mapping[ReplicaId, ReplicaLoad], rng: "random.Random"
-) -> ReplicaId:
-    """Consistent hashing that passes on what would put a replica too far above the mean."""
-    mean = (sum(load.num_requests for load in replicas.values()) + 1) / len(replicas)
-    most = max(math.ceil(BOUNDED_LOAD_FACTOR * mean), math.ceil(mean) + BOUNDED_LOAD_SLACK)
-    order = affinity_order(request.bucket, replicas)
-    return next(replica_id for replica_id in order if replicas[replica_id].num_requests < most)
-
-
-def _baseline(pick: Pick) -> Policy:
-    """`pick` as a policy, whose decisions are explained like ours."""
+def _weighing(choose: Choose) -> Policy:
+    """`choose` as a policy, which explains its decision with every replica."""
 
     def policy(
         request: RoutingRequest,
-        replicas: Mapping[ReplicaId, ReplicaLoad],
+        replicas: Replicas,
         overlaps: Mapping[ReplicaId, int],
         parameters: CostParameters,
         rng: "random.Random",
     ) -> Decision:
-        return _explained(pick(request, replicas, rng), request, replicas, overlaps, parameters)
+        candidates = _all_weighed(request, replicas, overlaps, parameters)
+        return _decision(choose(request, candidates, rng), candidates, len(replicas))
+
+    return policy
+
+
+def _blind(pick: "Pick") -> Policy:
+    """`pick`, which looks at no cache, as a policy, which explains its decision with what it picked."""
+
+    def policy(
+        request: RoutingRequest,
+        replicas: Replicas,
+        overlaps: Mapping[ReplicaId, int],
+        parameters: CostParameters,
+        rng: "random.Random",
+    ) -> Decision:
+        picked = pick(request, replicas, rng)
+        candidates = _all_weighed(request, replicas, overlaps, parameters)
+        chosen = next(candidate for candidate in candidates if candidate.replica_id == picked)
+        return _decision(chosen, (chosen,), len(replicas))
 
     return policy
 
 
 POLICIES: Mapping[str, Policy] = {
     "kvasir": decide,
-    "round_robin": _baseline(round_robin),
-    "random": _baseline(random_choice),
-    "least_loaded": _baseline(least_loaded),
-    "power_of_two": _baseline(power_of_two),
-    "consistent_hash": _baseline(consistent_hash),
-    "bounded_load": _baseline(bounded_load),
+    "minimum_ttft": _weighing(minimum_ttft),
+    "lmetric": _weighing(lmetric),
+    "radix": _weighing(radix),
+    "round_robin": _blind(baselines.round_robin),
+    "random": _blind(baselines.random_choice),
+    "least_loaded": _blind(baselines.least_loaded),
+    "power_of_two": _blind(baselines.power_of_two),
+    "consistent_hash": _blind(baselines.consistent_hash),
+    "bounded_load": _blind(baselines.bounded_load),
 }
 
 
-def _explained(
-    chosen: ReplicaId,
+def _all_weighed(
     request: RoutingRequest,
-    replicas: Mapping[ReplicaId, ReplicaLoad],
+    replicas: Replicas,
     overlaps: Mapping[ReplicaId, int],
     parameters: CostParameters,
-) -> Decision:
-    """A baseline's choice with the same explanation as ours, for the chosen replica alone."""
-    tokens = overlap_tokens(request, overlaps.get(chosen, 0))
-    deepest = max(
-        (overlap_tokens(request, overlaps.get(replica_id, 0)) for replica_id in replicas), default=0
-    )
-    rank = affinity_order(request.bucket, replicas).index(chosen)
-    cost = cost_of(
-        replicas[chosen],
-        num_uncached_tokens=request.num_tokens - tokens,
-        num_copied_tokens=deepest - tokens,
-        rates=fleet_rates(replicas.values(), parameters),
-        copy_price=parameters.copy_price,
-    )
-    candidate = Candidate(chosen, rank, tokens, replicas[chosen], cost)
-    reason = DecisionReason.ONLY_REPLICA if len(replicas) == 1 else DecisionReason.POLICY
-    return Decision(chosen, tokens, reason, rank, (candidate,))
+) -> tuple[Candidate, ...]:
+    rates = fleet_rates(replicas.values(), parameters)
+    return weigh(request, everybody(request, replicas), overlaps, rates, parameters.copy_price)
+
+
+def _decision(chosen: Candidate, candidates: tuple[Candidate, ...], num_replicas: int) -> Decision:
+    reason = DecisionReason.ONLY_REPLICA if num_replicas == 1 else DecisionReason.POLICY
+    return Decision(chosen.replica_id, chosen.overlap_tokens, reason, chosen.rank, candidates)

@@ -18,7 +18,7 @@ from replicas.protocol.keys import blocks_per_stride
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
-from router.routing.decision import Decision, RoutingRequest
+from router.routing.decision import Decision, Replicas, RoutingRequest
 from router.routing.load import LoadBook, ReplicaLoad, Reservation
 from router.routing.overlap import PrefixIndex
 from router.routing.policies import POLICIES
@@ -38,6 +38,8 @@ class _Model:
     replicas: dict[ReplicaId, frozenset[Adapter]] = field(default_factory=dict)
     """With the adapters that each has loaded."""
     draining: set[ReplicaId] = field(default_factory=set)
+    ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
+    """Those that may serve, by the adapter that is asked for. Emptied when one comes, goes or drains."""
 
 
 class RoutedRequest:
@@ -133,6 +135,7 @@ class RoutingTable:
             )
         model.replicas[replica_id] = frozenset(card.adapters)
         model.draining.discard(replica_id)
+        model.ready.clear()
         self._model_of[replica_id] = card.name
 
     def remove_replica(self, replica_id: ReplicaId) -> None:
@@ -143,6 +146,7 @@ class RoutingTable:
         model = self._models[name]
         del model.replicas[replica_id]
         model.draining.discard(replica_id)
+        model.ready.clear()
         model.index.forget(replica_id)
         self.loads.forget(replica_id)
 
@@ -151,6 +155,7 @@ class RoutingTable:
         name = self._model_of.get(replica_id)
         if name is not None:
             self._models[name].draining.add(replica_id)
+            self._models[name].ready.clear()
 
     def update_load(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
         """A snapshot from the replica's stream. One of a replica that is gone is ignored."""
@@ -191,17 +196,11 @@ class RoutingTable:
         Raises UnknownModel or NoReplicaAvailable.
         """
         fleet = self._model(model)
-        if adapter is not None:
-            others = (name for name, adapters in fleet.replicas.items() if adapter not in adapters)
-            exclude = {*exclude, *others}
         self._end_lingering()
-        view = self.loads.view
-        replicas = {
-            replica_id: view(replica_id)
-            for replica_id in fleet.replicas
-            if replica_id not in fleet.draining and replica_id not in exclude
-        }
-        if not replicas:
+        replicas = self._ready(fleet, adapter)
+        if exclude:
+            replicas = replicas.without(exclude)
+        if not len(replicas):
             raise NoReplicaAvailable(f"no replica of {model} is ready just now")
         request = dataclasses.replace(request, sequence=self._num_routed)
         overlaps = fleet.index.overlaps(block_hashes)
@@ -234,6 +233,17 @@ class RoutingTable:
                 index.end_prediction(prediction_id)
 
         return RoutedRequest(decision, reservation, end_prediction)
+
+    def _ready(self, fleet: _Model, adapter: Adapter | None) -> Replicas:
+        ready = fleet.ready.get(adapter)
+        if ready is None:
+            replica_ids = (
+                replica_id
+                for replica_id, adapters in fleet.replicas.items()
+                if replica_id not in fleet.draining and (adapter is None or adapter in adapters)
+            )
+            ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view)
+        return ready
 
     def _end_lingering(self) -> None:
         if self._clock is None or not self._lingering:

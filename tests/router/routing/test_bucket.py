@@ -1,17 +1,29 @@
 """Buckets and affinity order."""
 
 import itertools
+import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+
+import pytest
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import affinity_order, bucket_of
+from router.routing.bucket import AffinityRanking, bucket_of
 
 ROOT = BlockHash(b"r" * 16)
 TOKENS = list(range(1000, 1600))
 REPLICAS = [ReplicaId(f"replica-{number}") for number in range(8)]
+
+
+def affinity_order(bucket: bytes, replica_ids: Iterable[ReplicaId]) -> list[ReplicaId]:
+    return AffinityRanking(replica_ids).order(bucket)
+
+
+def bucket_number(number: int) -> bytes:
+    return number.to_bytes(16, "big")
 
 
 def test_the_first_256_tokens_decide_and_no_later_one() -> None:
@@ -57,7 +69,7 @@ def test_namespace_key_and_head_are_told_apart() -> None:
 
 def test_every_replica_is_home_to_an_equal_share_of_the_buckets() -> None:
     for rank in (0, 1, 7):
-        homes = Counter(affinity_order(number.to_bytes(16, "big"), REPLICAS)[rank] for number in range(8000))
+        homes = Counter(affinity_order(bucket_number(number), REPLICAS)[rank] for number in range(8000))
         assert set(homes) == set(REPLICAS)
         assert all(850 < count < 1150 for count in homes.values()), homes
 
@@ -69,16 +81,16 @@ def test_the_order_does_not_depend_on_how_replicas_are_listed() -> None:
 
 def test_a_replica_that_leaves_moves_only_its_own_buckets() -> None:
     for number in range(500):
-        order = affinity_order(number.to_bytes(16, "big"), REPLICAS)
-        without = affinity_order(number.to_bytes(16, "big"), [r for r in REPLICAS if r != REPLICAS[3]])
+        order = affinity_order(bucket_number(number), REPLICAS)
+        without = affinity_order(bucket_number(number), [r for r in REPLICAS if r != REPLICAS[3]])
         assert without == [replica_id for replica_id in order if replica_id != REPLICAS[3]]
 
 
 def test_the_order_is_the_same_in_every_process() -> None:
     program = (
-        "from router.routing.bucket import affinity_order, bucket_of\n"
+        "from router.routing.bucket import AffinityRanking, bucket_of\n"
         "bucket = bucket_of(b'r' * 16, 'key', list(range(1000, 1600)), None, 16)\n"
-        "print(bucket.hex(), ','.join(affinity_order(bucket, [f'replica-{n}' for n in range(8)])))"
+        "print(bucket.hex(), ','.join(AffinityRanking(f'replica-{n}' for n in range(8)).order(bucket)))"
     )
     answers = {
         subprocess.run(
@@ -94,7 +106,45 @@ def test_the_order_is_the_same_in_every_process() -> None:
     assert answers == {f"{bucket.hex()} {','.join(affinity_order(bucket, REPLICAS))}\n"}
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 300])
+def test_first_ranks_and_the_whole_order_agree(size: int) -> None:
+    ranking = AffinityRanking(ReplicaId(f"r{number}") for number in range(size))
+    for number in range(20):
+        order = ranking.order(bucket_number(number))
+        for count in (1, 2, 4, 5, 299, 300, 301):
+            assert ranking.first(bucket_number(number), count) == order[:count]
+        shuffled = random.Random(number).sample(order, min(size, 12))
+        assert ranking.ranks(bucket_number(number), shuffled) == [order.index(each) for each in shuffled]
+    assert ranking.ranks(b"", []) == []
+
+
+def test_every_one_of_a_large_fleet_is_home_to_its_share() -> None:
+    ranking = AffinityRanking(ReplicaId(f"r{number}") for number in range(500))
+    homes = Counter(ranking.first(bucket_number(number), 1)[0] for number in range(50_000))
+    assert len(homes) == 500
+    assert all(50 < count < 160 for count in homes.values())
+
+
+def test_in_a_large_fleet_a_newcomer_takes_from_all_and_moves_nothing_else() -> None:
+    replica_ids = [ReplicaId(f"r{number}") for number in range(100)]
+    before, after = AffinityRanking(replica_ids), AffinityRanking([*replica_ids, ReplicaId("new")])
+    robbed = set()
+    for number in range(10_000):
+        home, now = before.first(bucket_number(number), 1), after.first(bucket_number(number), 1)
+        if home != now:
+            assert now == ["new"]
+            robbed.update(home)
+    assert len(robbed) > 50
+
+
+def test_the_second_choices_of_one_home_are_spread_over_the_others() -> None:
+    orders = [affinity_order(bucket_number(number), REPLICAS) for number in range(8000)]
+    seconds = Counter(order[1] for order in orders if order[0] == REPLICAS[0])
+    assert len(seconds) == 7
+    assert max(seconds.values()) < 1.5 * min(seconds.values())
+
+
 def test_golden_values_so_that_routers_of_two_versions_agree() -> None:
     bucket = bucket_of(ROOT, "key", TOKENS, None, 16)
     assert bucket.hex() == "720ec27df86b35a97b712da43dd465af"
-    assert affinity_order(bucket, REPLICAS[:4]) == ["replica-2", "replica-1", "replica-0", "replica-3"]
+    assert affinity_order(bucket, REPLICAS[:4]) == ["replica-2", "replica-3", "replica-1", "replica-0"]

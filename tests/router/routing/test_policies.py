@@ -1,0 +1,186 @@
+"""The rule of each policy, with cases by hand."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from replicas.protocol.status import ReplicaId
+from router.routing.baselines import BOUNDED_LOAD_FACTOR, BOUNDED_LOAD_SLACK
+from router.routing.cost import CostParameters
+from router.routing.decision import Decision, DecisionReason, RoutingRequest
+from router.routing.load import ReplicaLoad
+from router.routing.policies import POLICIES
+from tests.router.routing.fleets import fleet, ranked, ready, request
+
+PARAMETERS = CostParameters()
+WEIGHING = ["minimum_ttft", "lmetric", "radix"]
+
+
+def decided(
+    name: str,
+    loads: Mapping[ReplicaId, ReplicaLoad],
+    overlaps: Mapping[str, int] | None = None,
+    *,
+    asked: RoutingRequest | None = None,
+    seed: int = 1,
+) -> Decision:
+    blocks = {ReplicaId(replica_id): depth for replica_id, depth in (overlaps or {}).items()}
+    return POLICIES[name](asked or request(), ready(loads), blocks, PARAMETERS, random.Random(seed))
+
+
+def queues(*num_requests: int) -> dict[ReplicaId, ReplicaLoad]:
+    return {ReplicaId(f"r{n}"): ReplicaLoad(num_requests=queue) for n, queue in enumerate(num_requests)}
+
+
+def choices(
+    name: str,
+    loads: Mapping[ReplicaId, ReplicaLoad],
+    overlaps: Mapping[str, int] | None = None,
+    count: int = 400,
+) -> "Counter[ReplicaId]":
+    return Counter(
+        decided(name, loads, overlaps, asked=request(number), seed=number).replica_id
+        for number in range(count)
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_every_policy_chooses_one_of_the_replicas_and_says_why(name: str, size: int) -> None:
+    loads = fleet(size, r0=ReplicaLoad(num_requests=3))
+    for number in range(20):
+        decision = decided(name, loads, {"r0": 3, "gone": 9}, asked=request(number), seed=number)
+        assert decision.replica_id in loads
+        assert decision.rank == ranked(size, number).index(decision.replica_id)
+        assert decision.replica_id in {candidate.replica_id for candidate in decision.candidates}
+        assert decision.overlap_tokens == (48 if decision.replica_id == "r0" else 0)
+        assert (decision.reason is DecisionReason.ONLY_REPLICA) == (size == 1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_decides_alike_whenever_it_is_asked_alike(name: str) -> None:
+    for number in range(20):
+        once, again = (decided(name, fleet(6), {"r2": 2}, asked=request(number), seed=3) for _ in range(2))
+        assert once == again
+
+
+@pytest.mark.parametrize("name", WEIGHING)
+def test_a_policy_that_weighs_caches_explains_itself_with_every_replica(name: str) -> None:
+    decision = decided(name, fleet(20, r4=ReplicaLoad(num_pending_tokens=100)), {"r3": 10, "r4": 500})
+    assert decision.reason is DecisionReason.POLICY
+    assert [candidate.replica_id for candidate in decision.candidates] == ranked(20)
+    assert [candidate.rank for candidate in decision.candidates] == list(range(20))
+    by_id = {candidate.replica_id: candidate for candidate in decision.candidates}
+    assert by_id[ReplicaId("r3")].overlap_tokens == 160
+    assert by_id[ReplicaId("r3")].cost.prefill_seconds == pytest.approx(7840 * 1e-4)
+    assert by_id[ReplicaId("r4")].cost.wait_seconds == pytest.approx(100 * 1e-4)
+
+
+def test_round_robin_takes_turns() -> None:
+    assert set(choices("round_robin", fleet(4)).values()) == {100}
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "round_robin"])
+def test_no_policy_favours_anybody_in_an_idle_and_empty_fleet(name: str) -> None:
+    chosen = choices(name, fleet(4))
+    assert len(chosen) == 4
+    assert min(chosen.values()) > 60
+
+
+def test_least_loaded_and_power_of_two_avoid_the_busy() -> None:
+    busy = queues(9, 1, 0, 0)
+    assert set(choices("least_loaded", busy)) == {"r2", "r3"}
+    assert "r0" not in choices("power_of_two", busy)
+
+
+def test_consistent_hash_never_looks_at_load() -> None:
+    busy = fleet(4, **{ranked(4)[0]: ReplicaLoad(num_requests=1000)})
+    assert decided("consistent_hash", busy).replica_id == ranked(4)[0]
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 2, 3, 8, 50, 400])
+def test_bounded_load_keeps_one_hot_bucket_within_its_bound_and_at_home_when_idle(num_requests: int) -> None:
+    counts: Counter[ReplicaId] = Counter()
+    for _ in range(num_requests):
+        loads = {replica_id: ReplicaLoad(num_requests=counts[replica_id]) for replica_id in fleet(4)}
+        counts[decided("bounded_load", loads).replica_id] += 1
+    mean = num_requests / 4
+    assert all(
+        count <= max(BOUNDED_LOAD_FACTOR * mean + 1, mean + 1 + BOUNDED_LOAD_SLACK)
+        for count in counts.values()
+    )
+    if 0 < num_requests <= BOUNDED_LOAD_SLACK:
+        assert set(counts) == {ranked(4)[0]}
+
+
+def test_radix_takes_the_longest_match_however_busy_while_the_fleet_is_in_balance() -> None:
+    # 8,000 tokens are 500 blocks: 151 of them are more than 0.3.
+    assert set(choices("radix", queues(0, 60, 0), {"r0": 151, "r1": 152}, 20)) == {"r1"}
+
+
+def test_radix_wants_more_than_three_tenths_of_the_prompt() -> None:
+    assert decided("radix", queues(5, 9, 6), {"r1": 150}).replica_id == "r0"
+    assert decided("radix", queues(5, 9, 6), {"r1": 151}).replica_id == "r1"
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "is_imbalanced"),
+    [(0, 64, False), (0, 65, True), (10, 75, True), (130, 195, False), (130, 196, True), (200, 270, False)],
+)
+def test_radix_leaves_the_match_when_the_longest_queue_is_64_and_half_as_much_again_above_the_shortest(
+    shortest: int, longest: int, is_imbalanced: bool
+) -> None:
+    decision = decided("radix", queues(longest, shortest, (longest + shortest) // 2), {"r0": 500})
+    assert decision.replica_id == ("r1" if is_imbalanced else "r0")
+
+
+def test_radix_breaks_ties_by_the_shorter_queue_and_then_by_chance() -> None:
+    assert set(choices("radix", queues(7, 3, 3, 0), {"r0": 400, "r1": 400, "r2": 400})) == {"r1", "r2"}
+    assert set(choices("radix", queues(7, 3, 3, 5))) == {"r1", "r2"}
+
+
+def test_lmetric_takes_the_least_product_of_prefill_tokens_and_batch() -> None:
+    # 8,000 tokens cold; r1 holds 6,400 of them. (8,000) * 1 against (1,600) * 5 and (1,600) * 4.
+    assert decided("lmetric", queues(0, 4), {"r1": 400}, asked=request(num_tokens=8001)).replica_id == "r0"
+    assert decided("lmetric", queues(0, 3), {"r1": 400}, asked=request(num_tokens=8001)).replica_id == "r1"
+    assert set(choices("lmetric", queues(0, 4), {"r1": 400})) == {"r0", "r1"}
+
+
+def test_lmetric_counts_the_tokens_that_wait_for_prefill() -> None:
+    waiting = fleet(2, r0=ReplicaLoad(num_requests=1, num_pending_tokens=6000), r1=ReplicaLoad(2, 1000))
+    # (6,000 + 8,000) * 2 against (1,000 + 8,000) * 3; with 2,400 tokens at r0 11,600 * 2 is less.
+    assert decided("lmetric", waiting).replica_id == "r1"
+    assert decided("lmetric", waiting, {"r0": 150}).replica_id == "r0"
+
+
+def test_radix_and_lmetric_leave_a_tie_to_chance_and_minimum_ttft_to_the_affinity_order() -> None:
+    def chosen(name: str) -> set[ReplicaId]:
+        return {decided(name, fleet(4), seed=seed).replica_id for seed in range(60)}
+
+    assert len(chosen("radix")) == len(chosen("lmetric")) == 4
+    assert chosen("minimum_ttft") == {ranked(4)[0]}
+
+
+def test_minimum_ttft_leaves_the_holder_as_soon_as_waiting_takes_longer_than_computing() -> None:
+    # 6,400 of 8,000 tokens are worth 0.64 s of prefill: 64 steps of 10 ms.
+    home = ranked(2)[0]
+    holder = ranked(2)[1]
+    for num_waiting, chosen in ((63, holder), (65, home)):
+        loads = fleet(2, **{holder: ReplicaLoad(num_requests=num_waiting)})
+        assert decided("minimum_ttft", loads, {holder: 400}).replica_id == chosen
+        assert decided("kvasir", loads, {holder: 400}).replica_id == holder
+
+
+def test_minimum_ttft_knows_no_near_ties_but_ties_go_by_affinity_order() -> None:
+    home, second, *_ = ranked(8)
+    assert decided("minimum_ttft", fleet(8)).replica_id == home
+    assert decided("minimum_ttft", fleet(8, **{home: ReplicaLoad(num_requests=1)})).replica_id == second
+    assert decided("kvasir", fleet(8, **{home: ReplicaLoad(num_requests=1)})).replica_id == home
+
+
+def test_minimum_ttft_compares_everybody_in_a_large_fleet() -> None:
+    loads = {replica_id: ReplicaLoad(num_requests=50) for replica_id in fleet(300)}
+    loads[ReplicaId("r217")] = ReplicaLoad(num_requests=49)
+    assert decided("minimum_ttft", loads).replica_id == "r217"
