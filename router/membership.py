@@ -80,6 +80,13 @@ class Member:
         return self.client is not None
 
 
+def _adapters(members: Sequence[Member]) -> list[Adapter]:
+    """An epoch begins with the time of the replica's start, so every router puts them in the same order."""
+    ready = [member for member in members if member.record.state is ReplicaState.READY]
+    ready.sort(key=lambda member: member.record.epoch)
+    return [adapter for member in ready if member.card is not None for adapter in member.card.adapters]
+
+
 @dataclass(slots=True)
 class _Model:
     """What the replicas of one name must agree on. None until the first was introduced."""
@@ -282,10 +289,3 @@ class Membership:
 
     def _take_load(self, replica_id: ReplicaId, load: LoadSnapshot) -> None:
         self._table.update_load(replica_id, load)
-
-
-def _adapters(members: Sequence[Member]) -> list[Adapter]:
-    """An epoch begins with the time of the replica's start, so every router puts them in the same order."""
-    ready = [member for member in members if member.record.state is ReplicaState.READY]
-    ready.sort(key=lambda member: member.record.epoch)
-    return [adapter for member in ready if member.card is not None for adapter in member.card.adapters]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from replicas.protocol.settings import build
 from router.api.context import ApiContext
@@ -56,14 +57,21 @@ async def http_server(**settings: object) -> AsyncIterator[HttpServer]:
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
     )
+    async with listening(create_app(context), context.config) as port:
+        yield HttpServer(port, context, dispatcher)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: ASGIApp, config: RouterConfig) -> AsyncIterator[int]:
+    """Any application on a port of its own."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         server = _Server(
             uvicorn.Config(
-                create_app(context),
+                app,
                 loop="none",
-                http=protocol_with_deadline(context.config.upload_seconds),
+                http=protocol_with_deadline(config.upload_seconds),
                 lifespan="off",
                 log_config=None,
                 timeout_graceful_shutdown=2,
@@ -74,7 +82,7 @@ async def http_server(**settings: object) -> AsyncIterator[HttpServer]:
             while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
                 await asyncio.sleep(0.001)
             try:
-                yield HttpServer(listener.getsockname()[1], context, dispatcher)
+                yield listener.getsockname()[1]
             finally:
                 server.should_exit = True
                 await serving

@@ -1,0 +1,143 @@
+"""A whole router over HTTP, with a real Redis and replicas over real gRPC that differ in their adapters."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+from redis.asyncio import Redis
+
+from replicas.protocol.blocks import Namespace, namespace_root
+from replicas.protocol.frames import LoadSnapshot, Submit
+from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
+from replicas.protocol.settings import build
+from replicas.protocol.status import Adapter, ReplicaState
+from router.assembly import Router
+from router.config import RouterConfig
+from tests.router import tiny_model
+from tests.router.http_server import listening
+from tests.router.scripted_replica import ScriptedReplica
+
+OLD_SQL, SQL = Adapter("sql", "a1" * 16), Adapter("sql", "b2" * 16)
+POETRY = Adapter("poetry", "c3" * 16)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass
+class World:
+    client: AsyncOpenAI
+    replicas: dict[str, ScriptedReplica]
+
+    async def names(self) -> list[str]:
+        return [model.id async for model in self.client.models.list()]
+
+    async def wait_served(self, model: str, replica_id: str) -> Submit:
+        """Ask until that replica answers."""
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(APIStatusError):
+                    name, submit = await self.ask(model)
+                    if name == replica_id:
+                        return submit
+                await asyncio.sleep(0.02)
+
+    async def ask(self, model: str, **options: object) -> tuple[str, Submit]:
+        """Who answered, and what it was told."""
+        raw = await self.client.chat.completions.with_raw_response.create(
+            model=model,
+            messages=HELLO,
+            max_tokens=2,
+            **options,  # type: ignore[arg-type]
+        )
+        completion = raw.parse()
+        assert (completion.model, completion.usage.completion_tokens) == (model, 2)
+        name = raw.headers["x-kvasir-replica"]
+        return name, self.replicas[name].submits[-1]
+
+    async def refusal(self, model: str) -> tuple[int, str]:
+        with pytest.raises(APIStatusError) as refused:
+            await self.ask(model)
+        return refused.value.status_code, str(refused.value.code)
+
+
+async def register(redis_url: str, replica: ScriptedReplica) -> None:
+    model = replica.card.name
+    record = ReplicaRecord(
+        replica.replica_id,
+        replica.epoch,
+        replica.address,
+        ReplicaState.READY,
+        replica.card.digest(),
+        last_change=0,
+        load=LoadSnapshot(),
+    )
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        await redis.sadd(MODELS_KEY, model)
+        await redis.sadd(replicas_key(model), replica.replica_id)
+        await redis.hset(replica_key(model, replica.replica_id), mapping=encode_record(record))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def world(redis_url: str) -> AsyncIterator[World]:
+    """r1 is the newest that has any adapter; r2 is newer still and has none."""
+    config = build(
+        RouterConfig, {"redis_url": redis_url, "poll_seconds": 0.02, "secret": tiny_model.SECRET.hex()}
+    )
+    router = Router(config, rng=random.Random(0))
+    loaded = {"r1": (SQL, POETRY), "r0": (OLD_SQL,), "r2": ()}
+    replicas: dict[str, ScriptedReplica] = {}
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        for name, adapters in loaded.items():
+            replica = ScriptedReplica(name, f"epoch-{name}", replace(tiny_model.card(), adapters=adapters))
+            replica.files = dict(tiny_model.bundle().files)
+            await replica.start()
+            stack.push_async_callback(replica.kill)
+            await register(redis_url, replica)
+            replicas[name] = replica
+        following = tasks.create_task(router.run())
+        async with listening(router.app, config) as port:
+            url = f"http://127.0.0.1:{port}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                world = World(client, replicas)
+                await world.wait_served("poetry", "r1")
+                yield world
+        following.cancel()
+
+
+def root_of(adapter: Adapter | None) -> bytes:
+    variant = None if adapter is None else f"{adapter.name}:{adapter.fingerprint}"
+    fingerprint = bytes.fromhex(tiny_model.card().fingerprint)
+    return namespace_root(tiny_model.SECRET, Namespace(fingerprint, tiny_model.BLOCK_SIZE, adapter=variant))
+
+
+async def test_an_adapter_is_served_by_whoever_has_the_newest_version_of_it(world: World) -> None:
+    for _ in range(6):
+        name, submit = await world.ask("sql")
+        assert (name, submit.adapter, submit.root) == ("r1", "sql", root_of(SQL))
+    name, submit = await world.ask("poetry")
+    assert (name, submit.adapter, submit.root) == ("r1", "poetry", root_of(POETRY))
+    _, submit = await world.ask(tiny_model.MODEL)
+    assert (submit.adapter, submit.root) == (None, root_of(None))
+    assert await world.refusal("prose") == (404, "model_not_found")
+    assert await world.names() == [tiny_model.MODEL, "poetry", "sql"]
+
+
+async def test_when_its_replicas_are_gone_an_older_version_serves_or_nobody_for_now(world: World) -> None:
+    await world.replicas["r1"].kill()
+    assert (await world.wait_served("sql", "r0")).root == root_of(OLD_SQL)
+    assert await world.refusal("poetry") == (503, "no_replica_available")
+    assert await world.names() == [tiny_model.MODEL, "poetry", "sql"]
+    await world.replicas["r1"].start()
+    assert (await world.wait_served("sql", "r1")).root == root_of(SQL)
+
+
+async def test_replicas_tell_users_apart_and_learn_no_names(world: World) -> None:
+    users = [(await world.ask("sql", **who))[1].user for who in ({"user": "ada"}, {"user": "bob"}, {})]
+    assert len(set(users)) == 3
+    assert users[2] == b""
+    assert (await world.ask(tiny_model.MODEL, safety_identifier="ada"))[1].user == users[0]
+    assert all(b"ada" not in user and b"bob" not in user for user in users)
