@@ -28,6 +28,7 @@ class Turn:
     replica: str = "?"
     num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
+    num_cross_user_tokens: int = 0
     num_output_tokens: int = 0
     first_seconds: float | None = None
     last_seconds: float = 0.0
@@ -38,7 +39,8 @@ class Turn:
         if self.num_prompt_tokens is not None:
             computed = self.num_prompt_tokens - self.num_cached_tokens
             parts.append(f"prompt {self.num_prompt_tokens} tokens")
-            parts.append(f"cached {self.num_cached_tokens}, computed {computed}")
+            others = f" ({self.num_cross_user_tokens} by others)" if self.num_cross_user_tokens else ""
+            parts.append(f"cached {self.num_cached_tokens}{others}, computed {computed}")
         if self.first_seconds is not None:
             parts.append(f"TTFT {self.first_seconds * 1000:.0f} ms")
         if self.num_output_tokens and self.last_seconds > 0:
@@ -128,7 +130,9 @@ class Chat:
         if usage:
             turn.num_prompt_tokens = usage["prompt_tokens"]
             turn.num_output_tokens = usage["completion_tokens"]
-            turn.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            details = usage.get("prompt_tokens_details") or {}
+            turn.num_cached_tokens = details.get("cached_tokens", 0)
+            turn.num_cross_user_tokens = details.get("cross_user_cached_tokens", 0)
 
     def _write(self, text: str) -> None:
         self.output.write(text)

@@ -61,11 +61,11 @@ class Router:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
 
-def answer(*texts: str) -> Iterator[dict[str, Any] | str]:
+def answer(*texts: str, **details: int) -> Iterator[dict[str, Any] | str]:
     for text in texts:
         yield {"choices": [{"delta": {"content": text}}]}
-    usage = {"prompt_tokens": 50, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 48}}
-    yield {"choices": [], "usage": usage}
+    usage = {"prompt_tokens": 50, "completion_tokens": 2}
+    yield {"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 48} | details}}
     yield "[DONE]"
 
 
@@ -97,6 +97,12 @@ def test_an_answer_is_followed_by_the_line_that_says_what_it_cost(chat: Chat) ->
     assert text == "Hello there"
     assert line.startswith("replica-7 · prompt 50 tokens · cached 48, computed 2 · TTFT ")
     assert line.endswith(" tokens/s")
+
+
+def test_what_another_user_had_computed_is_shown_beside_the_cached_tokens(chat: Chat, router: Router) -> None:
+    router.reply = lambda body: answer("Hello", cross_user_cached_tokens=32)
+    converse(chat, io.StringIO("Hi\n"))
+    assert " · cached 48 (32 by others), computed 2 · " in shown(chat)
 
 
 def test_history_system_message_user_and_limit_go_along(chat: Chat, router: Router) -> None:
