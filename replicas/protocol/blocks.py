@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes: SHA-256 truncated. Chained, so one hash stands for a whole prefix."""
@@ -87,19 +87,18 @@ def hash_blocks(
     `start` is the position of `token_ids[0]` in its sequence (a multiple of the block size; 0 for a
     prompt, whose parent is the namespace root). `media` positions count from the sequence's start.
     """
-    packed = memoryview(pack_token_ids(token_ids))
+    packed = pack_token_ids(token_ids)
     block_bytes = block_size * 4
     sha256 = hashlib.sha256
-    hashes: list[BlockHash] = []
+    hashes: list[bytes] = []
     hash_so_far: bytes = parent
     for block in range(len(token_ids) // block_size):
-        digest = sha256(hash_so_far)
-        digest.update(packed[block * block_bytes : (block + 1) * block_bytes])
+        hashed = hash_so_far + packed[block * block_bytes : (block + 1) * block_bytes]
         if media:
-            digest.update(_extras(media, start + block * block_size, block_size))
-        hash_so_far = digest.digest()[:HASH_BYTES]
-        hashes.append(BlockHash(hash_so_far))
-    return hashes
+            hashed += _extras(media, start + block * block_size, block_size)
+        hash_so_far = sha256(hashed).digest()[:HASH_BYTES]
+        hashes.append(hash_so_far)
+    return cast("list[BlockHash]", hashes)
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
