@@ -40,12 +40,12 @@ def power_of_two(request: RoutingRequest, replicas: Replicas, rng: "random.Rando
 
 
 def consistent_hash(request: RoutingRequest, replicas: Replicas, rng: "random.Random") -> ReplicaId:
-    return replicas.ranking.first(request.bucket, 1)[0]
+    return replicas.ranking.of(request.bucket).first(1)[0]
 
 
 def bounded_load(request: RoutingRequest, replicas: Replicas, rng: "random.Random") -> ReplicaId:
     """Consistent hashing that passes on what would put a replica too far above the mean."""
     mean = (sum(load.num_requests for load in replicas.values()) + 1) / len(replicas)
     most = max(math.ceil(BOUNDED_LOAD_FACTOR * mean), math.ceil(mean) + BOUNDED_LOAD_SLACK)
-    order = replicas.ranking.order(request.bucket)
+    order = replicas.ranking.of(request.bucket).whole()
     return next(replica_id for replica_id in order if replicas[replica_id].num_requests < most)

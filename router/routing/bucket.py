@@ -6,7 +6,7 @@ two routers that see the same replicas rank them alike without ever having talke
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,33 +73,48 @@ class AffinityRanking:
         positions = self._positions
         return [replica_id for replica_id in replica_ids if replica_id in positions]
 
-    def order(self, bucket: bytes) -> list[ReplicaId]:
-        """All of them."""
-        return [self.replica_ids[position] for position in self._scores(bucket).argsort().tolist()]
-
-    def first(self, bucket: bytes, count: int) -> list[ReplicaId]:
-        """The first `count` of the order, or all if there are fewer."""
-        scores = self._scores(bucket)
-        if count >= len(scores):
-            return self.order(bucket)
-        few = np.argpartition(scores, count)[:count]
-        return [self.replica_ids[position] for position in few[scores[few].argsort()].tolist()]
-
-    def ranks(self, bucket: bytes, replica_ids: Iterable[ReplicaId]) -> list[int]:
-        """The place of each of these in the order."""
-        scores = self._scores(bucket)
-        own = scores[[self._positions[replica_id] for replica_id in replica_ids]]
-        ranks: list[int] = np.count_nonzero(scores < own[:, np.newaxis], axis=1).tolist()
-        return ranks
-
-    def _scores(self, bucket: bytes) -> "npt.NDArray[np.uint64]":
+    def of(self, bucket: bytes) -> "AffinityOrder":
         scores = self._seeds ^ np.uint64(int.from_bytes(bucket[-8:], "little"))
         scores ^= scores >> _SHIFTS[0]
         scores *= _FACTORS[0]
         scores ^= scores >> _SHIFTS[1]
         scores *= _FACTORS[1]
         scores ^= scores >> _SHIFTS[2]
-        return scores
+        return AffinityOrder(self.replica_ids, self._positions, scores)
+
+
+class AffinityOrder:
+    """One bucket's order of the replicas."""
+
+    __slots__ = ("_positions", "_replica_ids", "_scores")
+
+    def __init__(
+        self,
+        replica_ids: Sequence[ReplicaId],
+        positions: Mapping[ReplicaId, int],
+        scores: "npt.NDArray[np.uint64]",
+    ) -> None:
+        self._replica_ids = replica_ids
+        self._positions = positions
+        self._scores = scores
+
+    def whole(self) -> list[ReplicaId]:
+        return [self._replica_ids[position] for position in self._scores.argsort().tolist()]
+
+    def first(self, count: int) -> list[ReplicaId]:
+        """The first `count`, or all if there are fewer."""
+        scores = self._scores
+        if count >= len(scores):
+            return self.whole()
+        few = scores.argpartition(count)[:count]
+        return [self._replica_ids[position] for position in few[scores[few].argsort()].tolist()]
+
+    def ranks(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
+        """The place of each of these."""
+        scores = self._scores
+        own = scores[[self._positions[replica_id] for replica_id in replica_ids]]
+        ranks: list[int] = np.count_nonzero(scores < own[:, np.newaxis], axis=1).tolist()
+        return ranks
 
 
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))

@@ -6,12 +6,13 @@ plain data in, plain data out.
 
 import enum
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import AffinityRanking
+from router.routing.bucket import AffinityOrder, AffinityRanking
 from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
 from router.routing.load import ReplicaLoad
 
@@ -132,7 +133,7 @@ class Considered(NamedTuple):
 
 def everybody(request: RoutingRequest, replicas: Replicas) -> list[Considered]:
     """All replicas, by affinity order."""
-    order = replicas.ranking.order(request.bucket)
+    order = replicas.ranking.of(request.bucket).whole()
     return [Considered(rank, replica_id, replicas[replica_id]) for rank, replica_id in enumerate(order)]
 
 
@@ -174,20 +175,20 @@ def _considered(
     """Who is compared: everybody, or in a large fleet a bounded few."""
     if len(replicas) <= parameters.num_compared_candidates:
         return everybody(request, replicas)
-    ranking = replicas.ranking
-    few = dict.fromkeys(ranking.first(request.bucket, parameters.num_affinity_candidates))
-    few |= dict.fromkeys(_deepest(request, replicas, overlaps, few, parameters.num_holder_candidates, rng))
-    few |= dict.fromkeys(_idlest(replicas, few, parameters.num_idle_candidates, rng))
-    ranks = ranking.ranks(request.bucket, few)
+    order = replicas.ranking.of(request.bucket)
+    few = order.first(parameters.num_affinity_candidates)
+    if overlaps:
+        few += _deepest(replicas, order, overlaps, few, parameters.num_holder_candidates, rng)
+    few += _idlest(replicas, few, parameters.num_idle_candidates, rng)
     return [
         Considered(rank, replica_id, replicas[replica_id])
-        for rank, replica_id in zip(ranks, few, strict=True)
+        for rank, replica_id in zip(order.ranks(few), few, strict=True)
     ]
 
 
 def _deepest(
-    request: RoutingRequest,
     replicas: Replicas,
+    order: AffinityOrder,
     overlaps: Mapping[ReplicaId, int],
     chosen: Collection[ReplicaId],
     count: int,
@@ -197,17 +198,18 @@ def _deepest(
 
     The equals are a random draw where there are many: a prefix may lie in every cache of the fleet.
     """
-    holders = [replica_id for replica_id in replicas.ranking.only(overlaps) if replica_id not in chosen]
-    num_drawn = DRAWN_PER_CHOSEN * count
+    depth = overlaps.__getitem__
+    holders = sorted(replicas.ranking.only(overlaps), key=depth, reverse=True)
+    num_drawn = DRAWN_PER_CHOSEN * count + len(chosen)
     if len(holders) > num_drawn:
-        least = sorted([overlaps[replica_id] for replica_id in holders], reverse=True)[num_drawn - 1]
-        deeper = [replica_id for replica_id in holders if overlaps[replica_id] > least]
-        level = [replica_id for replica_id in holders if overlaps[replica_id] == least]
-        holders = deeper + rng.sample(level, num_drawn - len(deeper))
-    ranks = replicas.ranking.ranks(request.bucket, holders)
+        least = -depth(holders[num_drawn - 1])
+        start = bisect_left(holders, least, key=lambda replica_id: -depth(replica_id))
+        end = bisect_right(holders, least, key=lambda replica_id: -depth(replica_id))
+        holders = holders[:start] + rng.sample(holders[start:end], num_drawn - start)
+    holders = [replica_id for replica_id in holders if replica_id not in chosen]
     by_preference = sorted(
-        (-overlaps[replica_id], *_busyness(replicas[replica_id]), rank, replica_id)
-        for rank, replica_id in zip(ranks, holders, strict=True)
+        (-depth(replica_id), *_busyness(replicas[replica_id]), rank, replica_id)
+        for rank, replica_id in zip(order.ranks(holders), holders, strict=True)
     )
     return [replica_id for *_, replica_id in by_preference[:count]]
 

@@ -23,4 +23,4 @@ def request(number: int = 0, num_tokens: int = 8000) -> RoutingRequest:
 
 def ranked(size: int, number: int = 0) -> list[ReplicaId]:
     """The affinity order of the request with this number in a fleet of so many."""
-    return ready(fleet(size)).ranking.order(request(number).bucket)
+    return ready(fleet(size)).ranking.of(request(number).bucket).whole()

@@ -19,7 +19,7 @@ REPLICAS = [ReplicaId(f"replica-{number}") for number in range(8)]
 
 
 def affinity_order(bucket: bytes, replica_ids: Iterable[ReplicaId]) -> list[ReplicaId]:
-    return AffinityRanking(replica_ids).order(bucket)
+    return AffinityRanking(replica_ids).of(bucket).whole()
 
 
 def bucket_number(number: int) -> bytes:
@@ -90,7 +90,7 @@ def test_the_order_is_the_same_in_every_process() -> None:
     program = (
         "from router.routing.bucket import AffinityRanking, bucket_of\n"
         "bucket = bucket_of(b'r' * 16, 'key', list(range(1000, 1600)), None, 16)\n"
-        "print(bucket.hex(), ','.join(AffinityRanking(f'replica-{n}' for n in range(8)).order(bucket)))"
+        "print(bucket.hex(), ','.join(AffinityRanking(f'replica-{n}' for n in range(8)).of(bucket).whole()))"
     )
     answers = {
         subprocess.run(
@@ -110,17 +110,18 @@ def test_the_order_is_the_same_in_every_process() -> None:
 def test_first_ranks_and_the_whole_order_agree(size: int) -> None:
     ranking = AffinityRanking(ReplicaId(f"r{number}") for number in range(size))
     for number in range(20):
-        order = ranking.order(bucket_number(number))
+        order = ranking.of(bucket_number(number))
+        whole = order.whole()
         for count in (1, 2, 4, 5, 299, 300, 301):
-            assert ranking.first(bucket_number(number), count) == order[:count]
-        shuffled = random.Random(number).sample(order, min(size, 12))
-        assert ranking.ranks(bucket_number(number), shuffled) == [order.index(each) for each in shuffled]
-    assert ranking.ranks(b"", []) == []
+            assert order.first(count) == whole[:count]
+        shuffled = random.Random(number).sample(whole, min(size, 12))
+        assert order.ranks(shuffled) == [whole.index(each) for each in shuffled]
+        assert order.ranks([]) == []
 
 
 def test_every_one_of_a_large_fleet_is_home_to_its_share() -> None:
     ranking = AffinityRanking(ReplicaId(f"r{number}") for number in range(500))
-    homes = Counter(ranking.first(bucket_number(number), 1)[0] for number in range(50_000))
+    homes = Counter(ranking.of(bucket_number(number)).first(1)[0] for number in range(50_000))
     assert len(homes) == 500
     assert all(50 < count < 160 for count in homes.values())
 
@@ -130,7 +131,7 @@ def test_in_a_large_fleet_a_newcomer_takes_from_all_and_moves_nothing_else() -> 
     before, after = AffinityRanking(replica_ids), AffinityRanking([*replica_ids, ReplicaId("new")])
     robbed = set()
     for number in range(10_000):
-        home, now = before.first(bucket_number(number), 1), after.first(bucket_number(number), 1)
+        home, now = (each.of(bucket_number(number)).first(1) for each in (before, after))
         if home != now:
             assert now == ["new"]
             robbed.update(home)

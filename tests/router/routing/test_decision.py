@@ -216,7 +216,7 @@ def test_the_choice_is_never_far_from_the_cheapest(
     assert (
         decision.rank
         == chosen.rank
-        == ready(replicas).ranking.order(request(number).bucket).index(chosen.replica_id)
+        == ready(replicas).ranking.of(request(number).bucket).whole().index(chosen.replica_id)
     )
 
 
@@ -288,7 +288,7 @@ def test_in_a_large_fleet_that_holds_a_prefix_everywhere_a_bounded_few_are_compa
     decision = decide(request(), Replicas(loads, look), everywhere, PARAMETERS, random.Random(1))
     assert decision.replica_id not in busy
     assert decision.overlap_tokens == 1600
-    assert len(looked_at) <= 28
+    assert len(looked_at) <= 32
 
 
 def test_in_a_large_fleet_the_deepest_holder_is_found_among_many_that_hold_less() -> None:
