@@ -9,7 +9,7 @@ import random
 from replicas.engine import Engine, EngineRequest, RequestRefused
 from replicas.errors import StartupError
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
-from replicas.protocol.events import BlockStored, CacheEvent
+from replicas.protocol.events import BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import FinishReason, RequestKey, SamplingParams
 
 NUM_PROBE_BLOCKS = 3
@@ -17,7 +17,19 @@ MAX_PROBE_STEPS = 1000
 
 
 def prove_hashes(engine: Engine, rng: random.Random) -> None:
-    """Run a probe prompt and compare. Raises StartupError; leaves nothing in the engine if it passes."""
+    """Run probe prompts, one on the model itself and one with each adapter, and compare.
+
+    Raises StartupError; leaves nothing in the engine if it passes.
+    """
+    for adapter in (None, *(adapter.name for adapter in engine.card.adapters)):
+        _prove(engine, rng, adapter)
+    if not engine.reset_prefix_cache():
+        raise StartupError(f"the {engine.card.engine} engine still holds blocks after the probe prompt")
+    while engine.has_work():  # what it says of the probe is nobody's business
+        engine.step()
+
+
+def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> None:
     card = engine.card
     room = min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
     num_blocks = min(NUM_PROBE_BLOCKS, room // card.block_size)
@@ -28,36 +40,35 @@ def prove_hashes(engine: Engine, rng: random.Random) -> None:
         )
     root = BlockHash(rng.randbytes(HASH_BYTES))
     prompt = [rng.randrange(card.vocab_size) for _ in range(num_blocks * card.block_size + 1)]
-    output, events = _run(engine, root, prompt)
+    output, events = _run(engine, root, prompt, adapter)
     expected = hash_blocks(root, prompt + output, card.block_size)
     reported = {
         event.first_block_index + offset: block_hash
         for event in events
-        if isinstance(event, BlockStored)
+        if isinstance(event, BlockStored) and event.tier is Tier.DEVICE
         for offset, block_hash in enumerate(event.block_hashes)
     }
+    probe = "the probe prompt" if adapter is None else f"the probe prompt with adapter {adapter}"
     for position in range(num_blocks):
         if position not in reported:
             raise StartupError(
-                f"the {card.engine} engine did not report block {position} of the probe prompt as stored"
+                f"the {card.engine} engine did not report block {position} of {probe} as stored"
             )
     for position, block_hash in sorted(reported.items()):
         if position >= len(expected) or expected[position] != block_hash:
             raise StartupError(
-                f"the {card.engine} engine reports another hash for block {position} of the probe prompt"
+                f"the {card.engine} engine reports another hash for block {position} of {probe}"
                 " than routers compute: this replica would never be found, and does not serve"
             )
-    if not engine.reset_prefix_cache():
-        raise StartupError(f"the {card.engine} engine still holds blocks after the probe prompt")
-    while engine.has_work():  # what it says of the probe is nobody's business
-        engine.step()
 
 
-def _run(engine: Engine, root: BlockHash, prompt: list[int]) -> tuple[list[int], list[CacheEvent]]:
+def _run(
+    engine: Engine, root: BlockHash, prompt: list[int], adapter: str | None
+) -> tuple[list[int], list[CacheEvent]]:
     """The tokens that the engine adds to the prompt, and all events meanwhile."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
     try:
-        engine.add(EngineRequest(RequestKey(0, 0), prompt, sampling, root))
+        engine.add(EngineRequest(RequestKey(0, 0), prompt, sampling, root, adapter=adapter))
     except RequestRefused as refused:
         raise StartupError(f"the engine refuses the probe prompt: {refused.message}") from refused
     output: list[int] = []

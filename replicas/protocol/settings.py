@@ -149,7 +149,7 @@ def _to_mapping(value: Any) -> dict[str, Any]:
             raise ValueError(value) from error
     if not isinstance(value, Mapping):
         raise TypeError(value)
-    return {str(name).replace("-", "_"): item for name, item in value.items()}
+    return {str(name): item for name, item in value.items()}
 
 
 def _to_bool(value: Any) -> bool:

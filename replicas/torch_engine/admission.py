@@ -13,11 +13,15 @@ from replicas.protocol.frames import RefusalCode, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`capacity_tokens` is what the whole KV cache holds; the model itself bears `context_length` tokens."""
+    """`capacity_tokens` is what the whole KV cache holds; the model itself bears `context_length` tokens.
+
+    `adapters` are the names of those that the engine has loaded.
+    """
 
     context_length: int
     capacity_tokens: int
     vocab_size: int
+    adapters: frozenset[str] = frozenset()
 
     @property
     def max_total_tokens(self) -> int:
@@ -31,7 +35,8 @@ def check_admission(request: EngineRequest, limits: AdmissionLimits) -> None:
     if problem is not None:
         raise RequestRefused(RefusalCode.CONTEXT_LENGTH_EXCEEDED, problem)
     problem = (
-        _prompt_problem(request, limits)
+        _adapter_problem(request, limits)
+        or _prompt_problem(request, limits)
         or _sampling_problem(request.sampling, limits)
         or _resumption_problem(request)
     )
@@ -49,6 +54,13 @@ def _length_problem(request: EngineRequest, limits: AdmissionLimits) -> str | No
     if num_tokens > limits.capacity_tokens:
         return f"the prompt has {num_tokens} tokens; the whole KV cache holds {limits.capacity_tokens}"
     return None
+
+
+def _adapter_problem(request: EngineRequest, limits: AdmissionLimits) -> str | None:
+    if request.adapter is None or request.adapter in limits.adapters:
+        return None
+    known = ", ".join(sorted(limits.adapters))
+    return f"there is no adapter {request.adapter!r}; this replica has {known or 'none'}"
 
 
 def _prompt_problem(request: EngineRequest, limits: AdmissionLimits) -> str | None:

@@ -6,15 +6,17 @@ fit. Imports vLLM.
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from vllm import EngineArgs
 from vllm.config import KVEventsConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.platforms import current_platform
 
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import SettingsError
+from replicas.vllm_engine.adapters import LoraAdapter
 
 _OWN_SETTINGS: Mapping[str, str] = {
     "model": "model",
@@ -29,18 +31,27 @@ _OWN_SETTINGS: Mapping[str, str] = {
 }
 """Arguments that have a setting of their own."""
 
-_FIXED = ("enable_prefix_caching", "kv_events_config", "skip_tokenizer_init", "max_logprobs")
+_FIXED = (
+    "async_scheduling",
+    "data_parallel_size",
+    "enable_prefix_caching",
+    "kv_events_config",
+    "max_logprobs",
+    "skip_tokenizer_init",
+)
 """Arguments without which the replica would not do what it promises."""
 
 _CPU_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK_MULTIPLE = 32
 
 
-def engine_arguments(config: ReplicaConfig, directory: str) -> dict[str, Any]:
+def engine_arguments(
+    config: ReplicaConfig, directory: str, adapters: Sequence[LoraAdapter] = ()
+) -> dict[str, Any]:
     """Raises SettingsError for what vLLM does not know, or what is not its to decide."""
     on_cpu = bool(current_platform.is_cpu())
     _check_device(config.device, on_cpu)
-    _check_names(config.engine_args or {})
+    given = _given(config.engine_args or {})
     block_size = config.tokens_per_block
     if on_cpu and block_size % _CPU_BLOCK_MULTIPLE:
         raise SettingsError(
@@ -49,7 +60,6 @@ def engine_arguments(config: ReplicaConfig, directory: str) -> dict[str, Any]:
     cache_bytes = config.kv_cache_bytes
     if cache_bytes is None and on_cpu:
         cache_bytes = _CPU_CACHE_BYTES
-    given = dict(config.engine_args or {})
     in_one_process = given.get("tensor_parallel_size", 1) == given.get("pipeline_parallel_size", 1) == 1
     arguments: dict[str, Any] = {
         "model": directory,
@@ -75,7 +85,40 @@ def engine_arguments(config: ReplicaConfig, directory: str) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "seed": 0,
     }
-    return {**arguments, **given}
+    return {**arguments, **_adapter_arguments(adapters, given, on_cpu), **given}
+
+
+def _adapter_arguments(
+    adapters: Sequence[LoraAdapter], given: Mapping[str, Any], on_cpu: bool
+) -> dict[str, Any]:
+    if not adapters:
+        return {}
+    if given.get("enable_lora", True) is not True:
+        raise SettingsError("engine_args turns enable_lora off, but the setting adapters names some")
+    # On a CPU, vLLM 0.32 gives requests without an adapter the weights of the last slot whenever others
+    # of the batch have one. A slot that is never taken holds zeros.
+    num_slots = len(adapters) + 1 if on_cpu else len(adapters)
+    max_loras = given.get("max_loras", num_slots)
+    if on_cpu and max_loras != num_slots:
+        raise SettingsError(
+            f"on a CPU, engine_args must set max_loras to {num_slots} or not at all: one more than adapters"
+        )
+    widest = max(adapters, key=lambda adapter: adapter.rank)
+    ranks: Sequence[int] = get_args(MaxLoRARanks)
+    if widest.rank > max(ranks):
+        raise SettingsError(f"adapter {widest.name} has rank {widest.rank}; vLLM takes up to {max(ranks)}")
+    max_rank = given.get("max_lora_rank", max(ranks))
+    if isinstance(max_rank, int) and widest.rank > max_rank:
+        raise SettingsError(
+            f"engine_args sets max_lora_rank to {max_rank}, but adapter {widest.name} has rank {widest.rank}"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": num_slots,
+        # None is ever read from disk again, where it may have changed.
+        "max_cpu_loras": max(num_slots, max_loras) if isinstance(max_loras, int) else num_slots,
+        "max_lora_rank": min(rank for rank in ranks if rank >= widest.rank),
+    }
 
 
 def _check_device(device: str, on_cpu: bool) -> None:
@@ -84,9 +127,14 @@ def _check_device(device: str, on_cpu: bool) -> None:
         raise SettingsError(f"setting device is {device}, but the vLLM that is installed is for {kind}")
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
+def _given(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's arguments, checked by name, as vLLM's own flags or its field names spell them."""
     known = [field.name for field in dataclasses.fields(EngineArgs)]
-    for name in given:
+    given: dict[str, Any] = {}
+    for spelling, value in engine_args.items():
+        name = spelling.replace("-", "_")
+        if name in given:
+            raise SettingsError(f"engine_args sets {name} twice")
         if name in _OWN_SETTINGS:
             raise SettingsError(f"engine_args cannot set {name}: use the setting {_OWN_SETTINGS[name]}")
         if name in _FIXED:
@@ -95,3 +143,5 @@ def _check_names(given: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SettingsError(f"vLLM knows no engine argument {name}{hint}")
+        given[name] = value
+    return given

@@ -1,7 +1,8 @@
 """CoreView: the one place that looks inside vLLM's engine core.
 
 Owns what is attached there: a publisher that keeps each step's cache events, and a note of what was
-scheduled. Everything else reads. Works with an engine core in the same process only.
+scheduled. Everything else reads, but for `reset_tiers`. Works with an engine core in the same process
+only.
 """
 
 from typing import Any
@@ -39,6 +40,7 @@ class CoreView:
         self._scheduler.schedule = self._schedule_and_note
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
+        self._started: list[tuple[Any, int]] = []
 
     @property
     def num_attention_kinds(self) -> int:
@@ -59,16 +61,27 @@ class CoreView:
         return len(self._scheduler.running)
 
     @property
-    def has_events(self) -> bool:
-        """Whether there are some that no step has said yet: a reset between steps leaves one."""
-        return bool(self._pool.kv_event_queue)
+    def has_more_tiers(self) -> bool:
+        """Whether a connector keeps blocks, or fetches them, beyond the device's memory."""
+        return self._scheduler.connector is not None
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a connector needs steps without requests, to finish what it has begun."""
+        return self.has_more_tiers and bool(self._scheduler.has_requests())
 
     def take_events(self) -> list[Any]:
         """In order: those of the last step, then those that came up since."""
         events = self._keeper.events
         self._keeper.events = []
         events.extend(self._scheduler.kv_cache_manager.take_events())
+        if self.has_more_tiers:
+            events.extend(self._scheduler.connector.take_events())
         return events
+
+    def reset_tiers(self) -> bool:
+        """Empty what a connector holds in the host's memory. False if it holds none, or cannot."""
+        return self.has_more_tiers and self._scheduler.connector.reset_cache() is True
 
     def take_computed(self) -> tuple[int, int]:
         """Prefill and decode tokens of the steps since the last call."""
@@ -76,22 +89,18 @@ class CoreView:
         self._num_prefill_tokens = self._num_decode_tokens = 0
         return computed
 
+    def take_started(self) -> list[tuple[Any, int]]:
+        """Requests first scheduled since the last call, and the tokens that each found in the cache."""
+        started = self._started
+        self._started = []
+        return started
+
     def request(self, internal_id: str) -> Any:
         """vLLM's own request, as the scheduler keeps it."""
         return self._scheduler.requests[internal_id]
 
     def is_running(self, request: Any) -> bool:
         return bool(request.status == RequestStatus.RUNNING)
-
-    def num_leading_cached_blocks(self, request: Any) -> int:
-        """How many blocks of a request that waits would be found in the cache now."""
-        find = self._pool.get_cached_block
-        num_blocks = 0
-        for block_hash in request.block_hashes:
-            if find(block_hash, [0]) is None:
-                break
-            num_blocks += 1
-        return num_blocks
 
     def cached_hashes(self) -> dict[bytes, int]:
         """vLLM's hash of every cached block, with its number of copies: the truth that events report."""
@@ -108,6 +117,10 @@ class CoreView:
 
     def _schedule_and_note(self, *arguments: Any, **named: Any) -> Any:
         output = self._schedule(*arguments, **named)
+        for new in output.scheduled_new_reqs:
+            request = self._scheduler.requests[new.req_id]
+            if request.num_preemptions == 0:
+                self._started.append((request, int(request.prefill_stats.num_cached_tokens)))
         for internal_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[internal_id]
             # The scheduler counts them as computed already.

@@ -3,15 +3,18 @@
 Owns the requests that live in vLLM, under our keys, and the translation of each step. Knows nothing of
 threads, gRPC or text. What it reads inside vLLM goes through `core_view.py`.
 
-One block size holds for vLLM, for block hashes and for routers alike; the index thins by its stride.
-The namespace root of a request is its `cache_salt`, so namespaces are apart inside vLLM too, and comes
-back with the event of the first block. Only the device's own tier is reported: blocks that a connector
-keeps elsewhere are vLLM's business.
+Block sizes, adapters and tiers. One block size holds for vLLM, for block hashes and for the model card;
+the index keeps one hash per `index_stride` tokens of a chain (and the end of each prompt), so a stride of
+128 keeps every fourth of vLLM's blocks of 32, and a block size above the stride every block. The
+namespace root of a request is its `cache_salt`, so namespaces are apart inside vLLM too, and comes back
+with the event of the first block. An adapter is part of the namespace: its blocks hash from another root,
+and vLLM keeps them apart by the adapter as well. Events say in which tier a copy lies; a hash is in the
+index while any tier holds a copy, at the stride of its chain position in all of them.
 """
 
 import gc
-import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +25,14 @@ from vllm import EngineArgs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import CacheEvent
+from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
@@ -46,37 +49,18 @@ from replicas.torch_engine.admission import AdmissionLimits, check_admission
 from replicas.torch_engine.model_config import read_eos_token_ids
 from replicas.torch_engine.weights import files_fingerprint, tokenizer_bundle
 from replicas.toy_model import toy_model_path
+from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
-from replicas.vllm_engine.core_view import (
-    CoreView,
-    VllmAllBlocksCleared,
-    VllmBlockRemoved,
-    VllmBlockStored,
-)
-from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
+from replicas.vllm_engine.core_view import CoreView
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
-
-logger = logging.getLogger(__name__)
-
-_DEVICE_TIER = "GPU"
-"""What vLLM calls the memory that its attention reads, on a CPU too."""
+from replicas.vllm_engine.translation import EventTranslator, Storer
 
 _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of so many tokens is a mistake in the settings."""
 
-_REFUSALS = (
-    VLLMValidationError,
-    ValueError,
-    TypeError,
-    RuntimeError,  # NotImplementedError among them
-    AssertionError,
-    LookupError,
-    AttributeError,
-    ImportError,
-    OSError,
-    MemoryError,
-)
-"""How vLLM says at the start that it does not like a model or a setting."""
+_TRANSFER_PAUSE_SECONDS = 0.001
+"""A step that computes nothing waits for threads that move blocks between tiers: they need the
+interpreter. vLLM's own loop pauses for as long."""
 
 _TOO_SMALL = ("KV cache is needed", "Cannot auto-fit max_model_len")
 """What vLLM says when its cache cannot hold `context_length` tokens, or none at all."""
@@ -91,11 +75,16 @@ _FINISH_REASONS = {
 
 @dataclass(slots=True)
 class _Live:
-    """A request that vLLM has. `inner` is vLLM's own; `num_expected_tokens` it would have to compute."""
+    """A request that vLLM has. `inner` is vLLM's own; `num_expected_tokens` it would have to compute.
+
+    `num_found_tokens` were in the cache when it was first scheduled.
+    """
 
     request: EngineRequest
     inner: Any
     num_expected_tokens: int
+    num_found_tokens: int = 0
+    num_cross_user_tokens: int = 0
     has_output: bool = False
 
     @property
@@ -109,15 +98,17 @@ class VllmEngine:
     def __init__(self, config: ReplicaConfig) -> None:
         _check_environment()
         directory = Path(config.model) if config.model is not None else toy_model_path()
+        name = config.model_name or directory.resolve().name
+        adapters = read_adapters(config.adapters or {}, name)
         self._bundle = tokenizer_bundle(directory)
         digest = files_fingerprint(directory)
         eos_token_ids = read_eos_token_ids(directory)
         self._on_cpu = bool(current_platform.is_cpu())
-        self._vllm = _start(engine_arguments(config, str(directory)), directory)
+        self._vllm = _start(engine_arguments(config, str(directory), adapters), directory)
         self._core = CoreView(self._vllm)
         model: Any = self._vllm.vllm_config.model_config
         self._card = ModelCard(
-            name=config.model_name or directory.resolve().name,
+            name=name,
             fingerprint=digest,
             engine="vllm",
             block_size=int(self._vllm.vllm_config.cache_config.block_size),
@@ -127,17 +118,28 @@ class VllmEngine:
             eos_token_ids=eos_token_ids,
             max_batched_tokens=config.max_batched_tokens,
             max_running=min(config.max_running, config.max_batched_tokens),
+            adapters=tuple(adapter.card for adapter in adapters),
         )
         try:
             _check_fit(self._card, config, self._core)
-        except SettingsError:
+            self._adapters = _load_adapters(self._vllm, adapters)
+        except (SettingsError, StartupError):
             self.close()
             raise
         self._max_waiting = config.max_waiting
         self._limits = AdmissionLimits(
-            self._card.context_length, self._card.num_blocks * self._card.block_size, self._card.vocab_size
+            self._card.context_length,
+            self._card.num_blocks * self._card.block_size,
+            self._card.vocab_size,
+            frozenset(self._adapters),
         )
-        self._hashes = HashMap(self._card.block_size)
+        self._cache = EventTranslator(
+            self._card.block_size,
+            self._card.num_blocks,
+            has_more_tiers=self._core.has_more_tiers,
+            storer_of=self._storer,
+        )
+        self._unsaid: list[CacheEvent] = []  # what came up between steps, and belongs to the next frame
         self._live: dict[str, _Live] = {}
 
     @property
@@ -168,13 +170,14 @@ class VllmEngine:
                 name,
                 prompt,
                 vllm_sampling(request, self._card.eos_token_ids),
+                lora_request=None if request.adapter is None else self._adapters[request.adapter],
                 priority=request.priority,
                 session_id=name,  # comes back with the events of its blocks
             )
         except (VLLMValidationError, ValueError) as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, _sentence(error)) from error
         inner = self._core.request(internal_id)
-        num_cached_tokens = self._core.num_leading_cached_blocks(inner) * self._card.block_size
+        num_cached_tokens = self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
         self._live[name] = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
 
     def abort(self, key: RequestKey) -> None:
@@ -183,21 +186,34 @@ class VllmEngine:
             self._vllm.abort_request([name])
 
     def has_work(self) -> bool:
-        return bool(self._live) or self._core.has_events
+        return bool(self._live or self._unsaid) or self._core.has_transfers
 
     def step(self) -> StepFrame:
         if self._on_cpu:
             # vLLM would compile a helper when logprobs are first asked for: seconds, for nothing. Torch
             # keeps this by thread, and the one that steps need not be the one that built the engine.
             torch._dynamo.config.disable = True
-        outputs: Iterable[Any] = self._vllm.step() if self._live else ()
-        events = self._translate(self._core.take_events())
+        must_step = self._live or self._core.has_transfers
+        outputs: Iterable[Any] = self._vllm.step() if must_step else ()
+        started = self._start(self._core.take_started())
+        events = self._take_events()
+        for live in started:  # after the events: what it found may have been computed in this very step
+            live.num_cross_user_tokens = self._count_cross_user(live)
         deltas = [self._delta(output) for output in outputs]
         num_prefill_tokens, num_decode_tokens = self._core.take_computed()
+        if must_step and not num_prefill_tokens + num_decode_tokens:
+            time.sleep(_TRANSFER_PAUSE_SECONDS)
         return StepFrame(deltas, events, self._load(), num_prefill_tokens, num_decode_tokens)
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._vllm.reset_prefix_cache())
+        """A disk keeps what it has: nobody may tell it to forget."""
+        self._unsaid += self._cache.translate(self._core.take_events())
+        if not self._vllm.reset_prefix_cache():
+            return False
+        self._unsaid += self._cache.translate(self._core.take_events())
+        if self._core.reset_tiers():
+            self._unsaid.append(self._cache.cleared(Tier.HOST))
+        return True
 
     def close(self) -> None:
         self._vllm.engine_core.shutdown()
@@ -206,31 +222,33 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
         gc.collect()
 
-    def _translate(self, events: Iterable[Any]) -> list[CacheEvent]:
-        """Of the device's tier only. What cannot be named is left out: a block that no router finds."""
-        translated: list[CacheEvent] = []
-        for event in events:
-            try:
-                if isinstance(event, VllmAllBlocksCleared):
-                    translated.append(self._hashes.cleared())
-                elif event.medium != _DEVICE_TIER:
-                    continue
-                elif isinstance(event, VllmBlockStored):
-                    translated.extend(self._stored(event))
-                elif isinstance(event, VllmBlockRemoved):
-                    translated.append(self._hashes.removed(event.block_hashes))
-            except UnknownBlock as error:
-                logger.error("vLLM reports a block that cannot be named: %s", error)
-        return translated
+    def _start(self, started: Iterable[tuple[Any, int]]) -> list[_Live]:
+        """Note what requests found when they were first scheduled."""
+        lives: list[_Live] = []
+        for inner, num_found_tokens in started:
+            live = self._live.get(inner.session_id)
+            if live is not None:
+                live.num_found_tokens = num_found_tokens
+                lives.append(live)
+        return lives
 
-    def _stored(self, event: Any) -> Iterable[CacheEvent]:
-        live = self._live.get(event.session_id)
-        return self._hashes.stored(
-            event.block_hashes,
-            parent=event.parent_block_hash,
-            root=_root(event.extra_keys),
-            token_ids=event.token_ids,
-            num_prompt_tokens=None if live is None else live.num_prompt_tokens,
+    def _take_events(self) -> list[CacheEvent]:
+        events = self._unsaid + self._cache.translate(self._core.take_events())
+        self._unsaid = []
+        return events
+
+    def _storer(self, name: str | None) -> Storer | None:
+        live = None if name is None else self._live.get(name)
+        if live is None:
+            return None
+        return Storer(live.request.user, live.num_prompt_tokens, live.num_found_tokens)
+
+    def _count_cross_user(self, live: _Live) -> int:
+        return self._cache.num_cross_user_tokens(
+            live.inner.block_hashes,
+            live.request.user,
+            num_cached_tokens=live.num_found_tokens,
+            num_prompt_tokens=live.num_prompt_tokens,
         )
 
     def _delta(self, output: Any) -> TokenDelta:
@@ -261,6 +279,7 @@ class VllmEngine:
             num_written_tokens=min(
                 int(output.num_cache_creation_tokens or 0), max(0, num_full_tokens - num_cached_tokens)
             ),
+            num_cross_user_tokens=live.num_cross_user_tokens,
         )
 
     def _load(self) -> LoadSnapshot:
@@ -282,7 +301,7 @@ class VllmEngine:
             num_pending_tokens=num_pending_tokens,
             num_context_tokens=num_context_tokens,
             num_used_blocks=self._card.num_blocks - self._core.num_free_blocks,
-            num_cached_blocks=self._hashes.num_copies,
+            num_cached_blocks=self._cache.hashes.num_copies(),
             num_total_blocks=self._card.num_blocks,
         )
 
@@ -298,13 +317,25 @@ def _check_environment() -> None:
 def _start(arguments: dict[str, Any], directory: Path) -> Any:
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except _REFUSALS as error:
+    except Exception as error:  # vLLM has no type for what it does not like: ValueError, AssertionError, …
         if any(words in str(error) for words in _TOO_SMALL):
             raise SettingsError(
                 "the KV cache is too small for one sequence: raise num_blocks or kv_cache_bytes, "
                 "or lower context_length"
             ) from error
         raise StartupError(f"vLLM does not serve {directory} so: {_sentence(error)}") from error
+
+
+def _load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, LoRARequest]:
+    """All of them now, so that one that vLLM does not take is known before anybody asks for it."""
+    loaded: dict[str, LoRARequest] = {}
+    for number, adapter in enumerate(adapters, 1):
+        loaded[adapter.name] = LoRARequest(adapter.name, number, str(adapter.directory))
+        try:
+            vllm.add_lora(loaded[adapter.name])
+        except Exception as error:
+            raise StartupError(f"vLLM refuses adapter {adapter.name}: {_sentence(error)}") from error
+    return loaded
 
 
 def _check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
@@ -323,13 +354,6 @@ def _name(key: RequestKey) -> str:
     return f"{key.request_id}-{key.choice}"
 
 
-def _root(extra_keys: Any) -> BlockHash | None:
-    """The salt of a run's first block, which is all that a prompt's first block has besides its tokens."""
-    if not extra_keys or not extra_keys[0]:
-        return None
-    return BlockHash(bytes.fromhex(extra_keys[0][-1]))
-
-
 def _finish(reason: str | None) -> tuple[FinishReason | None, Refusal | None]:
     if reason is None:
         return None, None
@@ -339,8 +363,10 @@ def _finish(reason: str | None) -> tuple[FinishReason | None, Refusal | None]:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line that says something; pydantic puts a heading over its own."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The first line that says something. Pydantic puts a heading over its own, and maybe a field's name."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "validation error" in lines[0]:
-        lines = [line.removeprefix("Value error, ").split(" [type=")[0] for line in lines[1:]]
-    return lines[0] if lines else type(error).__name__
+        field = "" if lines[1].startswith(" ") or len(lines) == 2 else f"{lines[1].strip()}: "
+        message = lines[2 if field else 1].strip().removeprefix("Value error, ").split(" [type=")[0]
+        return field + message
+    return lines[0].strip() if lines else type(error).__name__

@@ -1,46 +1,87 @@
-"""HashMap: from vLLM's block hashes to ours, for as long as vLLM holds the block.
+"""HashMap: from vLLM's block hashes to ours, for as long as vLLM holds the block in any tier.
 
-Owns the map and the count of copies behind each entry. Knows nothing of vLLM but that its hashes are
-bytes: whoever reads its events says what was stored, with which tokens, after which block.
+Owns the map and the count of copies, by tier, behind each entry. Knows nothing of vLLM but that its
+hashes are bytes: whoever reads its events says what was stored, with which tokens, after which block.
 
-vLLM chains its own hashes from other inputs than ours, so one cannot be had from the other. A stored
-block comes with its tokens and its parent's hash; the parent is held by the same request, so it is in
-the map, and our hash and the chain position follow from it. The map holds an entry for each distinct
-hash that vLLM holds, hence never more than it has blocks.
+vLLM chains its own hashes from other inputs than ours, so one cannot be had from the other. A block
+that is stored on the device comes with its tokens and its parent's hash; the parent is held by the same
+request, so it is in the map, and our hash and the chain position follow from it. The map holds an entry
+for each distinct hash that vLLM holds, hence never more than its tiers have blocks.
+
+A copy in another tier comes without a namespace, so such a block is known by what the device said of it:
+it was computed there. Two cases are special. A block may leave the device before its copy elsewhere is
+reported: the names of the last `num_remembered` blocks that went are kept for that. And a tier may hold
+blocks that an earlier process left there: those copies are counted without a name, and reported when
+the device, having read the block back, names it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash, hash_blocks
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 
 
 class UnknownBlock(Exception):
     """vLLM named a block that it never stored, or has removed."""
 
 
-@dataclass(slots=True)
-class _Held:
+class _Name(NamedTuple):
     block_hash: BlockHash
     position: int
-    num_copies: int
+
+
+@dataclass(slots=True)
+class _Held:
+    name: _Name | None
+    copies: Counter[Tier] = field(default_factory=Counter)
 
 
 class HashMap:
-    def __init__(self, block_size: int) -> None:
+    """`on_gone` is told of blocks that no tier holds any more, once nothing of them is remembered."""
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        on_gone: Callable[[Iterable[BlockHash]], None] = lambda _: None,
+        num_remembered: int = 0,
+    ) -> None:
         self._block_size = block_size
+        self._on_gone = on_gone
+        self._num_remembered = num_remembered
         self._held: dict[bytes, _Held] = {}
-        self._num_copies = 0
+        self._remembered: OrderedDict[bytes, _Name] = OrderedDict()
+        self._num_copies: Counter[Tier] = Counter()
 
     def __len__(self) -> int:
         """Distinct blocks."""
         return len(self._held)
 
-    @property
-    def num_copies(self) -> int:
-        """Blocks, every copy counted."""
-        return self._num_copies
+    def num_copies(self, tier: Tier = Tier.DEVICE) -> int:
+        """Blocks of a tier, every copy counted."""
+        return self._num_copies[tier]
+
+    def num_leading(self, hashes: Iterable[bytes]) -> int:
+        """How many of a chain's blocks, from its first on, lie in some tier."""
+        num_blocks = 0
+        for theirs in hashes:
+            if theirs not in self._held:
+                break
+            num_blocks += 1
+        return num_blocks
+
+    def names(self, hashes: Iterable[bytes]) -> list[BlockHash]:
+        """Our hashes of a chain's blocks, up to the first that is not known."""
+        found: list[BlockHash] = []
+        for theirs in hashes:
+            held = self._held.get(theirs)
+            if held is None or held.name is None:
+                break
+            found.append(held.name.block_hash)
+        return found
 
     def stored(
         self,
@@ -51,56 +92,92 @@ class HashMap:
         token_ids: Sequence[int],
         num_prompt_tokens: int | None,
     ) -> list[BlockStored]:
-        """One run of blocks, in two events if the prompt's last full block lies inside.
+        """One run of blocks on the device, in two events if the prompt's last full block lies inside.
 
         `root` is needed for a run without a parent. `num_prompt_tokens` None means that the request
-        is not known. Raises UnknownBlock.
+        is not known. Copies elsewhere that only now have a name follow. Raises UnknownBlock.
         """
         block_size = self._block_size
         if len(token_ids) != len(hashes) * block_size:
             raise UnknownBlock(f"{len(hashes)} blocks cannot hold {len(token_ids)} tokens")
         chain, start = self._chain_end(parent, root)
         ours = hash_blocks(chain, token_ids, block_size, start=start * block_size)
+        named: list[BlockStored] = []
         for position, (theirs, block_hash) in enumerate(zip(hashes, ours, strict=True), start):
-            held = self._held.setdefault(theirs, _Held(block_hash, position, 0))
-            held.num_copies += 1
-        self._num_copies += len(ours)
+            named += self._store(theirs, _Name(block_hash, position))
         end = start + len(ours)
         prompt_end = None if num_prompt_tokens is None else num_prompt_tokens // block_size
         if prompt_end is None or not start < prompt_end <= end:
-            return [BlockStored(tuple(ours), start)]
+            return [BlockStored(tuple(ours), start), *named]
         cut = prompt_end - start
         events = [BlockStored(tuple(ours[:cut]), start, ends_prompt=True)]
         if cut < len(ours):
             events.append(BlockStored(tuple(ours[cut:]), prompt_end))
-        return events
+        return [*events, *named]
 
-    def removed(self, hashes: Sequence[bytes]) -> BlockRemoved:
-        """One copy of each. Raises UnknownBlock."""
-        return BlockRemoved(tuple(self._remove(theirs) for theirs in hashes))
+    def copied(self, theirs: bytes, tier: Tier) -> BlockStored | None:
+        """One more copy of a block, in a tier that is not the device's. None while it has no name."""
+        held = self._held.get(theirs)
+        if held is None:
+            held = self._held[theirs] = _Held(self._remembered.pop(theirs, None))
+        self._count(held, tier, 1)
+        return _copy(held.name, tier) if held.name is not None else None
 
-    def cleared(self) -> AllBlocksCleared:
-        self._held.clear()
-        self._num_copies = 0
-        return AllBlocksCleared()
+    def removed(self, theirs: bytes, tier: Tier = Tier.DEVICE) -> BlockHash | None:
+        """One copy less. None if nobody was told of it, for want of a name. Raises UnknownBlock."""
+        held = self._held.get(theirs)
+        if held is None or not held.copies[tier]:
+            raise UnknownBlock(f"the removed block {theirs.hex()} is not held ({tier})")
+        self._count(held, tier, -1)
+        if not held.copies.total():
+            self._drop(theirs)
+        return None if held.name is None else held.name.block_hash
+
+    def cleared(self, tier: Tier = Tier.DEVICE) -> AllBlocksCleared:
+        for theirs, held in list(self._held.items()):
+            self._count(held, tier, -held.copies[tier])
+            if not held.copies.total():
+                self._drop(theirs)
+        return AllBlocksCleared(tier)
 
     def _chain_end(self, parent: bytes | None, root: BlockHash | None) -> tuple[BlockHash, int]:
         """What the run's first block is chained to, and its position."""
         if parent is not None:
             held = self._held.get(parent)
-            if held is None:
+            if held is None or held.name is None:
                 raise UnknownBlock(f"the parent {parent.hex()} of a stored block is not held")
-            return held.block_hash, held.position + 1
+            return held.name.block_hash, held.name.position + 1
         if root is None:
             raise UnknownBlock("a prompt's first block comes without a namespace")
         return root, 0
 
-    def _remove(self, theirs: bytes) -> BlockHash:
+    def _store(self, theirs: bytes, name: _Name) -> list[BlockStored]:
+        """Count a copy on the device; the block's copies elsewhere, if they had no name before."""
         held = self._held.get(theirs)
         if held is None:
-            raise UnknownBlock(f"the removed block {theirs.hex()} is not held")
-        held.num_copies -= 1
-        self._num_copies -= 1
-        if held.num_copies == 0:
-            del self._held[theirs]
-        return held.block_hash
+            if self._remembered.pop(theirs, None) is not None:
+                self._on_gone((name.block_hash,))  # it is computed anew
+            held = self._held[theirs] = _Held(name)
+        named: list[BlockStored] = []
+        if held.name is None:
+            held.name = name
+            named = [_copy(name, tier) for tier in held.copies.elements()]
+        self._count(held, Tier.DEVICE, 1)
+        return named
+
+    def _count(self, held: _Held, tier: Tier, change: int) -> None:
+        held.copies[tier] += change
+        self._num_copies[tier] += change
+
+    def _drop(self, theirs: bytes) -> None:
+        name = self._held.pop(theirs).name
+        if name is None:
+            return
+        self._remembered[theirs] = name
+        if len(self._remembered) > self._num_remembered:
+            _, oldest = self._remembered.popitem(last=False)
+            self._on_gone((oldest.block_hash,))
+
+
+def _copy(name: _Name, tier: Tier) -> BlockStored:
+    return BlockStored((name.block_hash,), name.position, tier=tier)

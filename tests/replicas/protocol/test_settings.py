@@ -120,11 +120,11 @@ def test_help_documents_every_setting_of_a_replica(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    "text", ["a-b=1,c=x y,d=true", "{a_b: 1, c: x y, d: true}", {"a_b": 1, "c": "x y", "d": True}]
+    "text", ["a-b=1,c=x y,d=true", "{a-b: 1, c: x y, d: true}", {"a-b": 1, "c": "x y", "d": True}]
 )
 def test_a_mapping_comes_as_pairs_or_as_yaml(text: object) -> None:
     config = build(ReplicaConfig, {"engine": "vllm", "engine_args": text})
-    assert config.engine_args == {"a_b": 1, "c": "x y", "d": True}
+    assert config.engine_args == {"a-b": 1, "c": "x y", "d": True}
 
 
 @pytest.mark.parametrize("text", ["a", "a=1,b", "=1", "{a", "{}x", 7])

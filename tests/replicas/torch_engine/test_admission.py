@@ -1,5 +1,6 @@
 """What a scheduler refuses outright, with which code, and that it then keeps nothing."""
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -25,6 +26,15 @@ def refusal(token_ids: list[int], limits: dict[str, Any] | None = None, **fields
 def test_an_empty_prompt_is_refused() -> None:
     assert refusal([]).code is RefusalCode.INVALID_REQUEST
     assert refusal([5, 6], num_output_tokens=2).message == "the prompt is empty"
+
+
+def test_an_adapter_is_refused_by_an_engine_that_has_none() -> None:
+    target = scheduler(**LIMITS)
+    with pytest.raises(RequestRefused) as refused:
+        target.add(replace(engine_request([5]), adapter="tuned"))
+    assert refused.value.code is RefusalCode.INVALID_REQUEST
+    assert refused.value.message == "there is no adapter 'tuned'; this replica has none"
+    assert not target.has_work()
 
 
 @pytest.mark.parametrize("token_id", [-1, 100, 2**40])

@@ -1,7 +1,7 @@
 """vLLM in the test process: its environment, and one small engine for all tests of this folder."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from replicas.config import ReplicaConfig
 from replicas.engines import build_engine
 from replicas.vllm_engine.environment import vllm_environment
+from tests.replicas.vllm_engine.lora import write_adapter
 
 if TYPE_CHECKING:
     from replicas.vllm_engine.engine import VllmEngine
@@ -40,6 +41,23 @@ def environment() -> Iterator[None]:
 def vllm_config(**settings: Any) -> ReplicaConfig:
     defaults = {"num_blocks": NUM_BLOCKS, "max_batched_tokens": 256, "max_running": 16}
     return ReplicaConfig(engine="vllm", **{**defaults, **settings})
+
+
+@pytest.fixture(scope="package")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Two, under names that no part of the way may change."""
+    directory = tmp_path_factory.mktemp("adapters")
+    return {
+        "fine-tuned": str(write_adapter(directory / "one", seed=1)),
+        "fine_tuned.2": str(write_adapter(directory / "two", seed=2, rank=8)),
+    }
+
+
+@pytest.fixture(scope="package")
+def adapted_engine(environment: None, adapters: Mapping[str, str]) -> Iterator["VllmEngine"]:
+    built: Any = build_engine(vllm_config(adapters=adapters))[0]
+    yield built
+    built.close()
 
 
 @pytest.fixture(scope="package")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from replicas.protocol.blocks import hash_blocks
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
 from tests.replicas.builders import OTHER_ROOT, ROOT
 
@@ -33,7 +33,7 @@ def test_a_run_is_named_from_its_root_and_the_next_one_from_its_parent() -> None
     hashes = HashMap(4)
     assert stored(hashes, [A, B]) == [BlockStored(OURS[:2], 0)]
     assert stored(hashes, [C, D], 2, parent=B) == [BlockStored(OURS[2:], 2)]
-    assert (len(hashes), hashes.num_copies) == (4, 4)
+    assert (len(hashes), hashes.num_copies()) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,90 @@ def test_each_copy_is_removed_by_itself() -> None:
     hashes = HashMap(4)
     stored(hashes, [A])
     stored(hashes, [A])
-    assert (len(hashes), hashes.num_copies) == (1, 2)
-    assert hashes.removed([A]) == hashes.removed([A]) == BlockRemoved(OURS[:1])
-    assert (len(hashes), hashes.num_copies) == (0, 0)
+    assert (len(hashes), hashes.num_copies()) == (1, 2)
+    assert hashes.removed(A) == hashes.removed(A) == OURS[0]
+    assert (len(hashes), hashes.num_copies()) == (0, 0)
     with pytest.raises(UnknownBlock):
-        hashes.removed([A])
+        hashes.removed(A)
 
 
-def test_a_cleared_map_is_empty() -> None:
+def test_a_block_is_known_while_any_tier_holds_it() -> None:
+    gone: list[BlockHash] = []
+    hashes = HashMap(4, on_gone=gone.extend)
+    stored(hashes, [A, B])
+    assert hashes.copied(B, Tier.HOST) == BlockStored(OURS[1:2], 1, tier=Tier.HOST)
+    assert hashes.removed(B) == OURS[1]
+    assert stored(hashes, [C], 2, parent=B) == [BlockStored(OURS[2:3], 2)]
+    assert not gone
+    assert hashes.removed(B, Tier.HOST) == OURS[1]
+    assert gone == [OURS[1]]
+    assert [hashes.num_copies(tier) for tier in Tier] == [2, 0, 0]
+
+
+def test_a_tier_gives_back_only_what_it_holds() -> None:
+    hashes = HashMap(4)
+    stored(hashes, [A])
+    with pytest.raises(UnknownBlock, match="host"):
+        hashes.removed(A, Tier.HOST)
+    assert hashes.num_copies() == 1
+
+
+def test_a_tier_is_cleared_by_itself() -> None:
+    gone: list[BlockHash] = []
+    hashes = HashMap(4, on_gone=gone.extend)
+    stored(hashes, [A, B, C])
+    hashes.copied(B, Tier.HOST)
+    assert hashes.cleared() == AllBlocksCleared()
+    assert (len(hashes), hashes.num_copies(), hashes.num_copies(Tier.HOST)) == (1, 0, 1)
+    assert gone == [OURS[0], OURS[2]]
+    assert hashes.cleared(Tier.HOST) == AllBlocksCleared(Tier.HOST)
+    assert (len(hashes), hashes.num_copies(Tier.HOST)) == (0, 0)
+
+
+def test_a_copy_that_is_reported_after_the_block_has_left_the_device_has_its_name() -> None:
+    gone: list[BlockHash] = []
+    hashes = HashMap(4, on_gone=gone.extend, num_remembered=2)
+    stored(hashes, [A, B, C])
+    for theirs in (A, B, C):
+        hashes.removed(theirs)
+    assert gone == [OURS[0]], "two are remembered, and the oldest is not"
+    assert hashes.copied(B, Tier.HOST) == BlockStored(OURS[1:2], 1, tier=Tier.HOST)
+    assert hashes.copied(A, Tier.HOST) is None
+    assert gone == [OURS[0]]
+
+
+def test_a_block_that_is_computed_anew_was_gone_before() -> None:
+    gone: list[BlockHash] = []
+    hashes = HashMap(4, on_gone=gone.extend, num_remembered=8)
+    stored(hashes, [A])
+    hashes.removed(A)
+    assert not gone
+    stored(hashes, [A])
+    assert gone == [OURS[0]]
+
+
+def test_copies_from_an_earlier_process_are_reported_when_the_device_names_them() -> None:
+    hashes = HashMap(4)
+    assert hashes.copied(A, Tier.DISK) is None
+    assert hashes.copied(A, Tier.HOST) is None
+    assert hashes.copied(B, Tier.HOST) is None
+    assert hashes.removed(B, Tier.HOST) is None
+    assert hashes.names([A]) == []
+    assert hashes.num_leading([A, B]) == 1
+    assert stored(hashes, [A, B]) == [
+        BlockStored(OURS[:2], 0),
+        BlockStored(OURS[:1], 0, tier=Tier.DISK),
+        BlockStored(OURS[:1], 0, tier=Tier.HOST),
+    ]
+    assert hashes.removed(A, Tier.HOST) == OURS[0]
+
+
+def test_the_leading_blocks_of_a_chain_have_names() -> None:
     hashes = HashMap(4)
     stored(hashes, [A, B])
-    assert hashes.cleared() == AllBlocksCleared()
-    assert (len(hashes), hashes.num_copies) == (0, 0)
+    assert hashes.names([A, B, C]) == list(OURS[:2])
+    assert hashes.names([C, A]) == []
+    assert hashes.num_leading([A, B, C]) == 2
 
 
 def test_what_cannot_be_named_changes_nothing() -> None:

@@ -1,0 +1,129 @@
+"""EventTranslator: vLLM's cache events as ours, and whose blocks a request has hit.
+
+Owns the map of hashes and the memory of who computed what. Knows nothing of requests but what an event
+needs of the one that caused it. What cannot be named is left out: a block that no router finds.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicas.kvcache.writers import BlockWriters
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.frames import NO_USER, UserTag
+from replicas.vllm_engine.core_view import VllmAllBlocksCleared, VllmBlockRemoved, VllmBlockStored
+from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
+
+logger = logging.getLogger(__name__)
+
+_TIERS: Mapping[str, Tier] = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "STORAGE": Tier.DISK}
+"""vLLM's media. "GPU" is what its attention reads, on a CPU too."""
+
+_WRITERS_PER_BLOCK = 8
+"""How much larger than the device's the other tiers may be before the oldest writers are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storer:
+    """The request that stored a block. Its first `num_found_tokens` were found, not computed by it."""
+
+    user: UserTag
+    num_prompt_tokens: int
+    num_found_tokens: int
+
+
+class EventTranslator:
+    """`storer_of` knows a request by the session id that it was given to vLLM with."""
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        *,
+        has_more_tiers: bool,
+        storer_of: Callable[[str | None], Storer | None],
+    ) -> None:
+        self._block_size = block_size
+        self._storer_of = storer_of
+        self._writers = BlockWriters(num_blocks * (_WRITERS_PER_BLOCK if has_more_tiers else 1))
+        self.hashes = HashMap(
+            block_size, on_gone=self._writers.forget, num_remembered=num_blocks if has_more_tiers else 0
+        )
+
+    def translate(self, events: Iterable[Any]) -> list[CacheEvent]:
+        translated: list[CacheEvent] = []
+        for event in events:
+            if isinstance(event, VllmAllBlocksCleared):
+                translated.append(self.hashes.cleared())
+                continue
+            tier = _TIERS.get(event.medium)
+            if tier is None:
+                continue
+            if isinstance(event, VllmBlockRemoved):
+                translated += self._removed(event.block_hashes, tier)
+            elif isinstance(event, VllmBlockStored):
+                translated += self._stored(event) if tier is Tier.DEVICE else self._copied(event, tier)
+        return translated
+
+    def cleared(self, tier: Tier) -> AllBlocksCleared:
+        """A tier was emptied, of which vLLM says nothing."""
+        return self.hashes.cleared(tier)
+
+    def num_cross_user_tokens(
+        self, hashes: Sequence[bytes], user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
+    ) -> int:
+        """Of a request with these blocks, as vLLM names them, that found so many tokens in the cache."""
+        found = self.hashes.names(hashes[: num_cached_tokens // self._block_size])
+        return self._writers.num_cross_user_tokens(
+            found, user, block_size=self._block_size, num_prompt_tokens=num_prompt_tokens
+        )
+
+    def _stored(self, event: Any) -> list[BlockStored]:
+        storer = self._storer_of(event.session_id)
+        try:
+            stored = self.hashes.stored(
+                event.block_hashes,
+                parent=event.parent_block_hash,
+                root=_root(event.extra_keys),
+                token_ids=event.token_ids,
+                num_prompt_tokens=None if storer is None else storer.num_prompt_tokens,
+            )
+        except UnknownBlock as error:
+            logger.error("vLLM stores blocks that cannot be named: %s", error)
+            return []
+        for run in stored:
+            num_found = 0 if storer is None else storer.num_found_tokens // self._block_size
+            num_loaded = max(0, num_found - run.first_block_index)
+            # What was read back from another tier has its writer still, or nobody knows it.
+            self._writers.wrote(run.block_hashes[:num_loaded], NO_USER)
+            self._writers.wrote(run.block_hashes[num_loaded:], NO_USER if storer is None else storer.user)
+        return stored
+
+    def _copied(self, event: Any, tier: Tier) -> list[BlockStored]:
+        copies = [self.hashes.copied(theirs, tier) for theirs in event.block_hashes]
+        return [copy for copy in copies if copy is not None]
+
+    def _removed(self, hashes: Iterable[bytes], tier: Tier) -> list[BlockRemoved]:
+        named: list[BlockHash] = []
+        for theirs in hashes:
+            try:
+                block_hash = self.hashes.removed(theirs, tier)
+            except UnknownBlock as error:
+                logger.error("vLLM removes a block that it does not hold: %s", error)
+                continue
+            if block_hash is not None:
+                named.append(block_hash)
+        return [BlockRemoved(tuple(named), tier)] if named else []
+
+
+def _root(extra_keys: Any) -> BlockHash | None:
+    """The salt of a run's first block: the last of its keys, and behind the adapter's name if it has one."""
+    if not extra_keys or not extra_keys[0]:
+        return None
+    try:
+        root = bytes.fromhex(extra_keys[0][-1])
+    except (TypeError, ValueError):
+        return None
+    return BlockHash(root) if len(root) == HASH_BYTES else None

@@ -1,0 +1,47 @@
+"""The start-up proof against a broken translation of vLLM's blocks."""
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from replicas.errors import StartupError
+from replicas.proof import prove_hashes
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from tests.replicas.builders import OTHER_ROOT
+from tests.replicas.engine_contract import Run, run
+
+if TYPE_CHECKING:
+    from replicas.vllm_engine.engine import VllmEngine
+
+__all__ = ["run"]
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_translation_with_another_root_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from replicas.vllm_engine import translation
+
+    monkeypatch.setattr(translation, "_root", lambda extra_keys: OTHER_ROOT)
+    with pytest.raises(StartupError, match="reports another hash for block 0"):
+        prove_hashes(run.engine, random.Random(1))
+
+
+def test_a_translation_that_loses_the_chain_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from replicas.vllm_engine import hash_map
+
+    def unchained(parent: BlockHash, token_ids: Any, block_size: int, **named: Any) -> list[BlockHash]:
+        blocks = [token_ids[at : at + block_size] for at in range(0, len(token_ids), block_size)]
+        return [hash_blocks(parent, block, block_size)[0] for block in blocks]
+
+    monkeypatch.setattr(hash_map, "hash_blocks", unchained)
+    with pytest.raises(StartupError, match="reports another hash for block 1"):
+        prove_hashes(run.engine, random.Random(1))
+
+
+def test_a_translation_that_reports_nothing_is_refused(
+    run: Run, engine: "VllmEngine", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.core, "take_events", list)
+    with pytest.raises(StartupError, match="did not report block 0"):
+        prove_hashes(run.engine, random.Random(1))

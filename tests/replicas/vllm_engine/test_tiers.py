@@ -1,0 +1,253 @@
+"""Blocks that vLLM keeps in the host's memory and on disk: reported by tier, found again, counted right."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from replicas.engines import build_engine
+from replicas.proof import prove_hashes
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.frames import PromptUsage, StepFrame, UserTag
+from tests.replicas.builders import OTHER_ROOT, ROOT
+from tests.replicas.engine_contract import Run, prompt_of
+from tests.replicas.vllm_engine.conftest import vllm_config
+
+if TYPE_CHECKING:
+    from replicas.vllm_engine.engine import VllmEngine
+
+pytestmark = pytest.mark.vllm
+
+NUM_BLOCKS = 32
+NUM_HOST_BLOCKS = 48
+BLOCK_BYTES = 40_960
+"""Keys and values of 32 tokens in five layers of two heads of 32, in bfloat16."""
+
+ANN, BOB = (UserTag(name.ljust(16)) for name in (b"ann", b"bob"))
+
+
+def build_tiered(disk: Path | None = None) -> Any:
+    """With the host's tier, and perhaps a disk behind it, set up as a user would: by engine_args alone."""
+    tier: dict[str, Any] = {
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "tests.replicas.vllm_engine.host_tier",
+        "cpu_bytes_to_use": NUM_HOST_BLOCKS * BLOCK_BYTES,
+    }
+    if disk is not None:
+        tier["self_describing_kv_events"] = True
+        tier["secondary_tiers"] = [{"type": "fs", "root_dir": str(disk), "enable_kv_events": True}]
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": tier,
+    }
+    return build_engine(vllm_config(num_blocks=NUM_BLOCKS, engine_args={"kv_transfer_config": transfer}))[0]
+
+
+class TieredRun(Run):
+    """Counts copies by tier."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.held: Counter[tuple[Tier, BlockHash]] = Counter()
+        self.num_removed: Counter[Tier] = Counter()
+
+    def step(self) -> StepFrame:
+        frame = super().step()
+        self.apply(frame.events)
+        return frame
+
+    def apply(self, events: Iterable[CacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored(block_hashes, tier=tier):
+                    self.held.update((tier, block_hash) for block_hash in block_hashes)
+                case BlockRemoved(block_hashes, tier=tier):
+                    self.held.subtract((tier, block_hash) for block_hash in block_hashes)
+                    self.num_removed[tier] += len(block_hashes)
+                    assert min(self.held.values()) >= 0
+                case AllBlocksCleared(tier):
+                    self.held = Counter({key: n for key, n in self.held.items() if key[0] is not tier})
+        self.held = +self.held
+
+    def tiers_of(self, block_hashes: Iterable[BlockHash]) -> set[tuple[Tier, ...]]:
+        """Where these blocks lie: every different answer."""
+        return {
+            tuple(tier for tier in Tier if (tier, block_hash) in self.held) for block_hash in block_hashes
+        }
+
+    def evict(self, tier: Tier, block_hashes: Iterable[BlockHash]) -> None:
+        """Ask for other things until none of these blocks is left in the tier."""
+        wanted = set(block_hashes)
+        for seed in range(1000, 1020):
+            if not any((tier, block_hash) in self.held for block_hash in wanted):
+                return
+            self.generate(prompt_of(self.engine, 600, seed), max_tokens=1)
+        raise AssertionError(f"the {tier} keeps everything")
+
+
+def tiered_run(engine: Any) -> Iterator[TieredRun]:
+    run = TieredRun(engine)
+    yield run
+    for key in run.deltas:
+        engine.abort(key)
+    run.finish()
+    assert engine.reset_prefix_cache()
+    run.finish()
+    assert not any(tier is not Tier.DISK for tier, _ in run.held)
+
+
+@pytest.fixture(scope="module")
+def tiered_engine(environment: None) -> Iterator["VllmEngine"]:
+    built = build_tiered()
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def run(tiered_engine: "VllmEngine") -> Iterator[TieredRun]:
+    yield from tiered_run(tiered_engine)
+
+
+def test_the_proof_passes_with_a_tier_behind_and_leaves_nothing(run: TieredRun) -> None:
+    prove_hashes(run.engine, random.Random(1))
+    assert not run.engine.has_work()
+    run.generate(prompt_of(run.engine, 40), max_tokens=1)
+    assert run.tiers_of(block_hash for _, block_hash in run.held) == {(Tier.DEVICE, Tier.HOST)}
+
+
+def test_what_leaves_the_device_stays_in_the_host_and_comes_back(run: TieredRun) -> None:
+    block_size = run.engine.card.block_size
+    prompt = prompt_of(run.engine, 300)
+    hashes = hash_blocks(ROOT, prompt, block_size)
+    first = run.generate(prompt, max_tokens=5)
+    assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}
+    positions = {
+        block_hash: event.first_block_index + offset
+        for event in run.events
+        if isinstance(event, BlockStored) and event.tier is Tier.HOST
+        for offset, block_hash in enumerate(event.block_hashes)
+    }
+    assert positions == {block_hash: position for position, block_hash in enumerate(hashes)}
+    run.evict(Tier.DEVICE, hashes)
+    assert run.tiers_of(hashes) == {(Tier.HOST,)}
+    again = run.generate(prompt, max_tokens=5)
+    assert run.usage(again) == PromptUsage(300, 9 * block_size, 0)
+    assert run.tokens(again) == run.tokens(first)
+    assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}
+
+
+def test_a_prefix_may_lie_in_two_tiers(run: TieredRun) -> None:
+    """Its tail leaves the device first."""
+    block_size = run.engine.card.block_size
+    prompt = prompt_of(run.engine, 300)
+    hashes = hash_blocks(ROOT, prompt, block_size)
+    run.generate(prompt, max_tokens=1)
+    run.generate(prompt_of(run.engine, 800, 1), max_tokens=1)
+    assert run.tiers_of(hashes[:5]) == {(Tier.DEVICE, Tier.HOST)}
+    assert run.tiers_of(hashes[-1:]) == {(Tier.HOST,)}
+    assert run.usage(run.generate(prompt, max_tokens=1)) == PromptUsage(300, 9 * block_size, 0)
+
+
+def test_whoever_wrote_a_block_wrote_it_wherever_it_has_been_since(run: TieredRun) -> None:
+    block_size = run.engine.card.block_size
+    prompt = prompt_of(run.engine, 300)
+    hashes = hash_blocks(ROOT, prompt, block_size)
+
+    def cross_user(user: UserTag) -> int:
+        return run.usage(run.generate(prompt, max_tokens=1, user=user)).num_cross_user_tokens
+
+    cross_user(ANN)
+    run.evict(Tier.DEVICE, hashes)
+    assert cross_user(BOB) == 9 * block_size
+    run.evict(Tier.DEVICE, hashes)
+    assert cross_user(ANN) == 0
+    run.evict(Tier.HOST, hashes)
+    run.evict(Tier.DEVICE, hashes)
+    assert cross_user(BOB) == 0, "it was computed anew"
+    assert cross_user(ANN) == 9 * block_size
+
+
+def test_a_reset_empties_the_host_too(run: TieredRun) -> None:
+    prompt = prompt_of(run.engine, 300)
+    run.generate(prompt, max_tokens=1)
+    assert run.engine.reset_prefix_cache()
+    frame = run.step()
+    assert frame.events == [AllBlocksCleared(), AllBlocksCleared(Tier.HOST)]
+    assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens == 0
+
+
+def test_a_refused_reset_leaves_the_host_as_it_is(run: TieredRun) -> None:
+    prompt = prompt_of(run.engine, 300)
+    hashes = hash_blocks(ROOT, prompt, run.engine.card.block_size)
+    run.generate(prompt, max_tokens=1)
+    key = run.add(prompt_of(run.engine, 40, 1), max_tokens=20)
+    run.step()
+    assert not run.engine.reset_prefix_cache()
+    run.finish()
+    assert len(run.tokens(key)) == 20
+    run.evict(Tier.DEVICE, hashes)
+    assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens == 288
+
+
+def test_the_events_of_every_tier_are_what_vllm_holds_after_a_storm(
+    run: TieredRun, tiered_engine: "VllmEngine"
+) -> None:
+    rng = random.Random(3)
+    shared = [prompt_of(tiered_engine, 500, n) for n in range(3)]
+    live = []
+    for _ in range(150):
+        prompt = [
+            *rng.choice(shared)[: rng.randrange(500)],
+            *prompt_of(tiered_engine, rng.randrange(1, 60), rng.randrange(10**6)),
+        ]
+        live.append(run.add(prompt, root=rng.choice((ROOT, OTHER_ROOT)), max_tokens=rng.randrange(1, 20)))
+        if rng.random() < 0.2:
+            run.abort(live.pop(rng.randrange(len(live))))
+        for _ in range(rng.randrange(4)):
+            run.step()
+        if rng.random() < 0.03:
+            run.finish()
+            assert tiered_engine.reset_prefix_cache()
+    run.finish()
+    name = tiered_engine._cache.hashes.names
+    truth = {(Tier.DEVICE, *name([key])): n for key, n in tiered_engine.core.cached_hashes().items()}
+    truth |= {(Tier.HOST, *name([key])): 1 for key in host_hashes(tiered_engine)}
+    assert truth == run.held
+    assert run.num_removed[Tier.DEVICE] and run.num_removed[Tier.HOST]
+
+
+def host_hashes(engine: "VllmEngine") -> list[bytes]:
+    """vLLM's hash of every block that its host tier holds, in its own books."""
+    from vllm.v1.kv_offload.base import get_offload_block_hash
+
+    manager = engine.core._scheduler.connector.connector_scheduler.manager
+    return [bytes(get_offload_block_hash(key)) for key in manager.primary_tier._policy.chunks]
+
+
+def test_what_an_earlier_process_left_on_disk_is_found_and_named_when_it_comes_back(
+    environment: None, tmp_path: Path
+) -> None:
+    engine = build_tiered(tmp_path)
+    prompt = prompt_of(engine, 300)
+    hashes = hash_blocks(ROOT, prompt, engine.card.block_size)
+    for run in tiered_run(engine):
+        assert run.usage(run.generate(prompt, max_tokens=1, user=ANN)) == PromptUsage(300, 0, 288)
+        assert run.tiers_of(hashes) == {tuple(Tier)}
+        run.evict(Tier.HOST, hashes)
+        run.evict(Tier.DEVICE, hashes)
+        assert run.tiers_of(hashes) == {(Tier.DISK,)}
+        assert run.usage(run.generate(prompt, max_tokens=1, user=BOB)) == PromptUsage(300, 288, 0, 288)
+        assert run.tiers_of(hashes) == {tuple(Tier)}
+    engine.close()
+    engine = build_tiered(tmp_path)
+    for run in tiered_run(engine):
+        assert run.usage(run.generate(prompt, max_tokens=1, user=ANN)) == PromptUsage(300, 288, 0)
+        assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}, "of the disk, vLLM does not say"
+        # Who computed it, this process cannot know: not who read it back first.
+        assert run.usage(run.generate(prompt, max_tokens=1, user=BOB)) == PromptUsage(300, 288, 0)
+    engine.close()
