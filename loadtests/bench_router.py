@@ -96,7 +96,7 @@ async def straight_loop(
     address: str, count: int, concurrency: int, *, num_prompt_tokens: int, max_tokens: int
 ) -> list[tuple[float, float]]:
     """The same load without a router: TTFT and E2E of `count` requests over one gRPC stream."""
-    client = ReplicaClient(ReplicaId("replica-0"), address, lambda _replica, _load: None)
+    client = ReplicaClient(ReplicaId("replica-0"), address, lambda *_: None)
     rng = random.Random(concurrency)
     numbers = iter(range(count))
     times: list[tuple[float, float]] = []

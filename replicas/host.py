@@ -263,6 +263,7 @@ class _Parts:
         self.server = ReplicaServer(
             Identity(replica_id, epoch, self.card, bundle),
             self.engine_loop,
+            self.index,
             list_blocks=lambda: self.index.block_hashes,
             on_drain=host.begin_drain,
             metrics=self.metrics,
@@ -290,8 +291,8 @@ class _Parts:
         await self._index_redis.aclose()
 
     def _deliver(self, frame: StepFrame, step_seconds: float) -> None:
+        self.index.observe(frame.events)  # first: with a request's first delta its blocks are stored
         self.server.deliver(frame)
-        self.index.observe(frame.events)
         self.metrics.observe(frame, step_seconds)
 
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:

@@ -8,38 +8,49 @@ transaction. Nothing is queued: while Redis is away only the counts go on, and t
 engine's blocks. When a write fails, nobody knows whether it happened. The writer then gives up on
 differences and writes the whole set anew, with a change in the stream that says `cleared`, so that
 mirrors follow. The same when the set turns out to be lost or to have the wrong size.
+
+Announcements ride along: an end in the same change as what was observed before it, or in a later one.
+They are in the stream only, so a change of nothing else is one XADD.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
+from replicas.announcements import Announcements
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.events import CacheEvent, Tier
-from replicas.protocol.keys import BLOCKS_MARKER, IndexChange, blocks_key, encode_change, events_key
+from replicas.protocol.keys import (
+    BLOCKS_MARKER,
+    Announcement,
+    IndexChange,
+    blocks_key,
+    encode_change,
+    events_key,
+)
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
-from replicas.residency import NetChange, Residency
+from replicas.residency import Residency
 
 logger = logging.getLogger(__name__)
 
 HASHES_PER_CHANGE = 4096
-"""64 KiB: what one stream entry holds at most, so that a reader takes a big rewrite in small bites."""
-
-HASHES_PER_SADD = 4096
+"""64 KiB: what one command or stream entry holds at most, so that nobody chokes on a big rewrite. (One
+announcement is not cut: it is as long as its prompt.)"""
 
 MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 1.0
 
 
 class IndexWriter:
-    """`observe` on the event loop, `run` as a task of the owner's."""
+    """`observe`, `announce` and `end` on the event loop, `run` as a task of the owner's."""
 
     def __init__(
         self,
@@ -65,6 +76,7 @@ class IndexWriter:
         self._metrics = metrics
         self._clock = clock
         self._residency = Residency(card.block_size, index_stride)
+        self._announcements = Announcements()
         self._number = 0  # of the newest change that was tried
         self._last_change = 0  # of the newest change that Redis has acknowledged
         self._must_rewrite = True  # the first write makes the set, empty or not
@@ -86,7 +98,12 @@ class IndexWriter:
     @property
     def is_settled(self) -> bool:
         """Whether Redis holds all that was observed, as far as the writer knows."""
-        return not (self._must_rewrite or self._is_writing or self._residency.has_change)
+        return not (self._must_rewrite or self._is_writing or self._has_change)
+
+    @property
+    def num_announcements(self) -> int:
+        """Those that have not ended."""
+        return len(self._announcements)
 
     @property
     def set_key(self) -> str:
@@ -102,10 +119,22 @@ class IndexWriter:
         self._metrics.index_hashes.set(len(self._residency.kept))
         for tier in Tier:
             self._metrics.resident_hashes.labels(tier.value).set(self._residency.num_resident(tier))
-        if self._residency.has_change:
-            if self._unwritten_since is None:
-                self._unwritten_since = self._clock()
-            self._wanted.set()
+        self._write_soon()
+
+    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
+        """A request that will store these blocks has been taken. False if one of this id lives already."""
+        if not self._announcements.begin(announcement_id, block_hashes):
+            logger.warning("an announcement's id is in use id=%d", announcement_id)
+            return False
+        self._metrics.announcements.set(len(self._announcements))
+        self._write_soon()
+        return True
+
+    def end(self, announcement_id: int) -> None:
+        """That request has stored its blocks, and `observe` was told; or it never will."""
+        self._announcements.end(announcement_id)
+        self._metrics.announcements.set(len(self._announcements))
+        self._write_soon()
 
     def check(self, number: int, num_members: int) -> None:
         """Hear from the heartbeat how many members the set had while `last_change` was `number`.
@@ -155,12 +184,12 @@ class IndexWriter:
         self._unwritten_since = None
         self._is_writing = True
         try:
-            while self._must_rewrite or self._residency.has_change:
+            while self._must_rewrite or self._has_change:
                 raise_if_cancelled()
                 if self._must_rewrite:
                     await self._write_whole_set()
                 else:
-                    await self._write_change(self._residency.take_change())
+                    await self._write_change(self._take_change())
         except BaseException:  # whatever it was, nobody knows how far it got
             self._must_rewrite = True
             self._unwritten_since = since
@@ -170,17 +199,37 @@ class IndexWriter:
         if since is not None:
             self._metrics.index_lag_seconds.set(self._clock() - since)
 
-    async def _write_change(self, change: NetChange) -> None:
-        changes = self._number_changes(change.added, change.removed, cleared=False)
+    @property
+    def _has_change(self) -> bool:
+        return self._residency.has_change or self._announcements.has_change
+
+    def _write_soon(self) -> None:
+        if self._has_change:
+            if self._unwritten_since is None:
+                self._unwritten_since = self._clock()
+            self._wanted.set()
+
+    def _take_change(self) -> list[IndexChange]:
+        kept = self._residency.take_change()
+        announced, ended = self._announcements.take_change()
+        return self._change(added=kept.added, removed=kept.removed, announced=announced, ended=ended)
+
+    async def _write_change(self, changes: Sequence[IndexChange]) -> None:
+        if not any(change.added or change.removed for change in changes):
+            for change in changes:
+                await self._append(self._redis, change)
+            self._acknowledge(changes)
+            return
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.sismember(self._blocks_key, BLOCKS_MARKER)  # type: ignore[arg-type]
-            for removed in _chunks(change.removed, HASHES_PER_SADD):
-                pipeline.srem(self._blocks_key, *removed)
-            for added in _chunks(change.added, HASHES_PER_SADD):
-                pipeline.sadd(self._blocks_key, *added)
+            for change in changes:
+                if change.removed:
+                    pipeline.srem(self._blocks_key, *change.removed)
+                if change.added:
+                    pipeline.sadd(self._blocks_key, *change.added)
+                self._append(pipeline, change)
             # Were the set lost and we to die now, what this leaves would else stay for ever.
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
-            self._append(pipeline, changes)
             had_marker, *_ = await pipeline.execute()
         self._acknowledge(changes)
         if not had_marker:
@@ -190,61 +239,71 @@ class IndexWriter:
         """Build the set under another name, piece by piece, and put it in place at once."""
         self._residency.take_change()
         hashes = tuple(self._residency.kept)
+        announced = self._announcements.take_all()
         self._must_rewrite = False  # a wish to rewrite that comes during the writing counts again
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.unlink(self._building_key)
             pipeline.sadd(self._building_key, BLOCKS_MARKER)
             pipeline.pexpire(self._building_key, self._set_ttl_ms)
             await pipeline.execute()
-        for chunk in _chunks(hashes, HASHES_PER_SADD):
+        for chunk in _chunks(hashes, HASHES_PER_CHANGE):
             await self._redis.sadd(self._building_key, *chunk)
-        changes = self._number_changes(hashes, (), cleared=True)
+        changes = self._change(added=hashes, announced=announced, cleared=True)
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.rename(self._building_key, self._blocks_key)
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
-            self._append(pipeline, changes)
+            for change in changes:
+                self._append(pipeline, change)
             await pipeline.execute()
         self._acknowledge(changes)
         self._metrics.index_rewrites.inc()
 
-    def _number_changes(
-        self, added: Sequence[BlockHash], removed: Sequence[BlockHash], *, cleared: bool
-    ) -> list[IndexChange]:
+    def _change(self, **parts: Any) -> list[IndexChange]:
         """Stream entries for one write. Numbers are used up by trying: a reader may see a gap, never a
         number that stands for two different changes."""
-        parts: list[tuple[Sequence[BlockHash], Sequence[BlockHash]]] = [(added, removed)]
-        if len(added) + len(removed) > HASHES_PER_CHANGE:
-            parts = [((), chunk) for chunk in _chunks(removed, HASHES_PER_CHANGE)]
-            parts += [(chunk, ()) for chunk in _chunks(added, HASHES_PER_CHANGE)]
-        changes = []
-        for position, (part_added, part_removed) in enumerate(parts):
-            self._number += 1
-            changes.append(
-                IndexChange(
-                    self._replica_id,
-                    self._epoch,
-                    self._number,
-                    added=tuple(part_added),
-                    removed=tuple(part_removed),
-                    cleared=cleared and position == 0,
-                )
-            )
+        changes = _split(IndexChange(self._replica_id, self._epoch, self._number + 1, **parts))
+        self._number += len(changes)
         return changes
 
-    def _append(self, pipeline: "Pipeline", changes: Sequence[IndexChange]) -> None:
-        for change in changes:
-            pipeline.xadd(
-                self._events_key,
-                encode_change(change),  # type: ignore[arg-type]
-                maxlen=self._stream_length,
-                approximate=True,
-            )
+    def _append(self, redis: "Redis", change: IndexChange) -> Awaitable[Any]:
+        return redis.xadd(
+            self._events_key,
+            encode_change(change),  # type: ignore[arg-type]
+            maxlen=self._stream_length,
+            approximate=True,
+        )
 
     def _acknowledge(self, changes: Sequence[IndexChange]) -> None:
         self._last_change = changes[-1].number
         self._metrics.index_changes.inc(len(changes))
 
 
-def _chunks(hashes: Sequence[BlockHash], size: int) -> Iterator[Sequence[BlockHash]]:
+def _split(change: IndexChange) -> list[IndexChange]:
+    """The same change in bites, in the order in which its parts apply, numbered from its number on."""
+    num_announced = sum(len(announcement.block_hashes) for announcement in change.announced)
+    if len(change.added) + len(change.removed) + num_announced <= HASHES_PER_CHANGE:
+        return [change]
+    bare = replace(change, added=(), removed=(), cleared=False, announced=(), ended=())
+    parts = [replace(bare, removed=chunk) for chunk in _chunks(change.removed, HASHES_PER_CHANGE)]
+    parts += [replace(bare, added=chunk) for chunk in _chunks(change.added, HASHES_PER_CHANGE)]
+    parts += [replace(bare, announced=group) for group in _groups(change.announced, HASHES_PER_CHANGE)]
+    parts[0] = replace(parts[0], cleared=change.cleared)
+    parts[-1] = replace(parts[-1], ended=change.ended)
+    return [replace(part, number=number) for number, part in enumerate(parts, change.number)]
+
+
+def _chunks(hashes: tuple[BlockHash, ...], size: int) -> Iterator[tuple[BlockHash, ...]]:
     for at in range(0, len(hashes), size):
         yield hashes[at : at + size]
+
+
+def _groups(announced: tuple[Announcement, ...], size: int) -> Iterator[tuple[Announcement, ...]]:
+    """Runs of announcements of at most `size` hashes together, or of a single larger one."""
+    first = num_hashes = 0
+    for position, announcement in enumerate(announced):
+        num_hashes += len(announcement.block_hashes)
+        if num_hashes > size and position > first:
+            yield announced[first:position]
+            first, num_hashes = position, len(announcement.block_hashes)
+    if announced:
+        yield announced[first:]

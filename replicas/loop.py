@@ -39,7 +39,9 @@ OnDeath = Callable[[BaseException], None]
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    request: EngineRequest
+    """The choices of one request: in one message, so that no step counts only some of them."""
+
+    requests: Sequence[EngineRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class EngineLoop:
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
         self._live: set[RequestKey] = set()
+        self._last_request_id = 0
+        self._last_counted_id = 0
         self._load = LoadSnapshot(num_total_blocks=engine.card.num_blocks)
         self._meter = SpeedMeter()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -113,11 +117,13 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, requests: Sequence[EngineRequest]) -> bool:
-        """Give requests to the engine: False if it has ended and took none. From any thread."""
+        """Give a request's choices to the engine: False if it has ended and took none. From any thread.
+
+        The ids of requests ascend: a frame's `last_request_id` says how far its load counts them.
+        """
         with self._door:
             if not self._ended:
-                for request in requests:
-                    self._inbox.put(_Add(request))
+                self._inbox.put(_Add(requests))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:
@@ -176,8 +182,9 @@ class EngineLoop:
                 return has_news
             has_news = True
             match message:
-                case _Add(request):
-                    self._add(request)
+                case _Add(requests):
+                    for request in requests:
+                        self._add(request)
                 case _Abort(key):
                     self._live.discard(key)
                     self._engine.abort(key)
@@ -185,6 +192,7 @@ class EngineLoop:
                     return None
 
     def _add(self, request: EngineRequest) -> None:
+        self._last_request_id = request.key.request_id
         try:
             self._engine.add(request)
         except RequestRefused as refused:
@@ -198,11 +206,11 @@ class EngineLoop:
         frame = self._engine.step()
         seconds = self._clock() - started
         self._meter.observe(frame, seconds)
-        self._load = self._meter.fill(frame.load)
+        self._load, self._last_counted_id = self._meter.fill(frame.load), self._last_request_id
         for delta in frame.deltas:
             if delta.finish_reason is not None:
                 self._live.discard(delta.key)
-        self._on_frame(replace(frame, load=self._load), seconds)
+        self._on_frame(replace(frame, load=self._load, last_request_id=self._last_counted_id), seconds)
 
     def _bury(self, death: BaseException) -> None:
         keys = list(self._live)
@@ -210,11 +218,12 @@ class EngineLoop:
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, _Add):
-                keys.append(message.request.key)
+                keys += [request.key for request in message.requests]
         self._emit_errors(keys, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
         self._on_death(death)
 
     def _emit_errors(self, keys: Sequence[RequestKey], refusal: Refusal) -> None:
         if keys:
             deltas = [TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal) for key in keys]
-            self._on_frame(StepFrame(deltas=deltas, load=self._load), 0.0)
+            frame = StepFrame(deltas=deltas, load=self._load, last_request_id=self._last_counted_id)
+            self._on_frame(frame, 0.0)

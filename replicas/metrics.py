@@ -79,9 +79,14 @@ class ReplicaMetrics:
             ["tier"],
             registry=registry,
         )
+        self.announcements = Gauge(
+            "replica_announcements",
+            "Requests whose blocks are announced and not all computed",
+            registry=registry,
+        )
         self.index_lag_seconds = Gauge(
             "replica_index_lag_seconds",
-            "Age of the oldest event in the latest index write, when it was written",
+            "Age of the oldest event or announcement in the latest index write, when it was written",
             registry=registry,
         )
 

@@ -27,18 +27,26 @@ MATERIAL_TOKENS = 256
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that runs: the router's own id for it, and the choices that have not ended."""
+    """A request that runs: the router's own id for it, and the choices that have not ended.
+
+    `announcement_id` is set while what it will store is announced.
+    """
 
     stream: "RouterStream"
     wire_id: int
     choices: set[int]
+    announcement_id: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class RouterStream:
-    """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time."""
+    """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time.
+
+    `load` counts the requests up to `last_counted_id`, of all streams.
+    """
 
     load: LoadSnapshot
+    last_counted_id: int
     clock: Callable[[], float]
     open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -47,6 +55,10 @@ class RouterStream:
     _is_closing: bool = False
     _outbox: list[TokenDelta] = field(default_factory=list)
     _weight: int = 0
+    _num_submits: int = 0
+    _num_counted: int = 0
+    _uncounted: dict[int, int] = field(default_factory=dict)
+    """The replica's own id -> how many submits are counted once it is; ascending."""
     _sent_load: LoadSnapshot | None = None
     _sent_at: float = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -58,10 +70,24 @@ class RouterStream:
             self.overflowed.set()
         self.wanted.set()
 
-    def offer_load(self, load: LoadSnapshot) -> None:
+    def submitted(self, request_id: int) -> None:
+        """The engine was given the next submit of this stream, under this id."""
+        self._num_submits += 1
+        self._uncounted[request_id] = self._num_submits
+
+    def refused(self) -> None:
+        """The next submit of this stream never came to the engine: it is counted with the one before it."""
+        self._num_submits += 1
+        if self._uncounted:
+            self._uncounted[next(reversed(self._uncounted))] = self._num_submits
+        else:
+            self._num_counted = self._num_submits
+
+    def offer_load(self, load: LoadSnapshot, last_counted_id: int) -> None:
         """Remember the newest load; wake the writer if it differs enough to be worth a message."""
-        self.load = load
-        if self.wanted.is_set() or self._timer is not None or not self._is_material(load):
+        self.load, self.last_counted_id = load, last_counted_id
+        has_counted = self._count()
+        if self.wanted.is_set() or self._timer is not None or not (has_counted or self._is_material(load)):
             return
         wait = self._sent_at + MIN_LOAD_INTERVAL_SECONDS - self.clock()
         if wait <= 0:
@@ -77,7 +103,7 @@ class RouterStream:
         if not self._outbox:
             self.wanted.clear()
         self._sent_load, self._sent_at = self.load, self.clock()
-        return ServerFrame(tuple(deltas), self.load)
+        return ServerFrame(tuple(deltas), self.load, self._num_counted)
 
     @property
     def is_over(self) -> bool:
@@ -101,6 +127,16 @@ class RouterStream:
     def _on_timer(self) -> None:
         self._timer = None
         self.wanted.set()
+
+    def _count(self) -> bool:
+        """Whether the load counts a submit that the one before it did not."""
+        before = self._num_counted
+        while self._uncounted:
+            oldest = next(iter(self._uncounted))
+            if oldest > self.last_counted_id:
+                break
+            self._num_counted = self._uncounted.pop(oldest)
+        return self._num_counted > before
 
     def _is_material(self, load: LoadSnapshot) -> bool:
         sent = self._sent_load

@@ -4,7 +4,8 @@ Owns the streams and the mapping between each router's request ids and the engin
 about scheduling, and knows nothing of Redis.
 
 A request lives here from its Submit until every choice has had its last delta, was aborted, or its
-stream ended. What ends a stream aborts all that it had open.
+stream ended. What ends a stream aborts all that it had open. The blocks that it will store are announced
+the moment it is taken, until its first delta (they are stored by then) or its end.
 """
 
 import asyncio
@@ -75,6 +76,14 @@ class EngineInbox(Protocol):
     def abort(self, key: RequestKey) -> None: ...
 
 
+class Announcer(Protocol):
+    """What the server needs of the index writer."""
+
+    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool: ...
+
+    def end(self, announcement_id: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What Describe answers."""
@@ -100,6 +109,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self,
         identity: Identity,
         inbox: EngineInbox,
+        announcer: Announcer,
         *,
         list_blocks: Callable[[], Iterable[BlockHash]],
         on_drain: Callable[[], None],
@@ -110,6 +120,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
     ) -> None:
         self._identity = identity
         self._inbox = inbox
+        self._announcer = announcer
         self._list_blocks = list_blocks
         self._on_drain = on_drain
         self._metrics = metrics
@@ -120,6 +131,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._open: dict[int, OpenRequest] = {}
         self._streams: list[RouterStream] = []
         self._load = LoadSnapshot(num_total_blocks=identity.card.num_blocks)
+        self._last_counted_id = 0
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -181,13 +193,14 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._server = None
 
     def deliver(self, frame: StepFrame) -> None:
-        """Give each stream its share of one frame, and the load to all."""
-        self._load = frame.load
+        """Give each stream its share of one frame, and the load to all. Its events have been observed."""
+        self._load, self._last_counted_id = frame.load, frame.last_request_id
         for delta in frame.deltas:
             request_id, choice = delta.key
             request = self._open.get(request_id)
             if request is None or choice not in request.choices:
                 continue  # aborted while this was on its way
+            self._end_announcement(request)
             request.stream.put(
                 TokenDelta(
                     RequestKey(request.wire_id, choice),
@@ -201,12 +214,12 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             if delta.finish_reason is not None:
                 self._end_choice(request_id, request, choice)
         for stream in self._streams:
-            stream.offer_load(frame.load)
+            stream.offer_load(frame.load, frame.last_request_id)
 
     async def Serve(  # noqa: N802, RUF100 - gRPC's name
         self, request_iterator: AsyncIterator[pb.ClientFrame], context: Any
     ) -> None:
-        stream = RouterStream(self._load, self._clock)
+        stream = RouterStream(self._load, self._last_counted_id, self._clock)
         stream.wanted.set()  # a router that has just come wants to know the load
         self._streams.append(stream)
         self._metrics.streams.set(len(self._streams))
@@ -299,10 +312,12 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         if not self._inbox.submit(requests):
             self._refuse(stream, submit, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
             return
+        stream.submitted(request_id)
         choices = {request.key.choice for request in requests}
-        self._open[request_id] = OpenRequest(stream, submit.request_id, choices)
+        request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices)
         stream.open_ids[submit.request_id] = request_id
         self._idle.clear()
+        self._announce(request, submit)
 
     def _refusal(self, stream: RouterStream, submit: Submit) -> Refusal | None:
         if submit.request_id in stream.open_ids:
@@ -320,6 +335,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
         self._metrics.refusals.labels(refusal.code.value).inc()
+        stream.refused()
         for choice in range(min(submit.num_choices, MAX_CHOICES)):
             key = RequestKey(submit.request_id, choice)
             stream.put(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
@@ -338,9 +354,20 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         for wire_id in list(stream.open_ids):
             self._abort(stream, Abort(wire_id))
 
+    def _announce(self, request: OpenRequest, submit: Submit) -> None:
+        announcement_id, hashes = submit.announcement_id, submit.announced_hashes
+        if announcement_id and hashes and self._announcer.announce(announcement_id, hashes):
+            request.announcement_id = announcement_id
+
+    def _end_announcement(self, request: OpenRequest) -> None:
+        if request.announcement_id is not None:
+            self._announcer.end(request.announcement_id)
+            request.announcement_id = None
+
     def _end_choice(self, request_id: int, request: OpenRequest, choice: int) -> None:
         request.choices.discard(choice)
         if not request.choices:
+            self._end_announcement(request)
             del self._open[request_id]
             del request.stream.open_ids[request.wire_id]
             if not self._open:

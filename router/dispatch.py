@@ -287,6 +287,7 @@ class Run:
         num_tokens = len(generation.token_ids) + len(self._choices[part[0]].token_ids)
         try:
             request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
+            # Also of a resumed choice only the prompt's blocks: what has been said since nobody else can ask.
             return table.route(
                 generation.model,
                 request,
@@ -321,6 +322,7 @@ class Run:
                 adapter=None if generation.adapter is None else generation.adapter.name,
                 user=generation.user,
                 num_output_tokens=len(output),
+                announcement=routed.announcement,
                 mailbox=self._mailbox,
             )
         except BaseException as error:
@@ -329,6 +331,7 @@ class Run:
                 raise
             self._excluded.add(replica_id)
             return
+        routed.sent(inflight.request_id)
         self._count_attempt()
         self.decision = routed.decision
         attempt = Attempt(routed, client, inflight, part)

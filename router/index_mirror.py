@@ -52,10 +52,13 @@ Entries = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
 
 
 class MirrorStatistics(NamedTuple):
-    """`num_entries` are pairs of replica and hash. `lag_seconds` is how far the newest change that was
-    applied lay behind the stream's end at the last audit; 0 when the mirror was level with it."""
+    """`num_entries` are pairs of replica and hash, `num_predictions` requests whose blocks are expected:
+    this router has just sent them, or their replica has announced them. `lag_seconds` is how far the
+    newest change that was applied lay behind the stream's end at the last audit; 0 when the mirror was
+    level with it."""
 
     num_entries: int
+    num_predictions: int
     num_changes: int
     num_resyncs: int
     num_malformed: int
@@ -124,6 +127,7 @@ class IndexMirror:
     def statistics(self) -> MirrorStatistics:
         return MirrorStatistics(
             num_entries=self._index.num_entries,
+            num_predictions=self._index.num_predictions,
             num_changes=self._num_changes,
             num_resyncs=self._num_resyncs,
             num_malformed=self._num_malformed,
@@ -146,6 +150,7 @@ class IndexMirror:
                     )
                     backoff = MIN_BACKOFF_SECONDS
                 self._is_connected = False
+                self._index.forget_announcements()
             raise_if_cancelled()
             await asyncio.sleep(backoff)
             backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.replica_client import ReplicaClient, ReplicaLost
@@ -212,7 +211,7 @@ class Membership:
             client = ReplicaClient(
                 member.record.replica_id,
                 member.record.address,
-                self._take_load,
+                self._table.update_load,
                 on_lost=lambda lost, member=member: self._lose(member, lost),  # type: ignore[misc]
                 stall_seconds=self._stall_seconds,
             )
@@ -286,6 +285,3 @@ class Membership:
             self._num_lost_streams += 1
             self._complain(member, str(lost.lost))
             self._withdraw(member)
-
-    def _take_load(self, replica_id: ReplicaId, load: LoadSnapshot) -> None:
-        self._table.update_load(replica_id, load)

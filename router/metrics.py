@@ -195,6 +195,9 @@ def membership_families(statistics: MembershipStatistics) -> Iterable[Metric]:
 
 def index_families(mirrors: Mapping[str, MirrorStatistics]) -> Iterable[Metric]:
     entries = GaugeMetricFamily("router_index_entries", "Pairs of replica and block hash", labels=["model"])
+    predictions = GaugeMetricFamily(
+        "router_index_predictions", "Requests whose blocks are sent or announced", labels=["model"]
+    )
     changes = CounterMetricFamily("router_index_changes", "Index changes applied", labels=["model"])
     resyncs = CounterMetricFamily("router_index_resyncs", "Block sets read again", labels=["model"])
     malformed = CounterMetricFamily(
@@ -203,8 +206,9 @@ def index_families(mirrors: Mapping[str, MirrorStatistics]) -> Iterable[Metric]:
     lag = GaugeMetricFamily("router_index_lag_seconds", "How far the mirror lies behind", labels=["model"])
     for name, statistics in mirrors.items():
         entries.add_metric([name], statistics.num_entries)
+        predictions.add_metric([name], statistics.num_predictions)
         changes.add_metric([name], statistics.num_changes)
         resyncs.add_metric([name], statistics.num_resyncs)
         malformed.add_metric([name], statistics.num_malformed)
         lag.add_metric([name], statistics.lag_seconds)
-    return (entries, changes, resyncs, malformed, lag)
+    return (entries, predictions, changes, resyncs, malformed, lag)

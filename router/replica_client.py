@@ -7,7 +7,6 @@ connect again, `dispatch.py` what becomes of the requests.
 """
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from replicas.protocol.frames import (
     TokenDelta,
     UserTag,
 )
+from replicas.protocol.keys import Announcement
 from replicas.protocol.replica_pb2_grpc import ReplicaStub
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import abort_to_wire, card_from_wire, server_frame_from_wire, submit_to_wire
@@ -50,7 +50,10 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 MAX_FRAME_TOKEN_BYTES = 1 << 20
 """Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
 
-LoadListener = Callable[[ReplicaId, LoadSnapshot], None]
+NO_ANNOUNCEMENT = Announcement(0, ())
+
+LoadListener = Callable[[ReplicaId, LoadSnapshot, int], None]
+"""Hears each frame's load, and how many submits of this stream it counts."""
 
 
 class ReplicaLost(Exception):
@@ -87,7 +90,10 @@ class Mailbox:
 
 
 class Inflight:
-    """One submitted request: what has arrived for it and was not yet taken."""
+    """One submitted request: what has arrived for it and was not yet taken.
+
+    Ids count the stream's submits from 1, in the order in which they are sent.
+    """
 
     __slots__ = ("_deltas", "_mailbox", "lost", "open_choices", "request_id")
 
@@ -147,7 +153,7 @@ class ReplicaClient:
         self._on_lost = on_lost
         self._stall_seconds = stall_seconds
         self._last_frame_time: float | None = None
-        self._request_ids = itertools.count(1)
+        self._num_submits = 0
         self._inflight: dict[int, Inflight] = {}
         self._submits: deque[pb.Submit] = deque()
         self._aborts: list[pb.Abort] = []
@@ -176,6 +182,7 @@ class ReplicaClient:
         adapter: str | None = None,
         user: UserTag = NO_USER,
         num_output_tokens: int = 0,
+        announcement: Announcement = NO_ANNOUNCEMENT,
         mailbox: Mailbox | None = None,
     ) -> Inflight:
         """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
@@ -185,7 +192,7 @@ class ReplicaClient:
         """
         if self.lost is not None:
             raise self.lost
-        request_id = next(self._request_ids)
+        request_id = self._num_submits + 1
         message = submit_to_wire(
             Submit(
                 request_id=request_id,
@@ -197,8 +204,11 @@ class ReplicaClient:
                 adapter=adapter,
                 user=user,
                 num_output_tokens=num_output_tokens,
+                announced_hashes=announcement.block_hashes,
+                announcement_id=announcement.announcement_id,
             )
         )
+        self._num_submits = request_id
         inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
         self._inflight[request_id] = inflight
         self._submits.append(message)
@@ -272,7 +282,7 @@ class ReplicaClient:
 
     def _receive(self, message: pb.ServerFrame) -> None:
         frame = server_frame_from_wire(message)
-        self._on_load(self.replica_id, frame.load)
+        self._on_load(self.replica_id, frame.load, frame.num_counted_submits)
         inflights = self._inflight
         for delta in frame.deltas:
             request_id, choice = delta.key

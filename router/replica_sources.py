@@ -146,7 +146,7 @@ class StaticSource:
             clients: list[ReplicaClient] = []
             for address in self._addresses:
                 # Only ever describes; who it is comes with the answer.
-                client = ReplicaClient(ReplicaId(address), address, lambda replica_id, load: None)
+                client = ReplicaClient(ReplicaId(address), address, lambda *_: None)
                 stack.push_async_callback(client.close)
                 clients.append(client)
             while True:

@@ -208,7 +208,9 @@ class Fleet:
         if not host.replica.accepts(virtual):
             self._end(run, "too long")
             return
+        assert run.routed is not None
         host.num_received += 1
+        run.routed.sent(host.num_received)
         host.replica.submit(virtual, self._now)
         self._plan_step(host, host.replica)
 

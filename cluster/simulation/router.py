@@ -89,7 +89,7 @@ class VirtualRouter:
         index = self.table.index(MODEL)
         for report in self._feed.loads[start:end]:
             if index.epoch(report.replica_id) == report.epoch:
-                self.table.update_load(report.replica_id, report.snapshot)
+                self.table.update_load(report.replica_id, report.snapshot, report.num_counted)
 
     def _is_redis_down(self, now: float) -> bool:
         return any(outage.covers(now) for outage in self._options.outages)

@@ -3,7 +3,9 @@
 Owns the vocabulary. Knows nothing of Redis or of who listens.
 
 Events are a *multiset*: an engine may hold two copies of one block and removes them one by one, so
-whoever keeps score counts. They leave the engine inside the StepFrame, after the KV exists.
+whoever keeps score counts. They leave the engine inside the StepFrame, after the KV exists. What a
+request is *about* to store is no event: the server announces it (`keys.Announcement`), since the router
+that sent the request knows the hashes.
 """
 
 import enum

@@ -78,7 +78,8 @@ class Submit:
     not prompt but output that another replica already produced: a resumed generation, whose limits,
     penalties and random numbers go on counting from there. Lower `priority` goes first. `adapter` names
     one of the model card's. `announced_hashes` are those of the prompt's blocks that the index would
-    keep and that the router believes this replica will have to compute.
+    keep and that the router believes this replica will have to compute: the replica announces them to all
+    routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     """
 
     request_id: int
@@ -92,6 +93,7 @@ class Submit:
     adapter: str | None = None
     user: UserTag = NO_USER
     announced_hashes: tuple[BlockHash, ...] = ()
+    announcement_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ class StepFrame:
     """All that one engine step said: token deltas of every request, cache events in order, load.
 
     `num_prefill_tokens` and `num_decode_tokens` are what the step computed, for measuring its speed.
+    `load` counts every request whose id is at most `last_request_id`, as far as it still lives, and no
+    other; the loop sets it, not the engine.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -177,6 +181,7 @@ class StepFrame:
     load: LoadSnapshot = LoadSnapshot()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    last_request_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ exists and a lost one is noticed.
 """
 
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
@@ -18,6 +19,9 @@ from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 PREFIX = "kvasir:v1"
 MODELS_KEY = f"{PREFIX}:models"
 """Set of the names of all models that any replica has served."""
+
+_ANNOUNCEMENT_HEAD = struct.Struct("<QI")  # its id, and how many hashes follow
+ID_BYTES = 8
 
 BLOCKS_MARKER = b"\x00"
 """The member of every blocks set that is no hash."""
@@ -101,10 +105,20 @@ def decode_record(replica_id: ReplicaId, fields: Mapping[bytes, bytes]) -> Repli
 
 
 @dataclass(frozen=True, slots=True)
+class Announcement:
+    """Blocks that the replica does not hold, but will as soon as it has computed some request's prompt."""
+
+    announcement_id: int
+    block_hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class IndexChange:
     """One step's change to one replica's blocks set: `cleared` first, then `removed`, then `added`.
 
-    Numbered from 1 per epoch without gaps: a reader that sees one reads the set again.
+    `announced` and then `ended` follow: announcements that begin, and the ids of those that are over.
+    Announcements are no part of the set; `cleared` ends all of the replica's. Numbered from 1 per epoch
+    without gaps: a reader that sees one reads the set again.
     """
 
     replica_id: ReplicaId
@@ -113,10 +127,12 @@ class IndexChange:
     added: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
     cleared: bool = False
+    announced: tuple[Announcement, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 def encode_change(change: IndexChange) -> dict[str, str | bytes]:
-    return {
+    fields: dict[str, str | bytes] = {
         "replica": change.replica_id,
         "epoch": change.epoch,
         "number": str(change.number),
@@ -124,10 +140,15 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
         "removed": b"".join(change.removed),
         "cleared": "1" if change.cleared else "0",
     }
+    if change.announced:
+        fields["announced"] = b"".join(map(_pack_announcement, change.announced))
+    if change.ended:
+        fields["ended"] = struct.pack(f"<{len(change.ended)}Q", *change.ended)
+    return fields
 
 
 def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
-    """Raises ValueError if a field is missing or unreadable."""
+    """Raises ValueError if a field is missing or unreadable; without announcements it has no such fields."""
     try:
         return IndexChange(
             replica_id=ReplicaId(fields[b"replica"].decode()),
@@ -136,9 +157,36 @@ def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
             added=split_hashes(fields[b"added"]),
             removed=split_hashes(fields[b"removed"]),
             cleared=fields[b"cleared"] == b"1",
+            announced=tuple(_unpack_announcements(fields.get(b"announced", b""))),
+            ended=_unpack_ids(fields.get(b"ended", b"")),
         )
     except KeyError as error:
         raise ValueError(f"an index change has no field {error}") from error
+
+
+def _pack_announcement(announcement: Announcement) -> bytes:
+    hashes = announcement.block_hashes
+    return _ANNOUNCEMENT_HEAD.pack(announcement.announcement_id, len(hashes)) + b"".join(hashes)
+
+
+def _unpack_announcements(packed: bytes) -> Iterator[Announcement]:
+    at = 0
+    while at < len(packed):
+        if len(packed) - at < _ANNOUNCEMENT_HEAD.size:
+            raise ValueError("an announcement ends before its hashes begin")
+        announcement_id, num_hashes = _ANNOUNCEMENT_HEAD.unpack_from(packed, at)
+        at += _ANNOUNCEMENT_HEAD.size
+        end = at + num_hashes * HASH_BYTES
+        if end > len(packed):
+            raise ValueError(f"an announcement of {num_hashes} hashes has only {len(packed) - at} bytes")
+        yield Announcement(announcement_id, split_hashes(packed[at:end]))
+        at = end
+
+
+def _unpack_ids(packed: bytes) -> tuple[int, ...]:
+    if len(packed) % ID_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of announcement ids")
+    return struct.unpack(f"<{len(packed) // ID_BYTES}Q", packed)
 
 
 def split_hashes(packed: bytes) -> tuple[BlockHash, ...]:

@@ -29,7 +29,7 @@ class ClientFrame(_message.Message):
     def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes")
+    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes", "announcement_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_HASHES_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCEMENT_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: bytes
     sampling: Sampling
@@ -52,7 +53,8 @@ class Submit(_message.Message):
     adapter: str
     user: bytes
     announced_hashes: bytes
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ...) -> None: ...
+    announcement_id: int
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ..., announcement_id: _Optional[int] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("content_hash", "start", "length")

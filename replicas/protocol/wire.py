@@ -108,6 +108,7 @@ def submit_to_wire(submit: Submit) -> pb.Submit:
         adapter=submit.adapter,
         user=submit.user,
         announced_hashes=b"".join(submit.announced_hashes),
+        announcement_id=submit.announcement_id,
     )
 
 
@@ -119,9 +120,13 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         raise ValueError("a request asks for at least one choice")
     if len(message.user) > MAX_USER_TAG_BYTES:
         raise ValueError(f"a user's tag has at most {MAX_USER_TAG_BYTES} bytes, not {len(message.user)}")
+    token_ids = unpack_token_ids(message.token_ids)
+    announced_hashes = split_hashes(message.announced_hashes)
+    if len(announced_hashes) > len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens cannot become {len(announced_hashes)} announced blocks")
     return Submit(
         request_id=message.request_id,
-        token_ids=unpack_token_ids(message.token_ids),
+        token_ids=token_ids,
         sampling=SamplingParams(
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
@@ -145,7 +150,8 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         num_output_tokens=message.num_output_tokens,
         adapter=message.adapter if message.HasField("adapter") else None,
         user=UserTag(message.user),
-        announced_hashes=split_hashes(message.announced_hashes),
+        announced_hashes=announced_hashes,
+        announcement_id=message.announcement_id,
     )
 
 

@@ -3,28 +3,16 @@
 Owns the reservations of this router's requests and the latest snapshot of every replica. Knows
 neither time nor prompts, and decides nothing.
 
-A snapshot counts everything that the replica has admitted, from every router. A request of ours is
-*on the way* until a snapshot can have counted it, and is added on top for so long:
-
-* until its first token, which proves it admitted; or
-* until `SNAPSHOTS_TO_ACKNOWLEDGE` snapshots have come since it was reserved. The first may have left
-  the replica before the request got there; the one after that ended a step which began later; but
-* a replica that claims fewer requests than we have there has not counted all of them yet, however
-  many snapshots came: the newest ones that it cannot have counted stay on the way.
-
-So a request is counted twice for one engine step at most, and never not at all by the router that
-sent it.
+A snapshot counts everything that the replica has admitted, from every router, and says up to which
+request of ours that is. A request beyond is *on the way* and counted on top, so none is counted twice
+and none is left out by the router that sent it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from types import TracebackType
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
-
-SNAPSHOTS_TO_ACKNOWLEDGE = 2
 
 LOOKS_OF_SILENCE = 3
 """A look at the registry finds what a replica said up to a second ago, and looks may be more frequent
@@ -46,23 +34,24 @@ class ReplicaLoad:
 
 
 class Reservation:
-    """One request's share of a replica's load. Leaving it gives everything back, once.
+    """One request's share of a replica's load. Leaving it gives everything back, once."""
 
-    `first_token()` says that the prompt has been computed: the prefill part is over.
-    """
-
-    __slots__ = ("_book", "_released", "num_tokens", "num_uncached_tokens", "prefilling")
+    __slots__ = ("_book", "_released", "has_arrived", "num_tokens", "num_uncached_tokens", "ordinal")
 
     def __init__(self, book: "_ReplicaBook", num_uncached_tokens: int, num_tokens: int) -> None:
         self._book = book
         self._released = False
         self.num_uncached_tokens = num_uncached_tokens
         self.num_tokens = num_tokens
-        self.prefilling = True
+        self.ordinal: int | None = None
+        self.has_arrived = False
+        """It is counted by a snapshot, or given back."""
 
-    def first_token(self) -> None:
-        if not self._released:
-            self._book.first_token(self)
+    def sent(self, ordinal: int) -> None:
+        """It is the replica's `ordinal`-th request from us. Never called, it is never counted."""
+        assert self.ordinal is None, "a request is sent once"
+        self.ordinal = ordinal
+        self._book.sent(self)
 
     def release(self) -> None:
         if not self._released:
@@ -79,98 +68,68 @@ class Reservation:
 
 
 @dataclass(slots=True)
-class _Totals:
-    num_requests: int = 0
-    num_pending_tokens: int = 0
-    num_context_tokens: int = 0
-
-    def add(self, reservation: Reservation) -> None:
-        self.num_requests += 1
-        self.num_pending_tokens += reservation.num_uncached_tokens
-        self.num_context_tokens += reservation.num_tokens
-
-    def subtract(self, reservation: Reservation) -> None:
-        self.num_requests -= 1
-        self.num_pending_tokens -= reservation.num_uncached_tokens
-        self.num_context_tokens -= reservation.num_tokens
-
-
-@dataclass(slots=True)
 class _ReplicaBook:
     snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
-    num_snapshots: int = 0
     num_silent_looks: int = LOOKS_OF_SILENCE
     """Looks at the registry since the last frame; at the start there was none to wait for."""
-    reservations: dict[Reservation, None] = field(default_factory=dict)
-    """All of this router's, oldest first."""
-    on_the_way: dict[Reservation, int] = field(default_factory=dict)
-    """Those that no snapshot has counted, oldest first, with the number of snapshots before them."""
-    totals: _Totals = field(default_factory=_Totals)
-    """Of those on the way."""
+    num_reserved: int = 0
+    num_on_the_way: int = 0
+    num_pending_tokens: int = 0
+    num_context_tokens: int = 0
+    """Of the reservations on the way."""
+    sent_reservations: dict[int, Reservation] = field(default_factory=dict)
+    """Those of them that have been sent, by ordinal, ascending."""
     cached_view: ReplicaLoad | None = None
 
     def add(self, reservation: Reservation) -> None:
-        self.reservations[reservation] = None
-        self.on_the_way[reservation] = self.num_snapshots
-        self.totals.add(reservation)
+        self.num_reserved += 1
+        self.num_on_the_way += 1
+        self.num_pending_tokens += reservation.num_uncached_tokens
+        self.num_context_tokens += reservation.num_tokens
         self.cached_view = None
 
-    def first_token(self, reservation: Reservation) -> None:
-        reservation.prefilling = False
-        self._acknowledge(reservation)
+    def sent(self, reservation: Reservation) -> None:
+        assert reservation.ordinal is not None
+        self.sent_reservations[reservation.ordinal] = reservation
 
     def remove(self, reservation: Reservation) -> None:
-        del self.reservations[reservation]
-        self._acknowledge(reservation)
+        self.num_reserved -= 1
+        self._arrive(reservation)
 
-    def take(self, snapshot: LoadSnapshot) -> None:
+    def take(self, snapshot: LoadSnapshot, num_counted: int) -> None:
         """A snapshot came over the replica's own stream."""
         self.snapshot = snapshot
-        self.num_snapshots += 1
         self.num_silent_looks = 0
         self.cached_view = None
-        counted_before = self.num_snapshots - SNAPSHOTS_TO_ACKNOWLEDGE
-        while self.on_the_way:
-            oldest = next(iter(self.on_the_way))
-            if self.on_the_way[oldest] > counted_before:
+        while self.sent_reservations:
+            oldest = next(iter(self.sent_reservations))
+            if oldest > num_counted:
                 break
-            self._acknowledge(oldest)
+            self._arrive(self.sent_reservations[oldest])
 
-    def _acknowledge(self, reservation: Reservation) -> None:
-        if self.on_the_way.pop(reservation, None) is not None:
-            self.totals.subtract(reservation)
+    def _arrive(self, reservation: Reservation) -> None:
+        """It is on the way no longer: counted, or given back."""
+        if reservation.has_arrived:
+            return
+        reservation.has_arrived = True
+        if reservation.ordinal is not None:
+            del self.sent_reservations[reservation.ordinal]
+        self.num_on_the_way -= 1
+        self.num_pending_tokens -= reservation.num_uncached_tokens
+        self.num_context_tokens -= reservation.num_tokens
         self.cached_view = None
 
     def view(self) -> ReplicaLoad:
         if self.cached_view is None:
-            self.cached_view = self._compute_view()
+            snapshot = self.snapshot
+            self.cached_view = ReplicaLoad(
+                num_requests=snapshot.num_running + snapshot.num_waiting + self.num_on_the_way,
+                num_pending_tokens=snapshot.num_pending_tokens + self.num_pending_tokens,
+                num_context_tokens=snapshot.num_context_tokens + self.num_context_tokens,
+                prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
+                decode_step_seconds=snapshot.decode_step_seconds or None,
+            )
         return self.cached_view
-
-    def _compute_view(self) -> ReplicaLoad:
-        snapshot = self.snapshot
-        num_requests = snapshot.num_running + snapshot.num_waiting + self.totals.num_requests
-        num_pending_tokens = snapshot.num_pending_tokens + self.totals.num_pending_tokens
-        num_context_tokens = snapshot.num_context_tokens + self.totals.num_context_tokens
-        num_uncounted = len(self.reservations) - num_requests
-        for reservation in islice(self._acknowledged_newest_first(), max(0, num_uncounted)):
-            num_requests += 1
-            num_pending_tokens += reservation.num_uncached_tokens
-            num_context_tokens += reservation.num_tokens
-        return ReplicaLoad(
-            num_requests=num_requests,
-            num_pending_tokens=num_pending_tokens,
-            num_context_tokens=num_context_tokens,
-            prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
-            decode_step_seconds=snapshot.decode_step_seconds or None,
-        )
-
-    def _acknowledged_newest_first(self) -> Iterator[Reservation]:
-        """Acknowledged by the number of snapshots alone: no first token has proved them admitted."""
-        return (
-            reservation
-            for reservation in reversed(self.reservations)
-            if reservation.prefilling and reservation not in self.on_the_way
-        )
 
 
 class LoadBook:
@@ -180,11 +139,11 @@ class LoadBook:
     @property
     def num_reserved(self) -> int:
         """Reservations that have not been given back, over all replicas in the book."""
-        return sum(len(book.reservations) for book in self._books.values())
+        return sum(book.num_reserved for book in self._books.values())
 
-    def update(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
-        """A snapshot that came in a frame of the replica's stream."""
-        self._book(replica_id).take(snapshot)
+    def update(self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int) -> None:
+        """A snapshot in a frame of the replica's stream, which counts the first so many that were sent."""
+        self._book(replica_id).take(snapshot, num_counted_submits)
 
     def update_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
         """A snapshot from the replica's heartbeat, as found by one more look at the registry.

@@ -14,17 +14,28 @@ block of each prompt. Hashes are chained, so a hash that is present stands for e
                         └─ walk ────┘  └─ probe: up to one stride past the last hit, deepest first
 
 A missing stride position ends the walk for that replica: what lies behind a hole is not believed.
+
+A prediction names blocks that a replica is about to compute, and stands on one leg or two:
+
+* *own*: this router has just sent the request there; until `end_prediction`;
+* *announced*: the replica has said so in the stream, to every router; until it says that this is over.
+
+The router's announcement comes back under the id of its prediction and is the same one. What a replica
+announced is dropped when its words were missed (a gap, another read of its set, a lost stream), for the
+end may have been among them. A removal cancels a predicted block, whoever predicted it.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.keys import IndexChange, blocks_per_stride
+from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride
 from replicas.protocol.status import Epoch, ReplicaId
 
 MAX_PREDICTED_BLOCKS = 200_000
+"""Of own and announced predictions together."""
 
 
 class ChangeOutcome(enum.Enum):
@@ -39,9 +50,12 @@ class ChangeOutcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Prediction:
+    """Names at least one block, and stands on at least one leg."""
+
     replica: "_Replica"
-    block_hashes: Sequence[BlockHash]
-    cancelled: set[BlockHash] | None = None
+    block_hashes: set[BlockHash]
+    is_own: bool
+    is_announced: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +66,7 @@ class _Replica:
     last_change: int = 0
     stored: set[BlockHash] = field(default_factory=set)
     predicted: dict[BlockHash, int] = field(default_factory=dict)
+    """In how many of its predictions each hash is."""
     predictions: dict[int, _Prediction] = field(default_factory=dict)
 
 
@@ -79,6 +94,7 @@ class PrefixIndex:
 
     @property
     def num_predictions(self) -> int:
+        """Own and announced ones."""
         return len(self._predictions)
 
     def num_stored(self, replica_id: ReplicaId) -> int:
@@ -98,6 +114,15 @@ class PrefixIndex:
     def stored(self, replica_id: ReplicaId) -> frozenset[BlockHash]:
         replica = self._replicas.get(replica_id)
         return frozenset() if replica is None else frozenset(replica.stored)
+
+    def missing(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """What the index will gain from the replica's computing a prompt of these blocks."""
+        stored = self._replicas[replica_id].stored if replica_id in self._replicas else ()
+        stride = self._blocks_per_stride
+        kept = [*block_hashes[stride - 1 :: stride]]
+        if len(block_hashes) % stride:
+            kept.append(block_hashes[-1])
+        return tuple(block_hash for block_hash in kept if block_hash not in stored)
 
     def overlaps(self, block_hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:
         """Leading blocks of this chain at each replica that has any."""
@@ -145,11 +170,12 @@ class PrefixIndex:
     ) -> None:
         """What the replica holds now. `hashes` contain every change up to `last_change`, maybe more.
 
-        Predictions stay, unless they were made for another incarnation.
+        Own predictions stay, unless they were made for another incarnation.
         """
         replica = self._replica(replica_id)
         if replica.epoch not in (None, epoch):
-            self._end_all_predictions(replica)
+            self._drop_all(replica)
+        self._drop_announced(replica)
         replica.epoch = epoch
         replica.last_change = last_change
         now_stored = set(hashes)
@@ -168,15 +194,21 @@ class PrefixIndex:
         if change.number <= replica.last_change:
             return ChangeOutcome.STALE
         if change.number > replica.last_change + 1:
+            self._drop_announced(replica)
             return ChangeOutcome.GAP
         replica.last_change = change.number
         if change.cleared:
-            self._end_all_predictions(replica)
+            self._drop_all(replica)
             self._sweep(replica)
         for block_hash in change.removed:
             self._remove(replica, block_hash)
         replica.stored.update(change.added)
         self._set_bits(change.added, replica.bit)
+        for announcement in change.announced:
+            self._announce(replica, announcement)
+        for announcement_id in change.ended:
+            if announcement_id in replica.predictions:
+                self._drop(announcement_id)
         return ChangeOutcome.APPLIED
 
     def forget(self, replica_id: ReplicaId) -> None:
@@ -184,40 +216,74 @@ class PrefixIndex:
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return
-        self._end_all_predictions(replica)
+        self._drop_all(replica)
         self._sweep(replica)
         self._replica_ids[replica.bit.bit_length() - 1] = None
 
-    def predict(self, prediction_id: int, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> None:
+    def forget_announcements(self) -> None:
+        """Nobody will say when they are over."""
+        for replica in self._replicas.values():
+            self._drop_announced(replica)
+
+    def predict(self, prediction_id: int, replica_id: ReplicaId, block_hashes: Collection[BlockHash]) -> None:
         """These blocks are about to be computed at the replica: count them until the prediction ends.
 
-        A removal of such a block ends it for that block. Predictions beyond the limit end the oldest.
+        `block_hashes` are such as `missing` says. Predictions beyond the limit end the oldest.
         """
-        assert prediction_id not in self._predictions, "prediction ids are used once"
-        block_hashes = block_hashes[: self._max_predicted_blocks]
-        while self._num_predicted_blocks + len(block_hashes) > self._max_predicted_blocks:
-            self.end_prediction(next(iter(self._predictions)))
-        replica = self._replica(replica_id)
-        prediction = _Prediction(replica, block_hashes)
-        self._predictions[prediction_id] = replica.predictions[prediction_id] = prediction
-        self._num_predicted_blocks += len(block_hashes)
-        predicted = replica.predicted
-        for block_hash in block_hashes:
-            predicted[block_hash] = predicted.get(block_hash, 0) + 1
-        self._set_bits(block_hashes, replica.bit)
+        self._drop(prediction_id)  # ids are made to be unique, but others make them too
+        self._add(prediction_id, self._replica(replica_id), block_hashes, is_own=True, is_announced=False)
 
     def end_prediction(self, prediction_id: int) -> None:
-        """Unknown ones (ended with their replica, or by the limit) are ignored."""
+        """This router has no more to do with it. One that is announced stays until its replica ends it.
+
+        Unknown ones (ended by their replica, with it, or by the limit) are ignored.
+        """
+        prediction = self._predictions.get(prediction_id)
+        if prediction is not None:
+            prediction.is_own = False
+            if not prediction.is_announced:
+                self._drop(prediction_id)
+
+    def _announce(self, replica: _Replica, announcement: Announcement) -> None:
+        prediction_id, block_hashes = announcement.announcement_id, announcement.block_hashes
+        own = replica.predictions.get(prediction_id)
+        if own is not None and own.block_hashes == set(block_hashes):
+            own.is_announced = True
+            return
+        self._drop(prediction_id)
+        is_own = own is not None and own.is_own
+        self._add(prediction_id, replica, block_hashes, is_own=is_own, is_announced=True)
+
+    def _add(
+        self,
+        prediction_id: int,
+        replica: _Replica,
+        block_hashes: Collection[BlockHash],
+        *,
+        is_own: bool,
+        is_announced: bool,
+    ) -> None:
+        hashes = set(islice(block_hashes, self._max_predicted_blocks))
+        if not hashes:
+            return
+        while self._num_predicted_blocks + len(hashes) > self._max_predicted_blocks:
+            self._drop(next(iter(self._predictions)))
+        prediction = _Prediction(replica, hashes, is_own, is_announced)
+        self._predictions[prediction_id] = replica.predictions[prediction_id] = prediction
+        self._num_predicted_blocks += len(hashes)
+        predicted = replica.predicted
+        for block_hash in hashes:
+            predicted[block_hash] = predicted.get(block_hash, 0) + 1
+        self._set_bits(hashes, replica.bit)
+
+    def _drop(self, prediction_id: int) -> None:
         prediction = self._predictions.pop(prediction_id, None)
         if prediction is None:
             return
         replica = prediction.replica
         del replica.predictions[prediction_id]
         self._num_predicted_blocks -= len(prediction.block_hashes)
-        cancelled = prediction.cancelled or ()
         for block_hash in prediction.block_hashes:
-            if block_hash in cancelled:
-                continue
             count = replica.predicted[block_hash] - 1
             if count:
                 replica.predicted[block_hash] = count
@@ -226,20 +292,31 @@ class PrefixIndex:
             if block_hash not in replica.stored:
                 self._clear_bit(block_hash, replica.bit)
 
+    def _drop_all(self, replica: _Replica) -> None:
+        for prediction_id in list(replica.predictions):
+            self._drop(prediction_id)
+
+    def _drop_announced(self, replica: _Replica) -> None:
+        for prediction_id, prediction in list(replica.predictions.items()):
+            prediction.is_announced = False
+            if not prediction.is_own:
+                self._drop(prediction_id)
+
     def _remove(self, replica: _Replica, block_hash: BlockHash) -> None:
         is_predicted = replica.predicted.pop(block_hash, None) is not None
         if is_predicted:
-            for prediction in replica.predictions.values():
-                if prediction.cancelled is None:
-                    prediction.cancelled = set()
-                prediction.cancelled.add(block_hash)
+            self._cancel(replica, block_hash)
         if is_predicted or block_hash in replica.stored:
             replica.stored.discard(block_hash)
             self._clear_bit(block_hash, replica.bit)
 
-    def _end_all_predictions(self, replica: _Replica) -> None:
-        for prediction_id in list(replica.predictions):
-            self.end_prediction(prediction_id)
+    def _cancel(self, replica: _Replica, block_hash: BlockHash) -> None:
+        for prediction_id, prediction in list(replica.predictions.items()):
+            if block_hash in prediction.block_hashes:
+                prediction.block_hashes.remove(block_hash)
+                self._num_predicted_blocks -= 1
+                if not prediction.block_hashes:
+                    self._drop(prediction_id)
 
     def _sweep(self, replica: _Replica) -> None:
         for block_hash in replica.stored:

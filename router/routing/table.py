@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
-from replicas.protocol.keys import blocks_per_stride
+from replicas.protocol.keys import Announcement, blocks_per_stride
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import random
 
 LINGER_SECONDS = 0.2
-"""A prediction outlives the first token by so long: the index hears of the blocks a little later."""
+"""A prediction that the index did not hear of (Redis is away, or the request was quick) outlives the first
+token by so long: the index hears of the blocks a little later."""
 
 
 @dataclass(slots=True)
@@ -43,20 +44,31 @@ class _Model:
 
 
 class RoutedRequest:
-    """A decision that has been acted upon. Leaving it gives everything back, whatever happened."""
+    """A decision that has been acted upon. Leaving it gives everything back, whatever happened.
 
-    __slots__ = ("_end_prediction", "_reservation", "decision")
+    `announcement` is what the replica should announce when it takes the request; its hashes may be none.
+    """
+
+    __slots__ = ("_end_prediction", "_reservation", "announcement", "decision")
 
     def __init__(
-        self, decision: Decision, reservation: Reservation, end_prediction: Callable[[bool], None]
+        self,
+        decision: Decision,
+        reservation: Reservation,
+        announcement: Announcement,
+        end_prediction: Callable[[bool], None],
     ) -> None:
         self.decision = decision
+        self.announcement = announcement
         self._reservation = reservation
         self._end_prediction: Callable[[bool], None] | None = end_prediction
 
+    def sent(self, ordinal: int) -> None:
+        """The request is the replica's `ordinal`-th (from 1) on the stream that its loads come from."""
+        self._reservation.sent(ordinal)
+
     def first_token(self) -> None:
-        """The prompt has been computed: its blocks are stored and its prefill is over."""
-        self._reservation.first_token()
+        """The prompt has been computed: its blocks are stored."""
         self._finish_prediction(is_computed=True)
 
     def close(self) -> None:
@@ -99,6 +111,7 @@ class RoutingTable:
         self._models: dict[str, _Model] = {}
         self._model_of: dict[ReplicaId, str] = {}
         self._num_routed = 0
+        self._first_id = rng.getrandbits(64)  # so that no two routers use the same ids
         self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
         self.loads = LoadBook()
 
@@ -157,10 +170,15 @@ class RoutingTable:
             self._models[name].draining.add(replica_id)
             self._models[name].ready.clear()
 
-    def update_load(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
-        """A snapshot from the replica's stream. One of a replica that is gone is ignored."""
+    def update_load(
+        self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int = 0
+    ) -> None:
+        """A snapshot from the replica's stream, which counts the first so many requests that were `sent`.
+
+        One of a replica that is gone is ignored.
+        """
         if replica_id in self._model_of:
-            self.loads.update(replica_id, snapshot)
+            self.loads.update(replica_id, snapshot, num_counted_submits)
 
     def update_load_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
         """A snapshot from the replica's heartbeat, which counts while its stream is silent."""
@@ -205,26 +223,25 @@ class RoutingTable:
         request = dataclasses.replace(request, sequence=self._num_routed)
         overlaps = fleet.index.overlaps(block_hashes)
         decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
-        return self._act(fleet.index, request, block_hashes, overlaps, decision)
+        return self._act(fleet.index, request, block_hashes, decision)
 
     def _act(
         self,
         index: PrefixIndex,
         request: RoutingRequest,
         block_hashes: Sequence[BlockHash],
-        overlaps: dict[ReplicaId, int],
         decision: Decision,
     ) -> RoutedRequest:
-        prediction_id = self._num_routed
+        # 64 bits, and never 0, which says that there is none.
+        prediction_id = 1 + (self._first_id + self._num_routed) % (2**64 - 1)
         self._num_routed += 1
         reservation = self.loads.reserve(
             decision.replica_id,
             num_uncached_tokens=request.num_tokens - decision.overlap_tokens,
             num_tokens=request.num_tokens,
         )
-        index.predict(
-            prediction_id, decision.replica_id, block_hashes[overlaps.get(decision.replica_id, 0) :]
-        )
+        missing = index.missing(decision.replica_id, block_hashes)
+        index.predict(prediction_id, decision.replica_id, missing)
 
         def end_prediction(is_computed: bool) -> None:
             if is_computed and self._clock is not None:
@@ -232,7 +249,7 @@ class RoutingTable:
             else:
                 index.end_prediction(prediction_id)
 
-        return RoutedRequest(decision, reservation, end_prediction)
+        return RoutedRequest(decision, reservation, Announcement(prediction_id, missing), end_prediction)
 
     def _ready(self, fleet: _Model, adapter: Adapter | None) -> Replicas:
         ready = fleet.ready.get(adapter)

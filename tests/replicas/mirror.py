@@ -52,6 +52,18 @@ def replay(changes: list[IndexChange]) -> set[BlockHash]:
     return mirrored
 
 
+def live_announcements(changes: list[IndexChange]) -> dict[int, tuple[BlockHash, ...]]:
+    """What a mirror that heard all of this believes to be announced."""
+    live: dict[int, tuple[BlockHash, ...]] = {}
+    for change in changes:
+        if change.cleared:
+            live.clear()
+        live |= {it.announcement_id: it.block_hashes for it in change.announced}
+        for announcement_id in change.ended:
+            del live[announcement_id]  # each end had a beginning
+    return live
+
+
 async def read_record(redis: Any, model: str, replica_id: ReplicaId) -> ReplicaRecord | None:
     fields = await redis.hgetall(replica_key(model, replica_id))
     return decode_record(replica_id, fields) if fields else None

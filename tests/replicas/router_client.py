@@ -44,14 +44,15 @@ class RouterClient:
         return None if message is grpc.aio.EOF else wire.server_frame_from_wire(message)
 
     async def finish(self, *keys: tuple[int, int]) -> dict[RequestKey, list[TokenDelta]]:
-        """Read until each of these choices has had its last delta."""
+        """Read until each of these choices has had its last delta; what comes for others is dropped."""
         found: dict[RequestKey, list[TokenDelta]] = {RequestKey(*key): [] for key in keys}
         open_keys = set(found)
         while open_keys:
             frame = await self.read()
             assert frame is not None, "the stream ended too soon"
             for delta in frame.deltas:
-                found[delta.key].append(delta)
+                if delta.key in found:
+                    found[delta.key].append(delta)
                 if delta.finish_reason is not None:
                     open_keys.discard(delta.key)
         return found

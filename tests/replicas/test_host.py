@@ -18,14 +18,21 @@ from replicas.errors import EngineDied, LeaseLost, StartupError
 from replicas.host import ReplicaHost
 from replicas.proof import prove_hashes
 from replicas.protocol import replica_pb2 as pb
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
-from replicas.protocol.frames import Abort, FinishReason, RefusalCode, RequestKey, StepFrame, UserTag
+from replicas.protocol.frames import Abort, FinishReason, RefusalCode, RequestKey, StepFrame, Submit, UserTag
 from replicas.protocol.keys import blocks_key, is_indexed, replicas_key
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle
 from tests.redis_server import RedisServer
-from tests.replicas.mirror import connect, read_changes, read_record, read_set, replay
+from tests.replicas.mirror import (
+    connect,
+    live_announcements,
+    read_changes,
+    read_record,
+    read_set,
+    replay,
+)
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import CARD, ScriptedEngine
 
@@ -44,6 +51,14 @@ def config(redis_url: str, **settings: Any) -> ReplicaConfig:
         "drain_seconds": 5.0,
     }
     return ReplicaConfig(**(defaults | settings))
+
+
+def announcing(bare: Submit, block_size: int, index_stride: int) -> Submit:
+    """As a router sends it that believes the replica's cache to be empty."""
+    hashes = hash_blocks(bare.root, bare.token_ids, block_size)
+    ends = {*range(index_stride // block_size - 1, len(hashes), index_stride // block_size), len(hashes) - 1}
+    kept = tuple(hashes[end] for end in sorted(ends) if end >= 0)
+    return replace(bare, announcement_id=bare.request_id + 1, announced_hashes=kept)
 
 
 def scripted(engine: Any) -> Callable[[ReplicaConfig], tuple[Engine, TokenizerBundle]]:
@@ -137,7 +152,7 @@ async def test_after_a_storm_redis_holds_exactly_what_the_engine_keeps(redis_url
         for request_id in range(200):
             start = rng.choice([0, 100, 200, 300])
             prompt = [start + n for n in range(rng.randrange(1, 60))] + [rng.randrange(2000)]
-            await client.send(submit(request_id, prompt, max_tokens=rng.randrange(1, 30)))
+            await client.send(announcing(submit(request_id, prompt, max_tokens=rng.randrange(1, 30)), 4, 8))
             if rng.random() < 0.3:
                 await client.send(Abort(request_id))
             else:
@@ -163,13 +178,53 @@ async def test_after_a_storm_redis_holds_exactly_what_the_engine_keeps(redis_url
         assert any(isinstance(event, BlockRemoved) for event in watched.events)
         assert len(expected) > 5
         assert await read_set(redis, MODEL, REPLICA, host.epoch) == expected
-        assert replay(await read_changes(redis, MODEL, host.epoch)) == expected
+        changes = await read_changes(redis, MODEL, host.epoch)
+        assert replay(changes) == expected
+        assert live_announcements(changes) == {}
+        assert sum(len(change.announced) for change in changes) > 20
         listed = [message.hashes async for message in client.stub.ListBlocks(pb.ListBlocksRequest())]
         packed = b"".join(listed)
         assert {packed[at : at + 16] for at in range(0, len(packed), 16)} == expected
         record = await read_record(redis, MODEL, REPLICA)
         assert record is not None
         assert (record.load.num_running, record.load.num_waiting, record.load.num_used_blocks) == (0, 0, 0)
+    await redis.aclose()
+
+
+@pytest.mark.timeout(60)
+async def test_when_an_announcement_ends_its_blocks_are_there(redis_url: str) -> None:
+    host = ReplicaHost(config(redis_url, index_stride=16, max_batched_tokens=64, max_running=8))
+    rng = random.Random(2)
+    keys: list[tuple[int, int]] = []
+    redis = connect(redis_url)
+    async with running(host) as client:
+        for request_id in range(1, 150):
+            prompt = [rng.randrange(4) * 500 + n for n in range(rng.randrange(16, 400))]
+            num_choices = rng.randrange(1, 4)
+            keys += [(request_id, choice) for choice in range(num_choices)]
+            bare = submit(request_id, prompt, max_tokens=2, num_choices=num_choices)
+            await client.send(announcing(bare, 16, 16))
+            if request_id % 10 == 0:
+                await asyncio.sleep(0.002)
+        await client.finish(*keys)
+
+        async def is_over() -> bool:
+            record = await read_record(redis, MODEL, REPLICA)
+            return record is not None and record.load.num_running == record.load.num_waiting == 0
+
+        await until(is_over)
+        held: set[BlockHash] = set()
+        live: dict[int, tuple[BlockHash, ...]] = {}
+        num_ended = 0
+        for change in await read_changes(redis, MODEL, host.epoch):
+            held |= set(change.added)
+            assert not change.removed
+            live |= {it.announcement_id: it.block_hashes for it in change.announced}
+            for announcement_id in change.ended:
+                num_ended += 1
+                assert held.issuperset(live.pop(announcement_id))
+        assert live == {}
+        assert num_ended > 20
     await redis.aclose()
 
 

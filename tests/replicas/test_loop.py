@@ -2,7 +2,9 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +29,13 @@ def request(request_id: int, num_tokens: int = 8, max_tokens: int = 3) -> Engine
     return EngineRequest(
         RequestKey(request_id, 0), list(range(num_tokens)), SamplingParams(max_tokens=max_tokens), ROOT
     )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
 
 
 class Harness:
@@ -160,3 +169,29 @@ def test_tiny_prefills_do_not_make_a_replica_look_slow() -> None:
         meter.observe(StepFrame(num_prefill_tokens=1), 0.5)
         meter.observe(StepFrame(num_prefill_tokens=100, num_decode_tokens=90), 3.0)
     assert meter.fill(LoadSnapshot()).prefill_seconds_per_token == pytest.approx(0.001)
+
+
+def test_a_frame_says_up_to_which_request_its_load_counts(harness: Harness) -> None:
+    harness.engine.gate.clear()
+    harness.loop.submit([request(1, max_tokens=50)])
+    wait_for(lambda: bool(harness.engine.added))  # the step that follows waits at the gate
+    harness.loop.submit([request(2, num_tokens=300)])
+    harness.loop.submit([request(3, max_tokens=50), replace(request(3), key=RequestKey(3, 1))])
+    harness.engine.gate.set()
+    seen = []
+    while not seen or seen[-1][0] < 3:
+        frame = harness.frame()
+        seen.append((frame.last_request_id, frame.load.num_running, [delta.key for delta in frame.deltas]))
+    assert seen[0] == (1, 1, [RequestKey(1, 0)])
+    assert seen[1] == (1, 1, [RequestKey(2, 0)])  # a refusal, with the load of the step before
+    assert seen[2][:2] == (3, 3)
+
+
+def test_the_frame_of_a_death_counts_no_more_than_the_last_step_did() -> None:
+    harness = Harness(ScriptedEngine(fail_at_step=2))
+    harness.loop.submit([request(1, max_tokens=100)])
+    harness.loop.submit([request(2, max_tokens=100)])
+    frames = [harness.frame(), harness.frame()]
+    assert frames[1].deltas[0].finish_reason is FinishReason.ERROR
+    assert frames[1].last_request_id == frames[0].last_request_id
+    harness.loop.stop()

@@ -1,11 +1,14 @@
 """A replica's side of the block index as the schema describes it, for tests that need to misuse it."""
 
+from collections.abc import Mapping
+
 import redis
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
+    Announcement,
     IndexChange,
     ReplicaRecord,
     blocks_key,
@@ -31,9 +34,11 @@ class IndexSetWriter:
         self.client.close()
 
     def restart(self, epoch: str) -> None:
-        """Another incarnation, with an empty cache."""
+        """Another incarnation, with an empty cache. What the last one has not said it never will."""
         self.epoch = Epoch(epoch)
         self.number = 0
+        self.live: dict[int, tuple[BlockHash, ...]] = {}
+        self._unsaid: list[IndexChange] = []
         self.client.sadd(self.key, BLOCKS_MARKER)
 
     def change(
@@ -42,12 +47,31 @@ class IndexSetWriter:
         added: tuple[BlockHash, ...] = (),
         removed: tuple[BlockHash, ...] = (),
         cleared: bool = False,
-        is_heard: bool = True,
+        announced: Mapping[int, tuple[BlockHash, ...]] = {},
+        ended: tuple[int, ...] = (),
+        num_heard: int | None = 1,
         stream_length: int | None = None,
     ) -> None:
-        """One change to set and stream; `is_heard` False leaves it out of the stream."""
+        """One change to set and stream, and to what is `live`.
+
+        It is heard `num_heard` times; None leaves it out of the stream until `catch_up`.
+        """
         self.number += 1
-        change = IndexChange(self.replica_id, self.epoch, self.number, added, removed, cleared)
+        if cleared:
+            announced = self.live | announced
+        self.live = {key: it for key, it in (self.live | announced).items() if key not in ended}
+        change = IndexChange(
+            self.replica_id,
+            self.epoch,
+            self.number,
+            added,
+            removed,
+            cleared,
+            tuple(Announcement(*it) for it in announced.items()),
+            ended,
+        )
+        if num_heard is None:
+            self._unsaid.append(change)
         with self.client.pipeline(transaction=True) as pipeline:
             if cleared:
                 pipeline.delete(self.key)
@@ -56,15 +80,23 @@ class IndexSetWriter:
                 pipeline.srem(self.key, *removed)
             if added:
                 pipeline.sadd(self.key, *added)
-            if is_heard:
-                fields = encode_change(change)
-                pipeline.xadd(
-                    events_key(self.model),
-                    fields,  # type: ignore[arg-type]
-                    maxlen=stream_length,
-                    approximate=False,
-                )
+            for _ in range(num_heard or 0):
+                self._say(pipeline, change, stream_length)
             pipeline.execute()
+
+    def catch_up(self) -> None:
+        """Say what was left unsaid, late and behind what came after it."""
+        for change in self._unsaid:
+            self._say(self.client, change, None)
+        self._unsaid.clear()
+
+    def _say(self, client: "redis.Redis", change: IndexChange, stream_length: int | None) -> None:
+        client.xadd(
+            events_key(self.model),
+            encode_change(change),  # type: ignore[arg-type]
+            maxlen=stream_length,
+            approximate=False,
+        )
 
     def write_again(self, hashes: set[BlockHash]) -> None:
         """What a replica does about a lost set: the whole of it, and a change that says so."""

@@ -84,6 +84,7 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     choices: dict[RequestKey, _Choice] = field(default_factory=dict)
     refusals: list[TokenDelta] = field(default_factory=list)
+    num_submits: int = 0
 
 
 class ScriptedReplica(ReplicaServicer):
@@ -172,6 +173,7 @@ class ScriptedReplica(ReplicaServicer):
             for submit in frame.submits:
                 self.submits.append(submit)
                 self._admit(submit, stream)
+                stream.num_submits += 1
             for abort in frame.aborts:
                 self.num_aborts += 1
                 for key in [] if self.script.ignores_aborts else list(stream.choices):
@@ -205,7 +207,8 @@ class ScriptedReplica(ReplicaServicer):
             if finished:
                 del stream.choices[key]
             deltas.append(TokenDelta(key, (token_id,), FinishReason.LENGTH if finished else None, usage))
-        return ServerFrame(tuple(deltas), LoadSnapshot(num_running=len(stream.choices)))
+        load = LoadSnapshot(num_running=len(stream.choices))
+        return ServerFrame(tuple(deltas), load, stream.num_submits)
 
 
 async def _main(port: int) -> None:

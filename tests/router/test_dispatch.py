@@ -337,6 +337,24 @@ async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(flee
         await generate(fleet, ADAPTED)
 
 
+async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id_of_its_own(
+    fleet: Fleet,
+) -> None:
+    replicas = [await fleet.add(f"r{number}") for number in range(2)]
+    for replica in replicas:
+        replica.script.step_seconds = 0.002
+
+    async def kill(run: Run) -> None:
+        await fleet.serving_replica().kill()
+
+    deltas = await generate(fleet, after_first=kill)
+    assert tokens_of(deltas) == expected_tokens()
+    first, resumed = (replica.submits[0] for replica in replicas)
+    assert max(first.num_output_tokens, resumed.num_output_tokens) > 0
+    assert first.announced_hashes == resumed.announced_hashes == tuple(GENERATION.block_hashes)
+    assert first.announcement_id != resumed.announcement_id
+
+
 async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.003

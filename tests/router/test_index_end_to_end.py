@@ -100,9 +100,16 @@ async def test_the_mirror_ends_up_with_what_every_replica_holds(
         }
         caches = {replica_id: Cache(rng) for replica_id in writers}
         index = await stack.enter_async_context(running_mirror(own_redis.url, writers))
+        announced: list[tuple[ReplicaId, int]] = []
         for step in range(400):
             replica_id = rng.choice(sorted(writers))
             writers[replica_id].observe(caches[replica_id].step())
+            if rng.random() < 0.5:
+                writers[replica_id].announce(step, (BlockHash(rng.randbytes(16)),))
+                announced.append((replica_id, step))
+            if announced and rng.random() < 0.4:
+                ended_at, announcement_id = announced.pop(rng.randrange(len(announced)))
+                writers[ended_at].end(announcement_id)
             if rng.random() < 0.3:
                 await asyncio.sleep(0.002)
             if is_killed and step in (120, 260):
@@ -112,3 +119,9 @@ async def test_the_mirror_ends_up_with_what_every_replica_holds(
         await eventually(lambda: all(writer.is_settled for writer in writers.values()))
         await eventually(lambda: all(index.stored(r) == w.block_hashes for r, w in writers.items()))
         assert index.num_entries > 50
+        known, live = index._predictions.keys(), {number for _, number in announced}
+        # What was announced before a set was read is not in the set: it is only ever known too little of.
+        await eventually(lambda: known <= live if is_killed else known == live)
+        for replica_id, announcement_id in announced:
+            writers[replica_id].end(announcement_id)
+        await eventually(lambda: index.num_predictions == 0)

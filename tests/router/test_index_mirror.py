@@ -11,7 +11,6 @@ import redis
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.keys import events_key
-from replicas.protocol.status import ReplicaId
 from router.index_mirror import IndexMirror, StreamId
 from router.routing.overlap import PrefixIndex
 from tests.redis_server import RedisServer
@@ -167,7 +166,7 @@ async def test_a_change_that_is_missing_from_the_stream_has_the_set_read_again(
         a.change(added=blocks(1))
         await level(index, a)
         before = mirror.statistics().num_resyncs
-        a.change(added=blocks(2), removed=blocks(1), is_heard=False)
+        a.change(added=blocks(2), removed=blocks(1), num_heard=0)
         a.change(added=blocks(3))
         await eventually(lambda: index.stored(a.replica_id) == set(blocks(2, 3)))
         assert mirror.statistics().num_resyncs > before
@@ -182,7 +181,7 @@ async def test_a_missed_end_of_the_stream_is_found_by_its_number_even_at_equal_s
     async with mirroring(redis_url, a) as (mirror, index):
         a.change(added=blocks(1))
         await level(index, a)
-        a.change(added=blocks(2), removed=blocks(1), is_heard=False)
+        a.change(added=blocks(2), removed=blocks(1), num_heard=0)
         announce(mirror, a)
         await eventually(lambda: index.stored(a.replica_id) == set(blocks(2)))
 
@@ -331,39 +330,128 @@ async def test_a_redis_that_is_absent_at_the_start_is_found_when_it_comes(own_re
     a.close()
 
 
-@pytest.mark.timeout(60)
-async def test_under_churn_of_every_kind_mirror_and_sets_end_up_equal(
-    redis_url: str, writer: Callable[[str], IndexSetWriter]
+async def test_announcements_follow_and_end(redis_url: str, writer: Callable[[str], IndexSetWriter]) -> None:
+    a, b = writer("a"), writer("b")
+    async with mirroring(redis_url, a, b) as (mirror, index):
+        await eventually(lambda: mirror.statistics().num_resyncs == 2)
+        a.change(announced={7: blocks(1, 2)})
+        b.change(announced={8: blocks(1)})
+        await eventually(lambda: index.overlaps(blocks(1, 2)) == {"a": 2, "b": 1})
+        assert mirror.statistics().num_predictions == 2
+        b.change(ended=(8,))
+        a.change(added=blocks(1, 2), ended=(7,))
+        await level(index, a, b)
+        assert index.overlaps(blocks(1, 2)) == {"a": 2}
+        assert mirror.statistics().num_predictions == 0
+        assert mirror.statistics().num_resyncs == 2
+
+
+@pytest.mark.parametrize("how", ["missed change", "missed end", "death", "restart"])
+async def test_an_announcement_whose_end_may_have_been_missed_is_forgotten(
+    redis_url: str, writer: Callable[[str], IndexSetWriter], how: str
 ) -> None:
-    rng = random.Random(5)
-    writers = [writer(f"r{number}") for number in range(4)]
-    held: dict[ReplicaId, set[BlockHash]] = {w.replica_id: set() for w in writers}
+    a = writer("a")
+    async with mirroring(redis_url, a) as (mirror, index):
+        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        a.change(announced={7: blocks(1, 2)})
+        await eventually(lambda: index.num_predictions == 1)
+        a.change(ended=(7,), num_heard=0)
+        if how == "missed change":
+            a.change(added=blocks(5))
+        elif how == "missed end":
+            announce(mirror, a)
+        elif how == "death":
+            announce(mirror)
+        else:
+            a.restart("e2")
+            announce(mirror, a)
+        await eventually(lambda: index.num_predictions == 0)
+        assert index.overlaps(blocks(1, 2)) == {}
+
+
+@pytest.mark.timeout(60)
+async def test_without_redis_nothing_stays_announced_but_what_we_predict_does(own_redis: RedisServer) -> None:
+    a = IndexSetWriter(own_redis.url, MODEL, "a")
+    async with mirroring(own_redis.url, a) as (mirror, index):
+        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        index.predict(8, a.replica_id, blocks(3, 4))
+        a.change(announced={7: blocks(1, 2), 8: blocks(3, 4)})
+        await eventually(lambda: index.num_predictions == 2)
+        own_redis.kill()
+        await eventually(lambda: index.overlaps(blocks(1, 2)) == {})
+        assert index.overlaps(blocks(3, 4)) == {"a": 2}
+        index.end_prediction(8)
+        assert index.num_predictions == 0
+    a.close()
+
+
+class ChurningReplica:
+    """A replica that stores, evicts, announces, and dies and comes back, and is heard badly."""
+
+    def __init__(self, writer: IndexSetWriter, rng: random.Random) -> None:
+        self.writer = writer
+        self.held: set[BlockHash] = set()
+        self._rng = rng
+
+    def step(self, number: int) -> None:
+        rng, live = self._rng, self.writer.live
+        if rng.random() < 0.003:
+            self.writer.restart(f"e-{number}")
+            self.held.clear()
+            return
+        added = {block(rng.randrange(300)) for _ in range(rng.randrange(4))}
+        removed = set(rng.sample(sorted(self.held), min(len(self.held), rng.randrange(4)))) - added
+        ended = tuple(rng.sample(sorted(live), min(len(live), rng.randrange(3))))
+        announced = {}
+        if rng.random() < 0.4:
+            announced[number] = tuple(block(rng.randrange(300)) for _ in range(rng.randrange(1, 4)))
+        cleared = rng.random() < 0.005
+        self.writer.change(
+            added=tuple(added),
+            removed=tuple(removed),
+            cleared=cleared,
+            announced=announced,
+            ended=ended,
+            num_heard=rng.choices([1, 2, 0, None], [0.96, 0.02, 0.01, 0.01])[0],
+        )
+        self.held = (set() if cleared else self.held - removed) | added
+        if rng.random() < 0.02:
+            self.writer.catch_up()
+
+    def end_announcements(self) -> None:
+        self.writer.change(ended=tuple(self.writer.live), num_heard=self._rng.randrange(2))
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("seed", range(3))
+async def test_under_churn_of_every_kind_mirror_and_sets_end_up_equal(
+    redis_url: str, writer: Callable[[str], IndexSetWriter], seed: int
+) -> None:
+    rng = random.Random(seed)
+    replicas = [ChurningReplica(writer(f"r{number}"), rng) for number in range(4)]
+    writers = [replica.writer for replica in replicas]
     async with mirroring(redis_url, *writers) as (mirror, index):
         for step in range(1500):
-            changed = rng.choice(writers)
-            blocks_held = held[changed.replica_id]
-            added = {block(rng.randrange(300)) for _ in range(rng.randrange(4))}
-            removed = set(rng.sample(sorted(blocks_held), min(len(blocks_held), rng.randrange(4)))) - added
-            cleared = rng.random() < 0.005
-            if rng.random() < 0.003:
-                changed.restart(f"e-{step}")
-                blocks_held.clear()
-                removed = set()
-            changed.change(
-                added=tuple(added), removed=tuple(removed), cleared=cleared, is_heard=rng.random() > 0.01
-            )
-            if cleared:
-                blocks_held.clear()
-            blocks_held -= removed
-            blocks_held |= added
+            rng.choice(replicas).step(step)
             if rng.random() < 0.1:
                 await asyncio.sleep(rng.random() * 0.005)
             if rng.random() < 0.02:
                 announce(mirror, *writers)
+            if rng.random() < 0.003:
+                announce(mirror, *rng.sample(writers, 3))
+        for each in writers:
+            each.catch_up()
         announce(mirror, *writers)
         await level(index, *writers)
-    for w in writers:
-        assert w.members() == held[w.replica_id]
+        live = {announcement_id for each in writers for announcement_id in each.live}
+        await eventually(lambda: index._predictions.keys() <= live)
+        for replica in replicas:
+            replica.end_announcements()
+        announce(mirror, *writers)
+        await eventually(lambda: index.num_predictions == 0)
+        await level(index, *writers)
+    for replica in replicas:
+        assert replica.writer.members() == replica.held
 
 
 def test_stream_ids_compare_as_numbers() -> None:

@@ -36,7 +36,7 @@ async def replica() -> AsyncIterator[ScriptedReplica]:
 
 @pytest.fixture
 async def client(replica: ScriptedReplica) -> AsyncIterator[ReplicaClient]:
-    client = ReplicaClient(replica.replica_id, replica.address, lambda replica_id, load: None)
+    client = ReplicaClient(replica.replica_id, replica.address, lambda *_: None)
     async with serving(client):
         yield client
 
@@ -86,6 +86,9 @@ async def test_what_the_protocol_cannot_carry_fails_alone(client: ReplicaClient)
     assert client.num_inflight == 1
     assert tokens_of(await collect(running)) == [token_at(9, n) for n in range(5)]
     assert client.num_inflight == 0
+    following = client.submit([1], SamplingParams(max_tokens=1), ROOT)
+    assert (running.request_id, following.request_id) == (1, 2)  # ids count what was sent
+    await collect(following)
 
 
 async def test_one_mailbox_serves_several_requests(client: ReplicaClient) -> None:
@@ -160,12 +163,13 @@ async def test_aborting_what_has_ended_sends_nothing(client: ReplicaClient, repl
 
 
 async def test_every_frame_brings_the_load(replica: ScriptedReplica) -> None:
-    loads: list[tuple[ReplicaId, LoadSnapshot]] = []
+    loads: list[tuple[ReplicaId, LoadSnapshot, int]] = []
     client = ReplicaClient(replica.replica_id, replica.address, lambda *load: loads.append(load))
     async with serving(client):
         inflight = client.submit([1], SamplingParams(max_tokens=3), ROOT)
         await collect(inflight)
-        assert (replica.replica_id, LoadSnapshot(num_running=1)) in loads
+        assert (replica.replica_id, LoadSnapshot(num_running=0), 0) in loads
+        assert (replica.replica_id, LoadSnapshot(num_running=1), 1) in loads
         num_loads = len(loads)
         await eventually(lambda: len(loads) >= num_loads + 2)  # heartbeats, while idle
 

@@ -1,6 +1,7 @@
 """The Redis schema: what is written can be read, and what cannot be read is refused."""
 
 import json
+import struct
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
 HASHES = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash), max_size=5).map(tuple)
+IDS = st.integers(0, 2**64 - 1)
 COUNTS = st.integers(0, 2**31)
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=10)
@@ -35,6 +37,8 @@ CHANGES = st.builds(
     added=HASHES,
     removed=HASHES,
     cleared=st.booleans(),
+    announced=st.lists(st.builds(keys.Announcement, IDS, HASHES), max_size=4).map(tuple),
+    ended=st.lists(IDS, max_size=4).map(tuple),
 )
 
 
@@ -84,8 +88,24 @@ def test_a_record_with_an_unreadable_field_is_refused(name: bytes, value: bytes)
 @given(CHANGES, st.data())
 def test_a_change_that_lacks_a_field_is_refused(change: keys.IndexChange, data: st.DataObject) -> None:
     fields = as_redis_returns(keys.encode_change(change))
-    del fields[data.draw(st.sampled_from(sorted(fields)))]
+    del fields[data.draw(st.sampled_from(sorted(fields.keys() - {b"announced", b"ended"})))]
     with pytest.raises(ValueError, match="has no field"):
+        keys.decode_change(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (b"announced", bytes(11)),
+        (b"announced", struct.pack("<QI", 7, 2) + bytes(31)),
+        (b"announced", struct.pack("<QI", 7, 2**32 - 1)),
+        (b"ended", bytes(9)),
+    ],
+)
+def test_a_torn_announcement_is_refused(name: bytes, value: bytes) -> None:
+    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1)
+    fields = as_redis_returns(keys.encode_change(change)) | {name: value}
+    with pytest.raises(ValueError, match="announcement"):
         keys.decode_change(fields)
 
 

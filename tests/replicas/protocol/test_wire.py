@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,11 @@ SUBMITS = st.builds(
     media=st.lists(st.builds(MediaSpan, st.binary(max_size=40), U32, U32), max_size=2).map(tuple),
     priority=I32,
     num_output_tokens=U32,
-)
+    adapter=st.none() | st.text(max_size=5),
+    user=st.binary(max_size=wire.MAX_USER_TAG_BYTES).map(frames.UserTag),
+    announced_hashes=st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash)).map(tuple),
+    announcement_id=U64,
+).map(lambda it: replace(it, announced_hashes=it.announced_hashes[: len(it.token_ids)]))
 CLIENT_FRAMES = st.builds(
     frames.ClientFrame,
     submits=st.lists(SUBMITS, max_size=2).map(tuple),
@@ -61,13 +66,13 @@ DELTAS = st.builds(
     key=st.builds(RequestKey, U64, U32),
     token_ids=TOKENS.map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
-    usage=st.none() | st.builds(frames.PromptUsage, U32, U32, U32),
+    usage=st.none() | st.builds(frames.PromptUsage, U32, U32, U32, U32),
     # No logprobs and none so far are one thing on the wire.
     logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=3).map(tuple),
     refusal=st.none() | st.builds(frames.Refusal, st.sampled_from(RefusalCode), st.text(max_size=20)),
 )
 LOADS = st.builds(frames.LoadSnapshot, U32, U32, U64, U64, U32, U32, U32, FLOATS, FLOATS)
-SERVER_FRAMES = st.builds(frames.ServerFrame, st.lists(DELTAS, max_size=3).map(tuple), LOADS)
+SERVER_FRAMES = st.builds(frames.ServerFrame, st.lists(DELTAS, max_size=3).map(tuple), LOADS, U64)
 CARDS = st.builds(
     ModelCard, *[st.text(max_size=9)] * 3, *[U32] * 4, st.lists(U32, max_size=3).map(tuple), U32, U32
 )
@@ -95,7 +100,14 @@ GOOD = {"request_id": 1, "token_ids": bytes(8), "root": bytes(HASH_BYTES), "num_
 
 @pytest.mark.parametrize(
     "broken",
-    [{"token_ids": b"123"}, {"root": b""}, {"root": bytes(HASH_BYTES + 1)}, {"num_choices": 0}],
+    [
+        {"token_ids": b"123"},
+        {"root": b""},
+        {"root": bytes(HASH_BYTES + 1)},
+        {"num_choices": 0},
+        {"announced_hashes": bytes(15)},
+        {"announced_hashes": bytes(3 * HASH_BYTES)},
+    ],
 )
 def test_a_submit_that_breaks_the_contract_is_a_value_error(broken: dict[str, object]) -> None:
     wire.client_frame_from_wire(pb.ClientFrame(submits=[pb.Submit(**GOOD)]))  # type: ignore[arg-type]

@@ -44,45 +44,47 @@ def test_it_is_given_back_only_once() -> None:
     with book.reserve(A, num_uncached_tokens=7, num_tokens=10):
         first.release()
         first.release()
-        first.first_token()
         assert numbers(book.view(A)) == (1, 7, 10)
 
 
-def test_a_snapshot_that_may_have_left_before_the_request_came_does_not_count_it_away() -> None:
-    book = LoadBook()
-    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
-        book.update(A, LoadSnapshot(num_running=3, num_pending_tokens=5, num_context_tokens=900))
-        assert numbers(book.view(A)) == (4, 75, 1000)
-
-
-def test_after_two_snapshots_the_replica_has_counted_it() -> None:
-    book = LoadBook()
-    snapshot = LoadSnapshot(num_running=3, num_waiting=1, num_pending_tokens=75, num_context_tokens=1000)
-    with book.reserve(A, num_uncached_tokens=70, num_tokens=100):
-        book.update(A, snapshot)
-        book.update(A, snapshot)
-        assert numbers(book.view(A)) == (4, 75, 1000)
-
-
-def test_the_first_token_proves_it_admitted() -> None:
-    book = LoadBook()
-    with book.reserve(A, num_uncached_tokens=70, num_tokens=100) as reservation:
-        book.update(A, LoadSnapshot(num_running=1, num_context_tokens=100))
-        reservation.first_token()
-        assert numbers(book.view(A)) == (1, 0, 100)
-
-
-def test_a_replica_that_claims_fewer_requests_than_we_sent_has_not_counted_the_newest() -> None:
+def test_a_snapshot_counts_it_away_when_it_says_so_and_not_before() -> None:
     book = LoadBook()
     with (
-        book.reserve(A, num_uncached_tokens=1, num_tokens=10) as first,
-        book.reserve(A, num_uncached_tokens=20, num_tokens=200),
-        book.reserve(A, num_uncached_tokens=300, num_tokens=3000),
+        book.reserve(A, num_uncached_tokens=70, num_tokens=100) as first,
+        book.reserve(A, num_uncached_tokens=5, num_tokens=1000) as second,
     ):
-        for _ in range(5):
-            book.update(A, LoadSnapshot(num_running=2, num_pending_tokens=20, num_context_tokens=210))
-        first.first_token()
-        assert numbers(book.view(A)) == (3, 320, 3210)
+        first.sent(1)
+        second.sent(2)
+        for _ in range(9):
+            book.update(A, LoadSnapshot(num_running=3, num_context_tokens=900), 0)
+        assert numbers(book.view(A)) == (5, 75, 2000)
+        book.update(A, LoadSnapshot(num_running=3, num_waiting=1, num_pending_tokens=70), 1)
+        assert numbers(book.view(A)) == (5, 75, 1000)
+        book.update(A, LoadSnapshot(num_running=5, num_pending_tokens=60), 2)
+        assert numbers(book.view(A)) == (5, 60, 0)
+
+
+def test_a_snapshot_says_nothing_of_what_has_not_been_sent() -> None:
+    book = LoadBook()
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100) as reservation:
+        book.update(A, LoadSnapshot(), 5)
+        assert numbers(book.view(A)) == (1, 70, 100)
+        reservation.sent(6)
+        book.update(A, LoadSnapshot(), 5)
+        assert numbers(book.view(A)) == (1, 70, 100)
+        book.update(A, LoadSnapshot(), 6)
+        assert numbers(book.view(A)) == (0, 0, 0)
+        assert book.num_reserved == 1
+    assert book.num_reserved == 0
+
+
+def test_what_was_given_back_is_not_counted_away_again() -> None:
+    book = LoadBook()
+    reservation = book.reserve(A, num_uncached_tokens=70, num_tokens=100)
+    reservation.sent(1)
+    reservation.release()
+    book.update(A, LoadSnapshot(), 1)
+    assert numbers(book.view(A)) == (0, 0, 0)
 
 
 def test_a_burst_between_two_snapshots_adds_up() -> None:
@@ -96,10 +98,10 @@ def test_a_burst_between_two_snapshots_adds_up() -> None:
 
 def test_rates_are_unknown_until_they_are_measured() -> None:
     book = LoadBook()
-    book.update(A, LoadSnapshot())
+    book.update(A, LoadSnapshot(), 0)
     assert book.view(A).prefill_seconds_per_token is None
     assert book.view(A).decode_step_seconds is None
-    book.update(A, LoadSnapshot(prefill_seconds_per_token=0.5, decode_step_seconds=0.25))
+    book.update(A, LoadSnapshot(prefill_seconds_per_token=0.5, decode_step_seconds=0.25), 0)
     assert book.view(A).prefill_seconds_per_token == 0.5
     assert book.view(A).decode_step_seconds == 0.25
 
@@ -108,7 +110,7 @@ def test_a_heartbeat_counts_before_the_first_frame_and_when_frames_have_long_sto
     book = LoadBook()
     book.update_from_registry(A, LoadSnapshot(num_running=9))
     assert book.view(A).num_requests == 9
-    book.update(A, LoadSnapshot(num_running=2))
+    book.update(A, LoadSnapshot(num_running=2), 0)
     for _ in range(LOOKS_OF_SILENCE):
         book.update_from_registry(A, LoadSnapshot(num_running=9))
         assert book.view(A).num_requests == 2
@@ -135,21 +137,28 @@ def test_a_reservation_on_a_replica_that_went_does_not_haunt_its_successor() -> 
 
 
 class Storm(RuleBasedStateMachine):
-    """A replica that counts what it has admitted, and a router that hears of it late."""
+    """A replica that counts what it has admitted, and a router that hears of it late and gives up at will."""
 
     def __init__(self) -> None:
         super().__init__()
         self.book = LoadBook()
         self.open: list[Reservation] = []
+        self.sent: list[Reservation] = []
+        """By ordinal, from 1."""
+        self.num_counted = 0
+        self.snapshot = LoadSnapshot()
 
     @rule(uncached=st.integers(0, 100), cached=st.integers(1, 100))
     def reserve(self, uncached: int, cached: int) -> None:
         self.open.append(self.book.reserve(A, num_uncached_tokens=uncached, num_tokens=uncached + cached))
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: any(reservation not in self.sent for reservation in self.open))
     @rule(data=st.data())
-    def first_token(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.open)).first_token()
+    def send(self, data: st.DataObject) -> None:
+        unsent = [reservation for reservation in self.open if reservation not in self.sent]
+        reservation = data.draw(st.sampled_from(unsent))
+        self.sent.append(reservation)
+        reservation.sent(len(self.sent))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -158,29 +167,37 @@ class Storm(RuleBasedStateMachine):
         reservation.release()
         self.open.remove(reservation)
 
-    @rule(requests=st.integers(0, 5), tokens=st.integers(0, 100))
-    def snapshot(self, requests: int, tokens: int) -> None:
-        self.book.update(A, LoadSnapshot(num_running=requests, num_pending_tokens=tokens))
+    @rule(data=st.data(), requests=st.integers(0, 5), tokens=st.integers(0, 100))
+    def hear(self, data: st.DataObject, requests: int, tokens: int) -> None:
+        self.num_counted = data.draw(st.integers(self.num_counted, len(self.sent)))
+        self.snapshot = LoadSnapshot(num_running=requests, num_pending_tokens=tokens)
+        self.book.update(A, self.snapshot, self.num_counted)
 
     @rule(requests=st.integers(0, 5))
     def heartbeat(self, requests: int) -> None:
+        if self.book._book(A).num_silent_looks >= LOOKS_OF_SILENCE:
+            self.snapshot = LoadSnapshot(num_waiting=requests)
         self.book.update_from_registry(A, LoadSnapshot(num_waiting=requests))
 
     @invariant()
-    def nothing_is_lost_or_negative(self) -> None:
-        load = self.book.view(A)
+    def everything_open_counts_once(self) -> None:
+        counted = self.sent[: self.num_counted]
+        on_the_way = [reservation for reservation in self.open if reservation not in counted]
+        snapshot = self.snapshot
         assert self.book.num_reserved == len(self.open)
-        assert load.num_pending_tokens >= 0
-        assert load.num_context_tokens >= 0
-        # Requests without a first token are never lost sight of, however little the replica claims.
-        assert load.num_requests >= sum(reservation.prefilling for reservation in self.open)
+        assert numbers(self.book.view(A)) == (
+            snapshot.num_running + snapshot.num_waiting + len(on_the_way),
+            snapshot.num_pending_tokens + sum(reserved.num_uncached_tokens for reserved in on_the_way),
+            sum(reserved.num_tokens for reserved in on_the_way),
+        )
 
     def teardown(self) -> None:
         for reservation in self.open:
             reservation.release()
-        self.book.update(A, LoadSnapshot())
+        self.book.update(A, LoadSnapshot(), self.num_counted)
         assert self.book.view(A) == ReplicaLoad()
         assert self.book.num_reserved == 0
+        assert not self.book._book(A).sent_reservations
 
 
 TestStorm = Storm.TestCase

@@ -1,6 +1,8 @@
 """The prefix index: examples, and a naive twin that it must always agree with."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.keys import IndexChange, is_indexed
+from replicas.protocol.keys import Announcement, IndexChange, is_indexed
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.overlap import ChangeOutcome, PrefixIndex
 from tests.router.routing.chains import chain
@@ -122,14 +124,147 @@ def test_a_new_epoch_ends_what_was_predicted_for_the_old_one() -> None:
     index.end_prediction(1)
 
 
-def test_predictions_count_at_every_block_and_end() -> None:
+def test_what_is_missing_is_what_the_index_would_gain() -> None:
     index = PrefixIndex(1, 4)
-    index.predict(7, A, chain("abcdefg"))
-    assert index.overlaps(chain("abcdefX")) == {A: 6}
-    assert index.overlaps(chain("abX")) == {A: 2}
+    hashes = chain("abcdefghij")
+    assert set(index.missing(A, hashes)) == thinned(hashes, 4)
+    index.replace(A, E1, {hashes[3], hashes[4]})
+    assert index.missing(A, hashes) == (hashes[7], hashes[9])
+    assert index.missing(A, hashes[:8]) == (hashes[7],)
+    assert index.missing(A, hashes[:5]) == ()
+    assert index.missing(A, []) == ()
+
+
+def test_predictions_count_like_stored_blocks_and_end() -> None:
+    index = PrefixIndex(1, 4)
+    index.predict(7, A, index.missing(A, chain("abcdefg")))
+    assert index.overlaps(chain("abcdefg")) == {A: 7}
+    assert index.overlaps(chain("abcdefX")) == {A: 4}
     index.end_prediction(7)
     assert index.overlaps(chain("abcdefg")) == {}
     index.end_prediction(7)
+    assert index.num_predictions == 0
+
+
+def announced(number: int, announcement_id: int, text: str) -> IndexChange:
+    return IndexChange(A, E1, number, announced=(Announcement(announcement_id, tuple(chain(text))),))
+
+
+def ended(number: int, *announcement_ids: int, **rest: Any) -> IndexChange:
+    return IndexChange(A, E1, number, ended=announcement_ids, **rest)
+
+
+def test_an_announcement_counts_until_its_replica_ends_it() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.apply(announced(1, 7, "abc"))
+    assert index.overlaps(chain("abcd")) == {A: 3}
+    assert index.num_entries == 0
+    index.end_prediction(7)  # it is not ours to end
+    assert index.overlaps(chain("abcd")) == {A: 3}
+    index.apply(ended(2, 7, added=tuple(chain("ab"))))
+    assert index.overlaps(chain("abcd")) == {A: 2}
+    assert index.num_predictions == 0
+
+
+def test_an_announcement_takes_the_place_of_the_prediction_with_its_id() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.predict(7, A, chain("abc"))
+    index.apply(announced(1, 7, "abc"))
+    assert index.num_predictions == 1
+    index.end_prediction(7)
+    assert index.overlaps(chain("abc")) == {A: 3}
+    index.apply(ended(2, 7))
+    assert index.overlaps(chain("abc")) == {}
+
+
+def test_the_end_of_an_announcement_ends_a_prediction_that_still_waits_for_it() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, (), last_change=3)  # the announcement was among the changes before
+    index.predict(7, A, chain("abc"))
+    index.apply(ended(4, 7))
+    assert index.overlaps(chain("abc")) == {}
+    index.end_prediction(7)
+
+
+def test_the_end_of_another_replicas_announcement_is_none_of_its_business() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.predict(7, B, chain("abc"))
+    index.apply(ended(1, 7, 8))
+    assert index.overlaps(chain("abc")) == {B: 3}
+
+
+def test_an_id_that_two_replicas_use_belongs_to_the_latest() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.predict(7, B, chain("xyz"))
+    index.apply(announced(1, 7, "abc"))
+    assert index.overlaps(chain("xyz")) == {}
+    index.predict(7, B, chain("x"))
+    assert index.overlaps(chain("abc")) == {}
+    assert index.num_predictions == 1
+
+
+def test_what_was_announced_before_a_gap_is_forgotten_and_what_we_predict_stays() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.predict(8, A, chain("xyz"))
+    index.apply(announced(1, 7, "abc"))
+    index.apply(announced(2, 8, "xyzz"))
+    assert index.apply(announced(4, 9, "ddd")) is ChangeOutcome.GAP
+    assert index.overlaps(chain("abc")) == index.overlaps(chain("ddd")) == {}
+    assert index.overlaps(chain("xyzz")) == {A: 4}
+    index.end_prediction(8)
+    assert index.num_predictions == 0
+
+
+@pytest.mark.parametrize("how", ["replaced", "restarted", "lost"])
+def test_announcements_do_not_outlive_the_stream_that_would_end_them(how: str) -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.apply(announced(1, 7, "abc"))
+    if how == "lost":
+        index.forget_announcements()
+    else:
+        index.replace(A, E1 if how == "replaced" else E2, (), last_change=5)
+    assert index.num_predictions == 0
+    assert index.overlaps(chain("abc")) == {}
+
+
+def test_a_removal_cancels_an_announced_block_and_ends_what_has_no_block_left() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, ())
+    index.apply(announced(1, 7, "ab"))
+    index.apply(IndexChange(A, E1, 2, removed=tuple(chain("ab")[1:])))
+    assert index.overlaps(chain("ab")) == {A: 1}
+    index.apply(IndexChange(A, E1, 3, removed=tuple(chain("a"))))
+    assert index.num_predictions == 0
+    index.apply(ended(4, 7))
+
+
+def test_what_is_announced_in_a_change_is_not_cancelled_by_its_removals() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, chain("ab"))
+    again = Announcement(7, tuple(chain("ab")))
+    index.apply(IndexChange(A, E1, 1, removed=tuple(chain("ab")), announced=(again,)))
+    assert index.overlaps(chain("ab")) == {A: 2}
+    index.apply(IndexChange(A, E1, 2, cleared=True, announced=(again,)))
+    assert index.overlaps(chain("ab")) == {A: 2}
+    index.apply(IndexChange(A, E1, 3, cleared=True))
+    assert index.overlaps(chain("ab")) == {}
+
+
+def test_announcements_and_predictions_share_one_limit() -> None:
+    index = PrefixIndex(1, 1, max_predicted_blocks=10)
+    index.replace(A, E1, ())
+    index.apply(announced(1, 7, "aaaaaa"))
+    index.predict(8, A, chain("bbbbbb"))
+    assert index.overlaps(chain("aaaaaa")) == {}
+    index.apply(announced(2, 9, "c" * 30))
+    assert index.overlaps(chain("c" * 30)) == {A: 10}
+    assert index.num_predictions == 1
 
 
 def test_a_stored_block_outlives_the_prediction_that_foretold_it() -> None:
@@ -178,24 +313,31 @@ def test_a_slot_is_used_again_only_when_nothing_is_left_of_its_last_replica() ->
     assert index.overlaps(chain("d")) == {B: 1}
 
 
+@dataclass
+class NaivePrediction:
+    owner: ReplicaId
+    hashes: set[BlockHash]
+    is_own: bool = False
+    is_announced: bool = False
+
+
 class NaiveIndex:
     """Sets and loops."""
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
         self.stored: dict[ReplicaId, set[BlockHash]] = {}
-        self.predictions: dict[int, tuple[ReplicaId, set[BlockHash]]] = {}
+        self.predictions: dict[int, NaivePrediction] = {}
+
+    def of(self, replica_id: ReplicaId) -> list[NaivePrediction]:
+        return [prediction for prediction in self.predictions.values() if prediction.owner == replica_id]
 
     def holds(self, replica_id: ReplicaId) -> set[BlockHash]:
-        held = set(self.stored.get(replica_id, ()))
-        for owner, hashes in self.predictions.values():
-            if owner == replica_id:
-                held |= hashes
-        return held
+        return self.stored.get(replica_id, set()).union(*(it.hashes for it in self.of(replica_id)))
 
     def overlaps(self, hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:
         depths = {}
-        owners = {owner for owner, _ in self.predictions.values()}
+        owners = {prediction.owner for prediction in self.predictions.values()}
         for replica_id in {*self.stored, *owners}:
             held = self.holds(replica_id)
             depth = 0
@@ -209,17 +351,38 @@ class NaiveIndex:
 
     def remove(self, replica_id: ReplicaId, block_hash: BlockHash) -> None:
         self.stored[replica_id].discard(block_hash)
-        for owner, hashes in self.predictions.values():
-            if owner == replica_id:
-                hashes.discard(block_hash)
+        for prediction in self.of(replica_id):
+            prediction.hashes.discard(block_hash)
+        self.prune()
+
+    def prune(self) -> None:
+        self.predictions = {
+            key: it for key, it in self.predictions.items() if it.hashes and (it.is_own or it.is_announced)
+        }
+
+    def announce(self, replica_id: ReplicaId, announcement: Announcement) -> None:
+        known = self.predictions.get(announcement.announcement_id)
+        is_own = known is not None and known.owner == replica_id and known.is_own
+        self.predictions[announcement.announcement_id] = NaivePrediction(
+            replica_id, set(announcement.block_hashes), is_own, True
+        )
+        self.prune()
+
+    def forget_announcements(self, replica_id: ReplicaId) -> None:
+        for prediction in self.of(replica_id):
+            prediction.is_announced = False
+        self.prune()
 
     def end_predictions(self, replica_id: ReplicaId) -> None:
-        self.predictions = {k: v for k, v in self.predictions.items() if v[0] != replica_id}
+        self.predictions = {k: v for k, v in self.predictions.items() if v.owner != replica_id}
 
 
 REPLICAS = st.sampled_from([ReplicaId(name) for name in ("a", "b", "c")])
 PROMPTS = st.text("xy", min_size=1, max_size=7)
 HASHES = st.lists(PROMPTS.map(lambda text: chain(text)[-1]), max_size=5)
+IDS = st.integers(1, 12)
+"""Few, so that they meet: with predictions, with each other, and with other replicas'."""
+ANNOUNCED = st.lists(st.builds(Announcement, IDS, HASHES.map(tuple)), max_size=3).map(tuple)
 
 
 class IndexAndTwin(RuleBasedStateMachine):
@@ -229,7 +392,6 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.index = PrefixIndex(1, self.stride)
         self.twin = NaiveIndex(self.stride)
         self.epochs: dict[ReplicaId, int] = {}
-        self.num_predictions = 0
 
     @rule(replica_id=REPLICAS, hashes=HASHES, is_restarted=st.booleans())
     def replace(self, replica_id: ReplicaId, hashes: list[BlockHash], is_restarted: bool) -> None:
@@ -238,27 +400,41 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.index.replace(replica_id, Epoch(str(epoch)), hashes, last_change=0)
         if is_restarted and known:
             self.twin.end_predictions(replica_id)
+        self.twin.forget_announcements(replica_id)
         self.epochs[replica_id] = epoch
         self.twin.stored[replica_id] = set(hashes)
 
     @precondition(lambda self: self.epochs)
-    @rule(data=st.data(), added=HASHES, removed=HASHES, cleared=st.booleans(), is_gap=st.booleans())
+    @rule(
+        data=st.data(),
+        added=HASHES,
+        removed=HASHES,
+        cleared=st.booleans(),
+        announced=ANNOUNCED,
+        ended=st.lists(IDS, max_size=3),
+        is_gap=st.booleans(),
+    )
     def change(
         self,
         data: st.DataObject,
         added: list[BlockHash],
         removed: list[BlockHash],
         cleared: bool,
+        announced: tuple[Announcement, ...],
+        ended: list[int],
         is_gap: bool,
     ) -> None:
         replica_id = data.draw(st.sampled_from(sorted(self.epochs)))
         number = self.index.last_change(replica_id) + 1 + is_gap
         epoch = Epoch(str(self.epochs[replica_id]))
         outcome = self.index.apply(
-            IndexChange(replica_id, epoch, number, tuple(added), tuple(removed), cleared)
+            IndexChange(
+                replica_id, epoch, number, tuple(added), tuple(removed), cleared, announced, tuple(ended)
+            )
         )
         assert outcome is (ChangeOutcome.GAP if is_gap else ChangeOutcome.APPLIED)
         if is_gap:
+            self.twin.forget_announcements(replica_id)
             return
         if cleared:
             self.twin.stored[replica_id].clear()
@@ -266,6 +442,12 @@ class IndexAndTwin(RuleBasedStateMachine):
         for block_hash in removed:
             self.twin.remove(replica_id, block_hash)
         self.twin.stored[replica_id].update(added)
+        for announcement in announced:
+            self.twin.announce(replica_id, announcement)
+        for announcement_id in ended:
+            known = self.twin.predictions.get(announcement_id)
+            if known is not None and known.owner == replica_id:
+                del self.twin.predictions[announcement_id]
 
     @rule(replica_id=REPLICAS)
     def forget(self, replica_id: ReplicaId) -> None:
@@ -274,18 +456,24 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.twin.end_predictions(replica_id)
         self.epochs.pop(replica_id, None)
 
-    @rule(replica_id=REPLICAS, prompt=PROMPTS)
-    def predict(self, replica_id: ReplicaId, prompt: str) -> None:
-        self.num_predictions += 1
-        self.index.predict(self.num_predictions, replica_id, chain(prompt))
-        self.twin.predictions[self.num_predictions] = (replica_id, set(chain(prompt)))
+    @rule()
+    def lose_the_stream(self) -> None:
+        self.index.forget_announcements()
+        for replica_id in ("a", "b", "c"):
+            self.twin.forget_announcements(ReplicaId(replica_id))
 
-    @precondition(lambda self: self.num_predictions)
-    @rule(data=st.data())
-    def end_prediction(self, data: st.DataObject) -> None:
-        prediction_id = data.draw(st.integers(1, self.num_predictions))
+    @rule(prediction_id=IDS, replica_id=REPLICAS, hashes=HASHES)
+    def predict(self, prediction_id: int, replica_id: ReplicaId, hashes: list[BlockHash]) -> None:
+        self.index.predict(prediction_id, replica_id, hashes)
+        self.twin.predictions[prediction_id] = NaivePrediction(replica_id, set(hashes), is_own=True)
+        self.twin.prune()
+
+    @rule(prediction_id=IDS)
+    def end_prediction(self, prediction_id: int) -> None:
         self.index.end_prediction(prediction_id)
-        self.twin.predictions.pop(prediction_id, None)
+        if prediction_id in self.twin.predictions:
+            self.twin.predictions[prediction_id].is_own = False
+            self.twin.prune()
 
     @rule(prompt=PROMPTS)
     def look_up(self, prompt: str) -> None:
@@ -303,7 +491,8 @@ class IndexAndTwin(RuleBasedStateMachine):
             self.index.forget(ReplicaId(replica_id))
         assert not self.index._holders, "something was left behind"
         assert self.index._num_predicted_blocks == 0
+        assert self.index.num_predictions == 0
 
 
 TestIndexAndTwin = IndexAndTwin.TestCase
-TestIndexAndTwin.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestIndexAndTwin.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

@@ -10,6 +10,7 @@ import pytest
 
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Adapter, Epoch, ModelCard, ReplicaId
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.bucket import bucket_of
@@ -82,9 +83,10 @@ def test_only_what_is_not_cached_is_reserved_as_prefill() -> None:
 def test_the_first_token_ends_prefill_and_prediction_and_leaving_ends_the_rest() -> None:
     table = table_of(1)
     with route(table, prompt(0, 1, 500)) as routed:
+        routed.sent(1)
         routed.first_token()
         assert table.num_predictions == 0
-        table.update_load(ReplicaId("r0"), LoadSnapshot(num_running=1, num_context_tokens=500))
+        table.update_load(ReplicaId("r0"), LoadSnapshot(num_running=1, num_context_tokens=500), 1)
         assert table.load(ReplicaId("r0")).num_requests == 1
         routed.first_token()
     assert table.loads.num_reserved == 0
@@ -103,6 +105,43 @@ def test_with_a_clock_a_prediction_lingers_until_the_index_has_heard() -> None:
     with route(table, prompt(0, 1, 2000)) as third:
         assert third.decision.overlap_tokens == 0
     assert table.num_predictions == 0
+
+
+def test_an_announced_prediction_ends_when_the_replica_says_so_and_not_before() -> None:
+    clock = Clock()
+    table = table_of(1, clock=clock)
+    index = table.index("m")
+    index.replace(ReplicaId("r0"), Epoch("e"), ())
+    with route(table, prompt(0, 1, 2000)) as first:
+        assert len(first.announcement.block_hashes) == 2000 // STRIDE + 1
+        index.apply(IndexChange(ReplicaId("r0"), Epoch("e"), 1, announced=(first.announcement,)))
+        first.first_token()
+    clock.seconds = 100
+    with route(table, prompt(0, 1, 2000)) as second:
+        assert second.decision.overlap_tokens == 1999
+        # Not stored yet, so the second would compute them too, should the first be given up.
+        assert second.announcement.block_hashes == first.announcement.block_hashes
+    ended = (first.announcement.announcement_id,)
+    added = first.announcement.block_hashes
+    index.apply(IndexChange(ReplicaId("r0"), Epoch("e"), 2, added=added, ended=ended))
+    assert table.num_predictions == 0
+    with route(table, prompt(0, 1, 2000)) as third:
+        assert third.announcement.block_hashes == ()
+        assert third.decision.overlap_tokens == 1999
+        assert table.num_predictions == 0
+
+
+def test_no_two_requests_of_any_router_have_the_same_announcement() -> None:
+    tables = [RoutingTable("kvasir", CostParameters(), random.Random(seed)) for seed in range(5)]
+    ids = []
+    for table in tables:
+        table.add_replica(ReplicaId("r0"), CARD, STRIDE)
+        for number in range(100):
+            with route(table, prompt(0, number, 100)) as routed:
+                ids.append(routed.announcement.announcement_id)
+    assert len(set(ids)) == 500
+    assert min(ids) > 0
+    assert max(ids) < 2**64
 
 
 def test_a_request_that_failed_before_its_first_token_leaves_no_prediction() -> None:
@@ -168,11 +207,13 @@ def test_one_hot_prefix_stays_together_when_idle_and_spreads_under_load() -> Non
     with contextlib.ExitStack() as running:
         for number in range(800):
             routed = running.enter_context(route(table, prompt(2000, number, 100)))
+            routed.sent(busy[routed.decision.replica_id] + 1)
             busy[routed.decision.replica_id] += 1
             store(table, routed.decision.replica_id, prompt(2000, number, 100))
             routed.first_token()
             for replica_id in table.replica_ids("m"):
-                table.update_load(replica_id, LoadSnapshot(num_running=busy[replica_id]))
+                num_requests = busy[replica_id]
+                table.update_load(replica_id, LoadSnapshot(num_running=num_requests), num_requests)
     assert len(busy) == 8
     # What the copy of 2000 tokens is worth in requests, 5 * 2000 * 1e-4 s / 10 ms each, is the most
     # that any replica may lead by.

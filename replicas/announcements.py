@@ -1,0 +1,54 @@
+"""Announcements: which blocks this replica's requests are about to make, and what readers know of it.
+
+Owns the announcements that live and those that the next write must bring. Pure: knows no Redis, no time
+and no requests. What began and ended between two writes was never there. Bounded by the requests that
+live: each has one announcement at most, and a reader is told of an end only if it was told of the beginning.
+"""
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import Announcement
+
+
+class Announcements:
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[BlockHash, ...]] = {}
+        self._begun: dict[int, None] = {}
+        """Live ones that no write has brought, oldest first."""
+        self._ended: list[int] = []
+        """Those that a write has brought, and whose end none has."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def has_change(self) -> bool:
+        return bool(self._begun or self._ended)
+
+    def begin(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
+        """False, and nothing happens, if one of this id lives already."""
+        if announcement_id in self._live:
+            return False
+        self._live[announcement_id] = block_hashes
+        self._begun[announcement_id] = None
+        return True
+
+    def end(self, announcement_id: int) -> None:
+        del self._live[announcement_id]
+        if announcement_id in self._begun:
+            del self._begun[announcement_id]
+        else:
+            self._ended.append(announcement_id)
+
+    def take_change(self) -> tuple[tuple[Announcement, ...], tuple[int, ...]]:
+        """What began and what ended since the last take."""
+        announced = tuple(Announcement(begun, self._live[begun]) for begun in self._begun)
+        ended = tuple(self._ended)
+        self._begun.clear()
+        self._ended.clear()
+        return announced, ended
+
+    def take_all(self) -> tuple[Announcement, ...]:
+        """All that live, for readers that have forgotten everything."""
+        self._begun.clear()
+        self._ended.clear()
+        return tuple(Announcement(*live) for live in self._live.items())
