@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import ClusterError
 from cluster.simulate_jobs import Job, Source, load, run_all
 from cluster.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
-from cluster.simulation.replica import ReplicaShape
+from cluster.simulation.shape import ReplicaShape
 from cluster.simulation.summary import Summary, median, table
 from cluster.simulation.sweep import SWEEPS, answer, plot
 from loadtests.report import Slo
@@ -78,6 +78,11 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a decode step reads a block once for all requests that share it",
     )
+    add(
+        "--counts-arrivals",
+        action="store_true",
+        help="a replica's load counts a request when it comes, not when the step after that has ended",
+    )
     add("--index-stride", type=_count, default=128, metavar="N", help="default: 128")
     delays = Delays()
     for name, what in (
@@ -112,6 +117,7 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
         help="a replica dies, and comes back empty; repeatable",
     )
     add("--redis-down", action="append", default=[], metavar="FROM-TO", help="in seconds; repeatable")
+    add("--no-announcements", action="store_true", help="blocks are known of when they are there, not before")
     add("--drop-events", type=_share, default=0.0, metavar="SHARE", help="of cache changes, per router")
 
 
@@ -221,6 +227,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         max_running=arguments.max_running,
         decodes_beside=arguments.decodes_beside,
         reads_shared_once=arguments.reads_shared_once,
+        counts_arrivals=arguments.counts_arrivals,
     )
     try:
         options = FleetOptions(
@@ -236,6 +243,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
                 arguments.snapshot_interval,
                 arguments.network_delay,
             ),
+            announces=not arguments.no_announcements,
             drop_share=arguments.drop_events,
             kills=tuple(map(parse_kill, arguments.kill)),
             outages=tuple(map(parse_outage, arguments.redis_down)),

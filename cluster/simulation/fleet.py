@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from cluster.simulation.host import Feed, LoadReport, VirtualHost
+from cluster.simulation.host import Feed, HostReport, VirtualHost
 from cluster.simulation.options import FleetOptions, Kill
-from cluster.simulation.replica import Meter, VirtualReplica
+from cluster.simulation.replica import LoadReport, Meter, VirtualReplica
 from cluster.simulation.request import PreparedRequest, VirtualRequest
 from cluster.simulation.router import VirtualRouter
 from loadtests.report import RequestRecord
@@ -189,6 +189,7 @@ class Fleet:
             user=run.prepared.user,
             num_output_tokens=run.num_output_tokens,
         )
+        router.sent(routed)
         self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
 
     def _wait(self, run: _Run) -> None:
@@ -203,15 +204,21 @@ class Fleet:
     def _arrive(self, run: _Run, virtual: VirtualRequest) -> None:
         if run.virtual is not virtual:
             return  # its replica died while it was on the way
-        host = run.host
-        assert host is not None and host.replica is not None
-        if not host.replica.accepts(virtual):
+        host, routed = run.host, run.routed
+        assert host is not None and host.replica is not None and routed is not None
+        fits = host.replica.accepts(virtual)
+        host.num_received += fits
+        run.router.came(host)
+        if not fits:
             self._end(run, "too long")
             return
-        assert run.routed is not None
-        host.num_received += 1
-        run.routed.sent(host.num_received)
+        if self._options.announces and routed.announcement.block_hashes:
+            virtual.announcement_id = routed.announcement.announcement_id
+            host.announce(routed.announcement)
+            self._publish(host)
         host.replica.submit(virtual, self._now)
+        if self._options.shape.counts_arrivals:
+            self._report(host, host.replica.report())
         self._plan_step(host, host.replica)
 
     def _plan_step(self, host: VirtualHost, replica: VirtualReplica) -> None:
@@ -226,9 +233,11 @@ class Fleet:
         host.planned_end = None
         outcome = replica.advance(self._now)
         host.observe(outcome.events)
+        for virtual in outcome.first_tokens:
+            if virtual.announcement_id is not None:
+                host.end_announcement(virtual.announcement_id)
         self._publish(host)
-        report = LoadReport(host.replica_id, host.epoch, outcome.load, outcome.num_counted)
-        self._feed.add_load(self._now, report)
+        self._report(host, outcome.report)
         network = self._options.delays.network
         for virtual in outcome.first_tokens:
             self._after(network, lambda virtual=virtual: self._see_first_token(virtual))  # type: ignore[misc]
@@ -285,6 +294,9 @@ class Fleet:
         change = host.take_change()
         if change is not None:
             self._feed.add_change(self._now, change)
+
+    def _report(self, host: VirtualHost, report: LoadReport) -> None:
+        self._feed.add_load(self._now, HostReport(host.replica_id, host.epoch, report))
 
     def _write_all(self) -> None:
         for host in self.hosts:

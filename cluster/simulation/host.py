@@ -7,23 +7,20 @@ was said. Knows no router: each reads the log at its own pace.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.simulation.replica import VirtualReplica
+from cluster.simulation.replica import LoadReport, VirtualReplica
+from replicas.announcements import Announcements
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
-from replicas.protocol.frames import LoadSnapshot
-from replicas.protocol.keys import IndexChange
+from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
-    """A replica's load at a time. It counts the first `num_counted` requests that came to the replica."""
-
+class HostReport:
     replica_id: ReplicaId
     epoch: Epoch
-    snapshot: LoadSnapshot
-    num_counted: int
+    report: LoadReport
 
 
 @dataclass(slots=True)
@@ -33,13 +30,13 @@ class Feed:
     change_times: list[float] = field(default_factory=list)
     changes: list[IndexChange] = field(default_factory=list)
     load_times: list[float] = field(default_factory=list)
-    loads: list[LoadReport] = field(default_factory=list)
+    loads: list[HostReport] = field(default_factory=list)
 
     def add_change(self, now: float, change: IndexChange) -> None:
         self.change_times.append(now)
         self.changes.append(change)
 
-    def add_load(self, now: float, report: LoadReport) -> None:
+    def add_load(self, now: float, report: HostReport) -> None:
         self.load_times.append(now)
         self.loads.append(report)
 
@@ -57,6 +54,7 @@ class VirtualHost:
         self.num_lives = 0
         self._index_stride = index_stride
         self._residency: Residency | None = None
+        self._announcements = Announcements()
         self._last_change = 0
 
     @property
@@ -78,6 +76,7 @@ class VirtualHost:
         self.num_received = 0
         self.planned_end = None
         self._residency = Residency(replica.shape.block_size, self._index_stride)
+        self._announcements = Announcements()
         self._last_change = 0
 
     def die(self) -> None:
@@ -88,19 +87,44 @@ class VirtualHost:
         num_unknown = self._residency.observe(events)
         assert not num_unknown, "the pool removed what it never stored"
 
+    def announce(self, announcement: Announcement) -> None:
+        """A request that will make these blocks has been taken."""
+        begun = self._announcements.begin(announcement.announcement_id, announcement.block_hashes)
+        assert begun, "announcements have different ids"
+
+    def end_announcement(self, announcement_id: int) -> None:
+        """It has made them, and `observe` was told."""
+        self._announcements.end(announcement_id)
+
     def take_change(self) -> IndexChange | None:
         """What has changed since the last one."""
-        if self._residency is None or not self._residency.has_change:
+        residency, announcements = self._residency, self._announcements
+        if residency is None or not (residency.has_change or announcements.has_change):
             return None
-        net = self._residency.take_change()
-        return IndexChange(self.replica_id, self.epoch, self._next_number(), net.added, net.removed)
+        net = residency.take_change()
+        announced, ended = announcements.take_change()
+        return IndexChange(
+            self.replica_id,
+            self.epoch,
+            self._next_number(),
+            added=net.added,
+            removed=net.removed,
+            announced=announced,
+            ended=ended,
+        )
 
     def whole_set(self) -> IndexChange:
-        """All that it holds, in place of whatever was known."""
+        """All that it holds and is about to make, in place of whatever was known."""
         assert self._residency is not None
         self._residency.take_change()
-        added = tuple(self._residency.kept)
-        return IndexChange(self.replica_id, self.epoch, self._next_number(), added, cleared=True)
+        return IndexChange(
+            self.replica_id,
+            self.epoch,
+            self._next_number(),
+            added=tuple(self._residency.kept),
+            cleared=True,
+            announced=self._announcements.take_all(),
+        )
 
     def _next_number(self) -> int:
         self._last_change += 1

@@ -5,7 +5,7 @@ Owns the defaults and the checks. Knows no command line.
 
 from dataclasses import dataclass, field
 
-from cluster.simulation.replica import ReplicaShape
+from cluster.simulation.shape import ReplicaShape
 from router.routing.cost import CostParameters
 
 
@@ -61,6 +61,8 @@ class FleetOptions:
     parameters: CostParameters = field(default_factory=CostParameters)
     index_stride: int = 128
     delays: Delays = field(default_factory=Delays)
+    announces: bool = True
+    """Replicas tell which blocks a request will make when they take it, not only when they have them."""
     drop_share: float = 0.0
     """Of the changes of caches, each router misses so many, and has to read that replica's set again."""
     kills: tuple[Kill, ...] = ()

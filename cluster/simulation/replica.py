@@ -12,10 +12,10 @@ from typing import Protocol
 
 from cluster.simulation.lockstep import Lockstep
 from cluster.simulation.request import VirtualRequest
+from cluster.simulation.shape import ReplicaShape
 from replicas.kvcache.block_pool import BlockPool
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
-from replicas.simulated_engine import CostModel
 
 _rank = attrgetter("rank")
 
@@ -29,37 +29,21 @@ class Meter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaShape:
-    """What one replica can do. `num_blocks` do not count the null block.
+class LoadReport:
+    """A replica's load. It counts the first `num_counted` requests that came to the replica."""
 
-    With `decodes_beside`, prefill and decode do not slow each other down: requests decode at their own
-    pace while a prompt is computed. Published comparisons of routers are often computed so; an engine
-    whose steps do both is slower. With `reads_shared_once`, a block that several requests attend to is
-    read once per decode step, not once for each of them.
-    """
-
-    cost: CostModel
-    num_blocks: int
-    block_size: int
-    max_batched_tokens: int = 8192
-    max_running: int = 256
-    decodes_beside: bool = False
-    reads_shared_once: bool = False
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+    load: LoadSnapshot
+    num_counted: int
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step, or a run of decoding steps, has brought. `num_counted` submits are in the load."""
+    """What a step, or a run of decoding steps, has brought."""
 
     first_tokens: list[VirtualRequest]
     finished: list[VirtualRequest]
     events: list[CacheEvent]
-    load: LoadSnapshot
-    num_counted: int
+    report: LoadReport
 
 
 @dataclass(slots=True)
@@ -270,10 +254,13 @@ class VirtualReplica:
         return request
 
     def _enqueue(self, request: VirtualRequest) -> None:
-        num_cached_tokens = len(self._find_cached(request)) * self.shape.block_size
-        request.num_expected_tokens = request.num_tokens - num_cached_tokens
+        request.num_expected_tokens = self._num_expected_tokens(request)
         self._num_waiting_tokens += request.num_expected_tokens
         insort(self._waiting, request, key=_rank)
+
+    def _num_expected_tokens(self, request: VirtualRequest) -> int:
+        """What it would have to compute, by what is cached now."""
+        return request.num_tokens - len(self._find_cached(request)) * self.shape.block_size
 
     def _find_cached(self, request: VirtualRequest) -> list[int]:
         """The last token is always computed, since its logits are wanted."""
@@ -310,7 +297,7 @@ class VirtualReplica:
             self._release(request)
         self.num_computed_tokens += num_prefilled
         self._measure(step, num_prefilled, num_decoded // step.num_steps)
-        return Outcome(first_tokens, finished, self.pool.take_events(), self._load(), self._num_added)
+        return Outcome(first_tokens, finished, self.pool.take_events(), self.report())
 
     def _measure(self, step: _Step, num_prefilled: int, num_decoded: int) -> None:
         seconds = step.ends_at - step.started_at
@@ -322,22 +309,25 @@ class VirtualReplica:
         if num_decoded:
             self._meter.observe(StepFrame(num_decode_tokens=num_decoded), seconds / step.num_steps)
 
-    def _load(self) -> LoadSnapshot:
+    def report(self) -> LoadReport:
+        """How busy it is. What is being computed counts as not computed yet."""
         num_pending_tokens, num_context_tokens = self._num_waiting_tokens, self._decoding.num_context_tokens
+        counted_inbox = self._inbox if self.shape.counts_arrivals else ()
+        for request in counted_inbox:
+            num_pending_tokens += self._num_expected_tokens(request)
         for request in self._prefilling:
             num_context_tokens += request.num_computed
             num_pending_tokens += request.num_left
-        return self._meter.fill(
-            LoadSnapshot(
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
-                num_pending_tokens=num_pending_tokens,
-                num_context_tokens=num_context_tokens - self._decoding.num_requests,
-                num_used_blocks=self.pool.num_used,
-                num_cached_blocks=self.pool.num_cached,
-                num_total_blocks=self.pool.num_usable,
-            )
+        load = LoadSnapshot(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(counted_inbox),
+            num_pending_tokens=num_pending_tokens,
+            num_context_tokens=num_context_tokens - self._decoding.num_requests,
+            num_used_blocks=self.pool.num_used,
+            num_cached_blocks=self.pool.num_cached,
+            num_total_blocks=self.pool.num_usable,
         )
+        return LoadReport(self._meter.fill(load), self._num_added + len(counted_inbox))
 
     # Prices.
 

@@ -68,6 +68,7 @@ class VirtualRequest:
     """
 
     __slots__ = (
+        "announcement_id",
         "block_hashes",
         "block_ids",
         "is_decoding",
@@ -104,6 +105,8 @@ class VirtualRequest:
         self.block_hashes = list(prompt_hashes)
         self.user = user
         self.num_tokens = self.num_submitted_tokens = num_prompt_tokens + num_output_tokens
+        self.announcement_id: int | None = None
+        """While what it will make is announced."""
         self.block_ids: list[int] = []
         self.rank = 0
         self.stint = 0

@@ -38,6 +38,9 @@ class VirtualRouter:
         self._num_changes_read = 0
         self._num_loads_read = 0
         self._card = _card(options)
+        self._num_sent: dict[ReplicaId, int] = {}
+        self._came: dict[ReplicaId, list[int]] = {}
+        """By replica, for each of this router's requests: how many had come to it then, from anyone."""
         self.num_rereads = 0
         self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
         for host in hosts.values():
@@ -50,6 +53,18 @@ class VirtualRouter:
 
     def remove(self, host: VirtualHost) -> None:
         self.table.remove_replica(host.replica_id)
+        self._num_sent.pop(host.replica_id, None)
+        self._came.pop(host.replica_id, None)
+
+    def sent(self, routed: RoutedRequest) -> None:
+        """The request is on its way to where it was routed."""
+        already = self._num_sent.get(routed.decision.replica_id, 0)
+        self._num_sent[routed.decision.replica_id] = already + 1
+        routed.sent(already + 1)
+
+    def came(self, host: VirtualHost) -> None:
+        """The oldest one on its way has come there. What was sent first comes first."""
+        self._came.setdefault(host.replica_id, []).append(host.num_received)
 
     def route(
         self, request: PreparedRequest, num_output_tokens: int, exclude: Collection[ReplicaId]
@@ -86,10 +101,13 @@ class VirtualRouter:
                 self.num_rereads += 1
 
     def _read_loads(self, start: int, end: int) -> None:
+        """Only each replica's last one: it counts whatever those before it counted."""
         index = self.table.index(MODEL)
-        for report in self._feed.loads[start:end]:
-            if index.epoch(report.replica_id) == report.epoch:
-                self.table.update_load(report.replica_id, report.snapshot, report.num_counted)
+        last = {said.replica_id: said for said in self._feed.loads[start:end]}
+        for replica_id, said in last.items():
+            if index.epoch(replica_id) == said.epoch:
+                num_counted = bisect_right(self._came.get(replica_id, ()), said.report.num_counted)
+                self.table.update_load(replica_id, said.report.load, num_counted)
 
     def _is_redis_down(self, now: float) -> bool:
         return any(outage.covers(now) for outage in self._options.outages)

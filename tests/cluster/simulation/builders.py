@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from cluster.simulation.fleet import Fleet, FleetResult
 from cluster.simulation.options import Delays, FleetOptions
-from cluster.simulation.replica import ReplicaShape
 from cluster.simulation.request import prepare
+from cluster.simulation.shape import ReplicaShape
 from loadtests.workloads import TraceRequest, Workload
 from replicas.loop import SpeedMeter
 from replicas.simulated_engine import CostModel

@@ -6,8 +6,8 @@ import pytest
 
 from cluster.simulation.fleet import Fleet, FleetResult
 from cluster.simulation.options import Delays, FleetOptions, Kill, Outage
-from cluster.simulation.replica import ReplicaShape
 from cluster.simulation.request import prepare
+from cluster.simulation.shape import ReplicaShape
 from loadtests.workloads import Workload
 from tests.cluster.simulation.builders import (
     NO_DELAYS,
@@ -103,14 +103,20 @@ def test_a_second_request_finds_what_the_first_one_left_and_only_another_users_c
     assert [record.predicted_tokens for record in records] == [0, 20, 20]
 
 
-@pytest.mark.parametrize(("second_at", "knows"), [(0.9, False), (0.99, False), (1.01, True)])
-def test_a_router_knows_of_a_change_when_its_delay_is_over(second_at: float, knows: bool) -> None:
-    """The first prompt is computed at 0.8 s. (Its own router knows earlier: it predicts.)"""
+@pytest.mark.parametrize(
+    ("announces", "second_at", "knows"),
+    [(True, 0.19, False), (True, 0.21, True), (False, 0.99, False), (False, 1.01, True)],
+)
+def test_a_router_knows_of_blocks_when_its_delay_is_over(
+    announces: bool, second_at: float, knows: bool
+) -> None:
+    """The first prompt comes to its replica at once and is computed at 0.8 s."""
     delays = dataclasses.replace(NO_DELAYS, event=0.2)
     workload = Workload("pair", 10, (request(0.0, [1, 2, 3]), request(second_at, [1, 2, 4])))
-    fleet = new_fleet(plain_fleet(1, delays=delays))
+    options = dataclasses.replace(plain_fleet(1, delays=delays), announces=announces)
+    fleet = new_fleet(options)
     fleet.serve(prepare(workload)[:1])
-    stranger = new_fleet(plain_fleet(1, delays=delays)).routers[0]
+    stranger = new_fleet(options).routers[0]
     stranger._feed = fleet._feed
     stranger.catch_up(second_at)
     overlaps = stranger.table.index("simulated").overlaps(prepare(workload)[1].block_hashes)
@@ -179,7 +185,7 @@ def test_a_replica_that_came_back_has_nothing_cached() -> None:
 
 def test_while_redis_is_away_nobody_hears_of_changes_and_afterwards_everybody_does() -> None:
     requests = tuple(request(at, [1, 2, 3 + number]) for number, at in enumerate((0.0, 5.0, 10.5)))
-    options = dataclasses.replace(plain_fleet(1), outages=(Outage(0.1, 10.0),))
+    options = dataclasses.replace(plain_fleet(1), outages=(Outage(0.0, 10.0),))
     records = serve(Workload("outage", 10, requests), options).records
     assert [record.num_cached_tokens for record in records] == [0, 20, 20]
     assert [record.predicted_tokens for record in records] == [0, 0, 20]
@@ -190,6 +196,40 @@ def test_a_router_that_missed_a_change_reads_that_replicas_set_again() -> None:
     careful = dataclasses.replace(FLEET, drop_share=0.0)
     assert serve(workload, careful).num_rereads == 0
     assert serve(workload, dataclasses.replace(FLEET, drop_share=0.2)).num_rereads > 0
+
+
+def test_announcements_keep_twins_together_that_come_to_different_routers() -> None:
+    """Two prompts with the same beginning, 100 ms apart, long before the first is computed."""
+    workload = Workload("twins", 10, (request(0.0, [1, 2, 3]), request(0.1, [1, 2, 4])))
+    options = plain_fleet(8, num_routers=8)
+    for announces, num_meetings in ((True, 20), (False, None)):
+        records = [
+            serve(workload, dataclasses.replace(options, announces=announces), seed).records
+            for seed in range(20)
+        ]
+        met = [first.replica == second.replica for first, second in records]
+        assert sum(met) == num_meetings or (num_meetings is None and sum(met) < 20)
+
+
+@pytest.mark.parametrize("counts_arrivals", [False, True])
+def test_a_load_counts_each_request_once_whoever_sent_it(counts_arrivals: bool) -> None:
+    """Between its sending and its counting a router adds its own; afterwards the replica's load has it."""
+    workload = random_workload(5, num_requests=200, qps=15.0)
+    shape = small_shape(counts_arrivals=counts_arrivals)
+    fleet = new_fleet(dataclasses.replace(FLEET, shape=shape, num_routers=1, delays=NO_DELAYS))
+    router = fleet.routers[0]
+    seen: list[tuple[int, int]] = []
+    catch_up = router.catch_up
+
+    def look(now: float) -> None:
+        catch_up(now)
+        counted = sum(router.table.load(host.replica_id).num_requests for host in fleet.hosts)
+        seen.append((counted, len(fleet._runs)))
+
+    router.catch_up = look  # type: ignore[method-assign]
+    fleet.serve(prepare(workload))
+    arrivals = seen[: len(workload.requests)]
+    assert [counted for counted, _ in arrivals] == [num_open - 1 for _, num_open in arrivals]
 
 
 def test_a_prompt_that_no_cache_can_hold_fails_alone() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from cluster.simulation.replica import ReplicaShape, VirtualReplica
+from cluster.simulation.replica import VirtualReplica
 from cluster.simulation.request import ROOT, PreparedRequest, VirtualRequest, prepare
+from cluster.simulation.shape import ReplicaShape
 from loadtests.workloads import Workload
 from replicas.engine import EngineRequest
 from replicas.loop import SpeedMeter

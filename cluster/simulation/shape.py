@@ -1,0 +1,33 @@
+"""ReplicaShape: the size and the habits of a simulated replica.
+
+Owns what they are called. Knows nothing of what a replica does with them.
+"""
+
+from dataclasses import dataclass
+
+from replicas.simulated_engine import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaShape:
+    """What one replica can do. `num_blocks` do not count the null block.
+
+    With `decodes_beside`, prefill and decode do not slow each other down: requests decode at their own
+    pace while a prompt is computed. Published comparisons of routers are often computed so; an engine
+    whose steps do both is slower. With `reads_shared_once`, a block that several requests attend to is
+    read once per decode step, not once for each of them. With `counts_arrivals`, its load counts a
+    request from when it comes, not from the end of the step that follows.
+    """
+
+    cost: CostModel
+    num_blocks: int
+    block_size: int
+    max_batched_tokens: int = 8192
+    max_running: int = 256
+    decodes_beside: bool = False
+    reads_shared_once: bool = False
+    counts_arrivals: bool = False
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * self.block_size
