@@ -97,9 +97,9 @@ def cost_of(
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
     return Cost(
-        wait_seconds=load.num_pending_tokens * rate + load.num_requests * step,
-        prefill_seconds=num_uncached_tokens * rate,
-        copy_seconds=copy_price * rate * num_copied_tokens,
+        load.num_pending_tokens * rate + load.num_requests * step,
+        num_uncached_tokens * rate,
+        copy_price * rate * num_copied_tokens,
     )
 
 
@@ -115,6 +115,6 @@ def _is_measured(seconds: float | None) -> TypeGuard[float]:
 
 
 def _own_or_typical(own: float | None, typical: float) -> float:
-    if not _is_measured(own) or typical / SPEED_BAND <= own <= typical * SPEED_BAND:
+    if own is None or typical / SPEED_BAND <= own <= typical * SPEED_BAND or not _is_measured(own):
         return typical
     return min(max(own, typical / SPEED_LIMIT), typical * SPEED_LIMIT)

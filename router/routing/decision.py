@@ -145,7 +145,10 @@ def weigh(
     copy_price: float,
 ) -> tuple[Candidate, ...]:
     """What each would cost. The deepest overlap is the deepest of those considered."""
-    overlapping = [overlap_tokens(request, overlaps.get(replica_id, 0)) for _, replica_id, _ in considered]
+    overlapping = [
+        overlap_tokens(request, overlaps[replica_id]) if replica_id in overlaps else 0
+        for _, replica_id, _ in considered
+    ]
     deepest = max(overlapping)
     return tuple(
         Candidate(
