@@ -326,7 +326,9 @@ class PrefixIndex:
     def _set_bits(self, block_hashes: Iterable[BlockHash], bit: int) -> None:
         holders = self._holders
         for block_hash in block_hashes:
-            holders[block_hash] = holders.get(block_hash, 0) | bit
+            others = holders.get(block_hash)
+            # One number for all that only this replica holds: in a fleet of 1,000 it takes 160 bytes.
+            holders[block_hash] = bit if others is None else others | bit
 
     def _clear_bit(self, block_hash: BlockHash, bit: int) -> None:
         others = self._holders[block_hash] & ~bit
