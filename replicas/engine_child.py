@@ -1,4 +1,4 @@
-"""The child of an EngineProcess: builds an engine and answers for it, one question at a time.
+"""The child of an EngineProcess: builds an engine, answers for it, and in the end lets it run.
 
 Owns the end of this process: it goes when its parent has gone, however that came about, and obeys no
 signal that a person sends to the replica. Knows nothing of gRPC, Redis or leases.
@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,10 +33,13 @@ from replicas.engine_process import (
     Question,
     Refused,
     ResetPrefixCache,
+    Run,
     Step,
     Stepped,
+    Submit,
 )
 from replicas.engines import build_engine
+from replicas.loop import EngineLoop
 from replicas.vllm_engine.environment import vllm_environment
 
 logger = logging.getLogger(__name__)
@@ -53,9 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     engine = _build(connection)
     if engine is None:
         return 1
-    while (question := _next(connection)) != Close():
+    while (question := _next(connection)) not in (Close(), Run()):
         connection.send_bytes(ENCODER.encode(_answer(engine, question)))
-    engine.close()
+    if question == Run():
+        _run(engine, connection)
+    else:
+        engine.close()
     logging.shutdown()
     os._exit(0)  # to take an interpreter with a model library apart takes seconds
 
@@ -91,12 +98,36 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
     return engine
 
 
+def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
+    """Let the engine run by itself until the parent says Close; a failure is the parent's to act on."""
+
+    def send(answer: Answer) -> None:
+        with suppress(OSError):  # the parent has gone, and in a moment so have we
+            connection.send_bytes(ENCODER.encode(answer))
+
+    loop = EngineLoop(
+        engine,
+        lambda frame, seconds: send(Stepped.of(frame, has_work=True, seconds=seconds)),
+        lambda error: send(Failed(repr(error), "".join(traceback.format_exception(error)))),
+    )
+    loop.start()
+    while (message := _next(connection)) != Close():
+        match message:
+            case Submit(requests):
+                loop.submit(requests)
+            case Abort(key):
+                loop.abort(key)
+            case _:
+                raise AssertionError(f"{message} comes too late")
+    loop.stop()
+
+
 def _answer(engine: Engine, question: Question) -> Answer:
     try:
         match question:
             case Step():
                 frame = engine.step()
-                return Stepped.of(frame, engine.has_work())
+                return Stepped.of(frame, has_work=engine.has_work())
             case Add(request):
                 engine.add(request)
             case Abort(key):

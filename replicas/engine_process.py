@@ -3,7 +3,8 @@
 Owns the child process, the pipe to it and what travels there: one question and one answer per call of
 the protocol. Knows nothing of the engine at the other end; `engine_child.py` builds and drives it.
 
-A child that has died makes the next call raise EngineDied, and `has_work` true so that there is one.
+A child that has died makes the next call raise EngineDied. `Run` ends the questions and answers: from
+then on the child drives the engine by itself, and `process_loop.py` sends and receives.
 """
 
 import atexit
@@ -57,6 +58,14 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Has no answer but frames, for as long as the engine lives."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    requests: list[EngineRequest]
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """Has no answer but the end of the process."""
 
@@ -96,9 +105,10 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     num_prefill_tokens: int
     num_decode_tokens: int
     events: bytes
+    seconds: float
 
     @classmethod
-    def of(cls, frame: StepFrame, has_work: bool) -> "Stepped":
+    def of(cls, frame: StepFrame, *, has_work: bool, seconds: float = 0.0) -> "Stepped":
         return cls(
             has_work,
             frame.deltas,
@@ -106,6 +116,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
             frame.num_prefill_tokens,
             frame.num_decode_tokens,
             pickle.dumps(frame.events) if frame.events else b"",
+            seconds,
         )
 
     def frame(self) -> StepFrame:
@@ -120,7 +131,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-Question: TypeAlias = Build | Add | Abort | Step | ResetPrefixCache | Close
+Question: TypeAlias = Build | Add | Abort | Step | ResetPrefixCache | Run | Submit | Close
 Answer: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | Failed
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -169,7 +180,7 @@ class EngineProcess:
         self._call(Abort(key))
 
     def has_work(self) -> bool:
-        return self._has_work or self._process.poll() is not None
+        return self._has_work
 
     def step(self) -> StepFrame:
         answer = self._call(Step())
@@ -193,6 +204,10 @@ class EngineProcess:
         self._connection.close()
         atexit.unregister(self._process.kill)
 
+    def kill(self) -> None:
+        """Whoever waits for an answer gets EngineDied."""
+        self._process.kill()
+
     def _build(self, config: ReplicaConfig) -> Built:
         try:
             answer = self._ask(Build(config))
@@ -213,8 +228,19 @@ class EngineProcess:
         return answer
 
     def _ask(self, question: Question) -> Answer:
+        self.send(question)
+        return self.receive()
+
+    def send(self, question: Question) -> None:
+        """Raises EngineDied."""
         try:
             self._connection.send_bytes(ENCODER.encode(question))
+        except OSError as error:
+            raise EngineDied(self._obituary()) from error
+
+    def receive(self) -> Answer:
+        """The next of what the child says. Raises EngineDied if it has ended, or its engine has."""
+        try:
             answer = ANSWERS.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise EngineDied(self._obituary()) from error

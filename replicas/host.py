@@ -27,8 +27,8 @@ from replicas.engines import build_engine
 from replicas.errors import EngineDied, LeaseLost, StartupError
 from replicas.frame_bridge import FrameBridge
 from replicas.index_writer import IndexWriter
-from replicas.loop import EngineLoop
 from replicas.metrics import ReplicaMetrics, metrics_endpoint
+from replicas.process_loop import drive
 from replicas.proof import prove_hashes
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
@@ -228,7 +228,7 @@ class _Parts:
         self.card = engine.card
         self.metrics = ReplicaMetrics(CollectorRegistry())
         self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
-        self.engine_loop = EngineLoop(
+        self.engine_loop = drive(
             engine,
             self.bridge.put,
             lambda error: self.bridge.call(lambda: host.fail(EngineDied(f"the engine failed: {error!r}"))),

@@ -31,9 +31,6 @@ OnFrame = Callable[[StepFrame, float], None]
 
 ENGINE_FAILED = "the engine of this replica has failed"
 
-IDLE_SECONDS = 0.25
-"""An engine with nothing to do is asked so often whether that is still so: its process may have died."""
-
 OnDeath = Callable[[BaseException], None]
 
 
@@ -173,11 +170,11 @@ class EngineLoop:
         return True
 
     def _drain_inbox(self, *, wait: bool) -> bool | None:
-        """Whether anything came, in a while at most if it waits; None if it said to stop."""
+        """Whether anything was there; None if it said to stop."""
         has_news = False
         while True:
             try:
-                message = self._inbox.get(block=wait and not has_news, timeout=IDLE_SECONDS)
+                message = self._inbox.get(block=wait and not has_news)
             except queue.Empty:
                 return has_news
             has_news = True

@@ -1,0 +1,210 @@
+"""The engine loop in the engine's process, and the whole replica around it, when either process dies."""
+
+import asyncio
+import queue
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from replicas.engine import Engine
+from replicas.engine_process import EngineProcess
+from replicas.engines import build_engine
+from replicas.errors import EngineDied
+from replicas.host import ReplicaHost
+from replicas.process_loop import ProcessLoop, drive
+from replicas.protocol.frames import (
+    FinishReason,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    TokenDelta,
+)
+from replicas.protocol.status import ReplicaId
+from tests.replicas.builders import engine_request
+from tests.replicas.mirror import connect, read_record
+from tests.replicas.router_client import RouterClient, submit
+from tests.replicas.test_engine_process import config, engine_children, process, wait_gone
+
+__all__ = ["process"]
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = "toy_model"
+REPLICA = ReplicaId("r0")
+LONG_LEASE_SECONDS = 600.0
+"""It outlives the test's time limit, so a record that is gone did not run out."""
+
+
+class Heard:
+    """What a loop says, for a test to wait for."""
+
+    def __init__(self) -> None:
+        self.frames: queue.SimpleQueue[StepFrame] = queue.SimpleQueue()
+        self.deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def loop(self, engine: Engine) -> ProcessLoop:
+        loop = drive(engine, lambda frame, _: self.frames.put(frame), self.deaths.put)
+        assert isinstance(loop, ProcessLoop)
+        loop.start()
+        return loop
+
+    def deltas(self, num_finished: int) -> list[list[TokenDelta]]:
+        """Of each frame, up to the one with which so many choices have finished."""
+        deltas: list[list[TokenDelta]] = []
+        while sum(delta.finish_reason is not None for step in deltas for delta in step) < num_finished:
+            deltas.append(self.frames.get().deltas)
+        return deltas
+
+
+def test_choices_that_are_submitted_together_begin_in_one_step(process: EngineProcess) -> None:
+    heard = Heard()
+    loop = heard.loop(process)
+    prompt = [5] * 40
+    choices = [replace(engine_request(prompt), key=RequestKey(1, choice)) for choice in range(8)]
+    assert loop.submit(choices)
+    steps = heard.deltas(num_finished=8)
+    assert [len(deltas) for deltas in steps] == [8] * 4
+    assert loop.stop()
+    assert not loop.submit(choices)
+
+
+def test_an_aborted_request_is_forgotten_by_the_engine(process: EngineProcess) -> None:
+    heard = Heard()
+    loop = heard.loop(process)
+    loop.submit([engine_request([5] * 20, max_tokens=900)])
+    heard.frames.get()
+    loop.abort(RequestKey(1, 0))
+    loop.submit([engine_request([6] * 20, request_id=2, max_tokens=3)])
+    last = heard.deltas(num_finished=1)[-1]
+    assert [(delta.key, delta.finish_reason) for delta in last] == [(RequestKey(2, 0), FinishReason.LENGTH)]
+    assert loop.stop()
+
+
+def test_a_refusal_is_the_last_delta_of_its_request(process: EngineProcess) -> None:
+    heard = Heard()
+    loop = heard.loop(process)
+    loop.submit([engine_request([])])
+    ((delta,),) = heard.deltas(num_finished=1)
+    assert delta.refusal is not None
+    assert delta.refusal.code is RefusalCode.INVALID_REQUEST
+    assert loop.stop()
+
+
+def test_an_engine_that_raises_ends_its_requests_and_the_loop() -> None:
+    engine, _ = build_engine(config(simulated_hardware="h100-8b", simulated_speed=1e-320))
+    heard = Heard()
+    loop = heard.loop(engine)
+    loop.submit([engine_request([5] * 20)])
+    ((delta,),) = heard.deltas(num_finished=1)
+    assert delta.refusal is not None
+    assert delta.refusal.code is RefusalCode.INTERNAL
+    assert "OverflowError" in str(heard.deaths.get())
+    assert not loop.submit([engine_request([5] * 20)])
+    assert loop.stop()
+
+
+def test_an_engine_that_does_not_end_its_step_is_killed() -> None:
+    engine, _ = build_engine(config(simulated_hardware="h100-8b", simulated_speed=1e-6))
+    assert isinstance(engine, EngineProcess)
+    heard = Heard()
+    loop = heard.loop(engine)
+    loop.submit([engine_request([5] * 20)])
+    assert loop.stop(0.1)
+    assert not psutil.pid_exists(engine.pid)
+    assert heard.deaths.empty()
+
+
+@pytest.mark.parametrize("under_load", [True, False])
+async def test_a_killed_child_ends_the_lease_at_once(redis_url: str, under_load: bool) -> None:
+    host = ReplicaHost(
+        config(
+            replica_id=REPLICA,
+            redis_url=redis_url,
+            simulated_hardware="h100-8b",
+            num_blocks=None,
+            lease_seconds=LONG_LEASE_SECONDS,
+        )
+    )
+    redis = connect(redis_url)
+    before = engine_children()
+    await host.start()
+    assert await read_record(redis, MODEL, REPLICA) is not None
+    (child,) = engine_children() - before
+    async with grpc.aio.insecure_channel(host.address) as channel:
+        client = RouterClient(channel)
+        if under_load:
+            await client.send(submit(1, max_tokens=8000))
+            frame = await client.read()
+            while frame is not None and not frame.deltas:
+                frame = await client.read()
+        child.kill()
+        if under_load:
+            last = (await client.finish((1, 0)))[RequestKey(1, 0)][-1]
+            assert last.finish_reason is FinishReason.ERROR
+            assert last.refusal is not None
+            assert last.refusal.code is RefusalCode.INTERNAL
+        with pytest.raises(EngineDied, match="was ended by SIGKILL"):
+            await host.wait_dead()
+    assert await read_record(redis, MODEL, REPLICA) is None
+    assert engine_children() == before
+    await redis.aclose()
+
+
+@asynccontextmanager
+async def replica(redis_url: str) -> AsyncIterator[tuple[Process, psutil.Process]]:
+    """`python -m replicas` with a request in its engine, and the child in which that is."""
+    flags = ["--replica-id=r0", "--engine=simulated", "--engine-process=true", f"--redis-url={redis_url}"]
+    flags.append(f"--lease-seconds={LONG_LEASE_SECONDS}")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replicas", *flags, stderr=asyncio.subprocess.PIPE, cwd=REPOSITORY
+    )
+    redis = connect(redis_url)
+    while (record := await read_record(redis, MODEL, REPLICA)) is None:
+        assert process.returncode is None
+        await asyncio.sleep(0.02)
+    (child,) = psutil.Process(process.pid).children()
+    async with grpc.aio.insecure_channel(record.address) as channel:
+        client = RouterClient(channel)
+        await client.send(submit(1, max_tokens=60))
+        frame = await client.read()
+        while frame is not None and not frame.deltas:
+            frame = await client.read()
+        yield process, child
+    await redis.aclose()
+
+
+async def test_a_replica_whose_engine_process_is_killed_exits_with_one_sentence(redis_url: str) -> None:
+    async with replica(redis_url) as (process, child):
+        child.kill()
+        _, stderr = await process.communicate()
+    log = stderr.decode()
+    assert process.returncode == 1, log
+    assert f"its process {child.pid} was ended by SIGKILL" in log.splitlines()[-1]
+    redis = connect(redis_url)
+    assert await read_record(redis, MODEL, REPLICA) is None
+    await redis.aclose()
+
+
+async def test_sigterm_drains_a_replica_with_an_engine_process(redis_url: str) -> None:
+    async with replica(redis_url) as (process, child):
+        process.send_signal(signal.SIGTERM)
+        _, stderr = await process.communicate()
+    log = stderr.decode()
+    assert process.returncode == 0, log
+    assert "draining requests=1" in log
+    assert "Traceback" not in log
+    assert not child.is_running()
+
+
+async def test_a_killed_replica_takes_its_engine_process_with_it(redis_url: str) -> None:
+    async with replica(redis_url) as (process, child):
+        process.kill()
+        await process.wait()
+        await asyncio.to_thread(wait_gone, child.pid)
