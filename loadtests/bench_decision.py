@@ -149,7 +149,7 @@ def measure_batch(table: RoutingTable, batch: Sequence[Prompt], block_size: int)
 def measure_decisions(num_batches: int, num_hashes: int, block_size: int) -> None:
     columns = (*STAGES, "whole", "whole p99")
     print(
-        f"\nCPU microseconds per prompt of {NUM_TOKENS} tokens in blocks of {block_size}, {num_hashes:,} hashes"
+        f"\nCPU microseconds per prompt of {NUM_TOKENS} tokens, blocks of {block_size}, {num_hashes:,} hashes"
     )
     print(f"medians over {num_batches} batches of {BATCH}")
     print("replicas  prompts  " + "  ".join(f"{column:>15}" for column in columns))
