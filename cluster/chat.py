@@ -111,7 +111,7 @@ class Chat:
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 response.read()
-                raise ClusterError(f"error {response.status_code}: {_error_message(response)}")
+                raise ClusterError(f"error {response.status_code}: {error_message(response)}")
             turn.replica = response.headers.get("x-kvasir-replica", "?")
             for chunk in _events(response):
                 self._take(chunk, turn, time.monotonic() - started)
@@ -182,7 +182,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _error_message(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
+    """What the router says of an error."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

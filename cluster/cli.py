@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat, replay, simulate.
+"""The `kvasir` command: up, down, status, chat, explain, where, replay, simulate.
 
 Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster.errors import ClusterError, NotRunning
-from cluster.run_directory import RunDirectory, default_run_directory
+from cluster.run_directory import ClusterState, RunDirectory, default_run_directory
 
 MOST_REPLICAS = 512
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "down": _down,
         "status": _status,
         "chat": _chat,
+        "explain": _explain,
+        "where": _where,
         "replay": _replay,
         "simulate": _simulate,
     }
@@ -75,6 +77,11 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
         "status", parents=[common], allow_abbrev=False, help="show what runs and how busy it is"
     )
     _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
+    for name, what in (
+        ("explain", "say where a prompt would go, and why, without sending it"),
+        ("where", "say which replicas hold a prompt or a block, asked of Redis itself"),
+    ):
+        _add_explain(commands.add_parser(name, parents=[common], allow_abbrev=False, help=what))
     replay = commands.add_parser(
         "replay", parents=[common], allow_abbrev=False, help="send recorded or generated traffic to a cluster"
     )
@@ -116,6 +123,18 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="model to talk to (default: the first one)")
     parser.add_argument("--user", help="sent along as the request's user")
     parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="what a user says; for `where` also a block hash")
+    parser.add_argument("--file", metavar="FILE", help="JSON instead: a list of messages or a whole request")
+    parser.add_argument("--completion", action="store_true", help="the prompt is no chat but plain text")
+    parser.add_argument("--model", metavar="NAME", help="default: the first one")
+    parser.add_argument("--prompt-cache-key", metavar="KEY", help="as the request would have it")
+    parser.add_argument("--cache-salt", metavar="SALT", help="as the request would have it")
+    parser.add_argument("--url", help="a router (default: that of the cluster that runs here)")
+    parser.add_argument("--redis-url", help="default: that of the cluster that runs here; for `where`")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
@@ -176,10 +195,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    directory = RunDirectory(arguments.run_dir)
-    state = directory.read_state() if directory.owner() is not None else None
-    if state is None:
-        raise NotRunning(f"no cluster runs in {directory.path}; start one with ./kvasir up")
+    state = _running(arguments, "start one with ./kvasir up")
 
     from cluster.status import read_registry, render
 
@@ -218,23 +234,48 @@ def _chat(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from loadtests.replay_command import ReplayError, run
 
-    url = arguments.url
-    if url is None:
-        directory = RunDirectory(arguments.run_dir)
-        state = directory.read_state() if directory.owner() is not None else None
-        if state is None:
-            raise NotRunning(f"no cluster runs in {directory.path}; start one with ./kvasir up or give --url")
-        url = state.router_url
     try:
-        return run(arguments, url.rstrip("/").removesuffix("/v1"), _say)
+        return run(arguments, _router_url(arguments), _say)
     except ReplayError as error:
         raise ClusterError(str(error)) from error
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from cluster.explain import explain
+
+    return explain(arguments, _router_url(arguments), _say)
+
+
+def _where(arguments: argparse.Namespace) -> int:
+    from cluster.where import where
+
+    redis_url = arguments.redis_url
+    if redis_url is None:
+        redis_url = _running(arguments, "start one with ./kvasir up or give --redis-url").redis_url
+    return where(arguments, lambda: _router_url(arguments), redis_url, _say)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from cluster.simulate import run
 
     return run(arguments, _say)
+
+
+def _running(arguments: argparse.Namespace, remedy: str) -> ClusterState:
+    """The cluster that runs here. Raises NotRunning."""
+    directory = RunDirectory(arguments.run_dir)
+    state = directory.read_state() if directory.owner() is not None else None
+    if state is None:
+        raise NotRunning(f"no cluster runs in {directory.path}; {remedy}")
+    return state
+
+
+def _router_url(arguments: argparse.Namespace) -> str:
+    """The router that was named, or that of the cluster that runs here. Raises NotRunning."""
+    url: str | None = arguments.url
+    if url is None:
+        url = _running(arguments, "start one with ./kvasir up or give --url").router_url
+    return url.rstrip("/").removesuffix("/v1")
 
 
 if __name__ == "__main__":

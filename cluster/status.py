@@ -66,7 +66,7 @@ def render(state: ClusterState, registry: Registry) -> str:
         redis_line += f"  NOT REACHABLE: {registry.complaint}"
     phase = "" if state.ready else "  (still starting)"
     router_line = f"router  {state.router_url}  pid {state.router_pid}{phase}"
-    return "\n".join([*_align(rows), "", router_line, redis_line, f"Ray     {state.ray_address}"])
+    return "\n".join([*align(rows), "", router_line, redis_line, f"Ray     {state.ray_address}"])
 
 
 def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_registry_read: bool) -> str:
@@ -93,7 +93,8 @@ def _load_cells(record: ReplicaRecord | None, block_size: int) -> tuple[str, str
     )
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines in which every column is as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

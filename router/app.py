@@ -3,6 +3,8 @@
 Owns the routes. The routes that generate bypass Starlette: they are raw endpoints and write by themselves.
 """
 
+from collections.abc import Mapping
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -11,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
+from router.api.explaining import ExplainRoutes
 from router.api.http import ClientGone
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
@@ -21,13 +24,17 @@ from router.api.openai_shared import (
     method_not_allowed,
     unknown_route,
 )
-from router.api.serving import GenerationEndpoint
+from router.api.serving import GenerationEndpoint, Prepare
 from router.errors import RouterError
 
 
 def create_app(context: ApiContext) -> ASGIApp:
+    prepares: Mapping[str, Prepare] = {
+        "/v1/chat/completions": prepare_chat,
+        "/v1/completions": prepare_completion,
+    }
     control = Starlette(
-        routes=ControlRoutes(context).routes(),
+        routes=[*ControlRoutes(context).routes(), *ExplainRoutes(context, prepares).routes()],
         exception_handlers={
             RouterError: _on_router_error,
             HTTPException: _on_http_exception,
@@ -36,8 +43,8 @@ def create_app(context: ApiContext) -> ASGIApp:
         },
     )
     hot = {
-        "/v1/chat/completions": GenerationEndpoint(context, "chat_completions", prepare_chat),
-        "/v1/completions": GenerationEndpoint(context, "completions", prepare_completion),
+        path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
+        for path, prepare in prepares.items()
     }
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

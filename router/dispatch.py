@@ -17,18 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import (
-    NO_USER,
-    FinishReason,
-    Refusal,
-    RefusalCode,
-    RequestKey,
-    SamplingParams,
-    TokenDelta,
-    UserTag,
-)
-from replicas.protocol.status import Adapter, ReplicaId
+from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, TokenDelta
+from replicas.protocol.status import ReplicaId
 from router.attempt import Attempt, Choice
 from router.errors import (
     ContextLengthExceeded,
@@ -39,25 +29,10 @@ from router.errors import (
     RouterError,
     UnknownModel,
 )
+from router.generation import Generation
 from router.replica_client import Mailbox, ReplicaClient, ReplicaLost
 from router.routing.decision import Decision, RoutingRequest
-from router.routing.table import RoutedRequest, RoutingTable
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """All that dispatch needs of a request. `block_hashes` are the prompt's full blocks under `root`."""
-
-    model: str
-    token_ids: Sequence[int]
-    root: BlockHash
-    block_hashes: Sequence[BlockHash]
-    bucket: bytes
-    sampling: SamplingParams
-    num_choices: int = 1
-    priority: int = 0
-    adapter: Adapter | None = None
-    user: UserTag = NO_USER
+from router.routing.table import Preview, RoutedRequest, RoutingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +80,15 @@ class Dispatcher:
     def run(self, generation: Generation) -> "Run":
         """An async context manager; leaving it stops what still runs and gives everything back."""
         return Run(self, generation)
+
+    def preview(self, generation: Generation) -> Preview:
+        """Where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
+        request = RoutingRequest(
+            generation.bucket, len(generation.token_ids), self.table.block_size(generation.model)
+        )
+        return self.table.preview(
+            generation.model, request, generation.block_hashes, adapter=generation.adapter
+        )
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(self.num_running, self.num_retries, self.num_resumes, self.num_lost)

@@ -17,7 +17,7 @@ from replicas.protocol.frames import (
     TokenLogprobs,
     UserTag,
 )
-from router.dispatch import Generation
+from router.generation import Generation
 from router.prompt.catalog import ServedModel
 from router.prompt.detokenizer import Detokenizer
 from router.routing.bucket import bucket_of

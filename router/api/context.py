@@ -17,11 +17,13 @@ from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.http import read_body
 from router.config import RouterConfig
-from router.dispatch import DispatchStatistics, Generation
+from router.dispatch import DispatchStatistics
 from router.errors import Overloaded
+from router.generation import Generation
 from router.metrics import RouterMetrics, dispatch_families, token_cache_families
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
+from router.routing.table import Preview
 
 
 class Runs(Protocol):
@@ -42,6 +44,7 @@ class Runs(Protocol):
 
 class Dispatches(Protocol):
     def run(self, generation: Generation) -> Runs: ...
+    def preview(self, generation: Generation) -> Preview: ...
     def statistics(self) -> DispatchStatistics: ...
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
@@ -41,6 +41,13 @@ class _Model:
     draining: set[ReplicaId] = field(default_factory=set)
     ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
     """Those that may serve, by the adapter that is asked for. Emptied when one comes, goes or drains."""
+
+
+class Preview(NamedTuple):
+    """A decision that nobody has acted upon, and the bucket's affinity order, home first."""
+
+    decision: Decision
+    affinity_order: tuple[ReplicaId, ...]
 
 
 class RoutedRequest:
@@ -214,16 +221,45 @@ class RoutingTable:
         Raises UnknownModel or NoReplicaAvailable.
         """
         fleet = self._model(model)
+        decision, _ = self._decide(fleet, request, block_hashes, exclude, adapter)
+        return self._act(fleet.index, request, block_hashes, decision)
+
+    def preview(
+        self,
+        model: str,
+        request: RoutingRequest,
+        block_hashes: Sequence[BlockHash],
+        *,
+        adapter: Adapter | None = None,
+    ) -> Preview:
+        """What `route` would decide now. Nothing is reserved, and what it decides next stays the same.
+
+        Raises UnknownModel or NoReplicaAvailable.
+        """
+        chance = self._rng.getstate()
+        try:
+            decision, replicas = self._decide(self._model(model), request, block_hashes, (), adapter)
+        finally:
+            self._rng.setstate(chance)
+        return Preview(decision, tuple(replicas.ranking.of(request.bucket).whole()))
+
+    def _decide(
+        self,
+        fleet: _Model,
+        request: RoutingRequest,
+        block_hashes: Sequence[BlockHash],
+        exclude: Collection[ReplicaId],
+        adapter: Adapter | None,
+    ) -> tuple[Decision, Replicas]:
         self._end_lingering()
         replicas = self._ready(fleet, adapter)
         if exclude:
             replicas = replicas.without(exclude)
         if not len(replicas):
-            raise NoReplicaAvailable(f"no replica of {model} is ready just now")
+            raise NoReplicaAvailable("no replica is ready just now")
         request = dataclasses.replace(request, sequence=self._num_routed)
         overlaps = fleet.index.overlaps(block_hashes)
-        decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
-        return self._act(fleet.index, request, block_hashes, decision)
+        return self._policy(request, replicas, overlaps, self._parameters, self._rng), replicas
 
     def _act(
         self,

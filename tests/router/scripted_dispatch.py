@@ -6,8 +6,10 @@ from types import TracebackType
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
-from router.dispatch import DispatchStatistics, Generation
+from router.dispatch import DispatchStatistics
+from router.generation import Generation
 from router.routing.decision import Decision, DecisionReason
+from router.routing.table import Preview
 
 NEVER = "never"
 """In a script: nothing more comes until the run is left."""
@@ -69,6 +71,9 @@ class ScriptedDispatcher:
     def run(self, generation: Generation) -> "ScriptedRun":
         self.generations.append(generation)
         return ScriptedRun(self, list(self.script(generation)))
+
+    def preview(self, generation: Generation) -> Preview:
+        return Preview(ScriptedRun.decision, (ReplicaId("replica-7"),))
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(self.num_open, 0, 0, 0)

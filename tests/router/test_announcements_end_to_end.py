@@ -20,8 +20,9 @@ from replicas.protocol.frames import SamplingParams
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId
 from replicas.simulated_engine import SimulatedEngine
-from router.dispatch import Dispatcher, Generation
+from router.dispatch import Dispatcher
 from router.errors import UnknownModel
+from router.generation import Generation
 from router.index_mirror import IndexMirror
 from router.membership import Membership, RegistrySource
 from router.routing.bucket import AffinityRanking
@@ -181,7 +182,7 @@ def bucket_at_home(replica_id: str) -> bytes:
     """One whose home is this replica."""
     names = [ReplicaId("r0"), ReplicaId("r1")]
     ranking = AffinityRanking(names)
-    return next(key for key in (bytes([n]) for n in range(99)) if ranking.order(key)[0] == replica_id)
+    return next(key for key in (bytes([n]) for n in range(99)) if ranking.of(key).whole()[0] == replica_id)
 
 
 @pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ import pytest
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import FinishReason, RefusalCode, SamplingParams, TokenDelta, UserTag
 from replicas.protocol.status import Adapter, ReplicaId
-from router.dispatch import Dispatcher, Generation, RetryPolicy, Run
+from router.dispatch import Dispatcher, RetryPolicy, Run
 from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -18,6 +18,7 @@ from router.errors import (
     NoReplicaAvailable,
     Overloaded,
 )
+from router.generation import Generation
 from router.replica_client import ReplicaClient
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from replicas.protocol.frames import RequestKey, TokenDelta
-from router.dispatch import Generation
+from router.generation import Generation
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Step, says
 

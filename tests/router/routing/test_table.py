@@ -364,3 +364,27 @@ def test_a_replica_that_left_may_still_be_spoken_of() -> None:
         table.remove_replica(routed.decision.replica_id)
         routed.first_token()
     assert table.loads.num_reserved == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_a_preview_is_what_is_decided_next_and_leaves_no_trace(policy: str, size: int) -> None:
+    """40 replicas are more than are compared, so chance has a part in who is."""
+    rng = random.Random(size)
+    previewed, plain = table_of(size, policy), table_of(size, policy)
+    open_requests: list[tuple[RoutedRequest, RoutedRequest]] = []
+    for _ in range(200):
+        tokens = prompt(512 * rng.randrange(3), rng.randrange(5), 300)
+        bucket = bucket_of(ROOT, None, tokens, None, BLOCK_SIZE)
+        request = RoutingRequest(bucket, len(tokens), BLOCK_SIZE)
+        reserved, predicted = previewed.loads.num_reserved, previewed.num_predictions
+        preview = previewed.preview("m", request, hash_blocks(ROOT, tokens, BLOCK_SIZE))
+        assert (previewed.loads.num_reserved, previewed.num_predictions) == (reserved, predicted)
+        routed, twin = route(previewed, tokens), route(plain, tokens)
+        assert preview.decision == routed.decision == twin.decision
+        assert sorted(preview.affinity_order) == sorted(previewed.replica_ids("m"))
+        assert preview.affinity_order[routed.decision.rank] == routed.decision.replica_id
+        open_requests.append((routed, twin))
+        if rng.random() < 0.7:
+            for request_to_close in open_requests.pop(rng.randrange(len(open_requests))):
+                request_to_close.close()

@@ -1,0 +1,49 @@
+"""POST /explain/v1/…: what would become of a request, without running it.
+
+Owns the route. The body is that of the route that it is about, and goes through the same preparation.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.context import ApiContext
+from router.api.openai_shared import encode_json
+from router.api.serving import Prepare
+from router.explain import explanation
+
+
+class ExplainRoutes:
+    """`prepares` has what prepares a request, by its route."""
+
+    def __init__(self, context: ApiContext, prepares: Mapping[str, Prepare]) -> None:
+        self._context = context
+        self._prepares = prepares
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/explain" + path, self._endpoint(prepare), methods=["POST"])
+            for path, prepare in self._prepares.items()
+        ]
+
+    def _endpoint(self, prepare: Prepare) -> Callable[[Request], Awaitable[Response]]:
+        context = self._context
+
+        async def explain(request: Request) -> Response:
+            with context.in_flight():
+                body = await context.read_body(request.scope, request.receive)
+                answer = await prepare(context, body)
+            explanations = [
+                explanation(
+                    prompt.generation,
+                    context.dispatcher.preview(prompt.generation),
+                    block_size=answer.model.card.block_size,
+                    index_stride=context.config.index_stride,
+                )
+                for prompt in answer.prompts
+            ]
+            return Response(encode_json({"prompts": explanations}), media_type="application/json")
+
+        return explain

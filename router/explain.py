@@ -1,0 +1,69 @@
+"""Explanation: what the router would decide for a prompt now, and why, as plain data.
+
+Owns the shape that the explain route answers with. Decides nothing itself: it writes out a decision that
+the router's own code has made.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.keys import is_indexed
+from router.generation import Generation
+from router.routing.decision import Candidate, Decision
+from router.routing.table import Preview
+
+
+def explanation(
+    generation: Generation, preview: Preview, *, block_size: int, index_stride: int
+) -> dict[str, Any]:
+    """`affinity_order` begins with home; `block_hashes` are those that the index keeps, as hex."""
+    decision = preview.decision
+    return {
+        "model": generation.model,
+        "adapter": None if generation.adapter is None else generation.adapter.name,
+        "num_tokens": len(generation.token_ids),
+        "block_size": block_size,
+        "bucket": generation.bucket.hex(),
+        "affinity_order": list(preview.affinity_order),
+        "decision": {
+            "replica": decision.replica_id,
+            "reason": decision.reason.value,
+            "overlap_tokens": decision.overlap_tokens,
+        },
+        "candidates": [_candidate(candidate) for candidate in _by_cost(decision)],
+        "block_hashes": [
+            {"num_tokens": (position + 1) * block_size, "hash": block_hash.hex()}
+            for position, block_hash in indexed(generation.block_hashes, block_size, index_stride)
+        ],
+    }
+
+
+def indexed(
+    block_hashes: Sequence[BlockHash], block_size: int, index_stride: int
+) -> list[tuple[int, BlockHash]]:
+    """The blocks of a prompt that the index keeps, with their positions."""
+    last = len(block_hashes) - 1
+    return [
+        (position, block_hash)
+        for position, block_hash in enumerate(block_hashes)
+        if position == last or is_indexed(position, block_size, index_stride)
+    ]
+
+
+def _by_cost(decision: Decision) -> list[Candidate]:
+    return sorted(decision.candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "replica": candidate.replica_id,
+        "rank": candidate.rank,
+        "overlap_tokens": candidate.overlap_tokens,
+        "num_requests": candidate.load.num_requests,
+        "num_pending_tokens": candidate.load.num_pending_tokens,
+        "wait_seconds": candidate.cost.wait_seconds,
+        "prefill_seconds": candidate.cost.prefill_seconds,
+        "copy_seconds": candidate.cost.copy_seconds,
+        "cost_seconds": candidate.cost.seconds,
+    }
