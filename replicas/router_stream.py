@@ -42,11 +42,10 @@ class OpenRequest:
 class RouterStream:
     """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time.
 
-    `load` counts the requests up to `last_counted_id`, of all streams.
+    `load` counts every request that came before it was offered, so it is offered with each that comes.
     """
 
     load: LoadSnapshot
-    last_counted_id: int
     clock: Callable[[], float]
     open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,8 +56,9 @@ class RouterStream:
     _weight: int = 0
     _num_submits: int = 0
     _num_counted: int = 0
-    _uncounted: dict[int, int] = field(default_factory=dict)
-    """The replica's own id -> how many submits are counted once it is; ascending."""
+    """Submits that `load` counts."""
+    _num_sent: int = 0
+    """Of them, those that the router knows to be counted."""
     _sent_load: LoadSnapshot | None = None
     _sent_at: float = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -70,23 +70,15 @@ class RouterStream:
             self.overflowed.set()
         self.wanted.set()
 
-    def submitted(self, request_id: int) -> None:
-        """The engine was given the next submit of this stream, under this id."""
+    def submitted(self) -> None:
+        """One more submit of this stream; the load that counts it is offered next."""
         self._num_submits += 1
-        self._uncounted[request_id] = self._num_submits
 
-    def refused(self) -> None:
-        """The next submit of this stream never came to the engine: it is counted with the one before it."""
-        self._num_submits += 1
-        if self._uncounted:
-            self._uncounted[next(reversed(self._uncounted))] = self._num_submits
-        else:
-            self._num_counted = self._num_submits
-
-    def offer_load(self, load: LoadSnapshot, last_counted_id: int) -> None:
+    def offer_load(self, load: LoadSnapshot) -> None:
         """Remember the newest load; wake the writer if it differs enough to be worth a message."""
-        self.load, self.last_counted_id = load, last_counted_id
-        has_counted = self._count()
+        self.load = load
+        self._num_counted = self._num_submits
+        has_counted = self._num_counted > self._num_sent
         if self.wanted.is_set() or self._timer is not None or not (has_counted or self._is_material(load)):
             return
         wait = self._sent_at + MIN_LOAD_INTERVAL_SECONDS - self.clock()
@@ -103,6 +95,7 @@ class RouterStream:
         if not self._outbox:
             self.wanted.clear()
         self._sent_load, self._sent_at = self.load, self.clock()
+        self._num_sent = self._num_counted
         return ServerFrame(tuple(deltas), self.load, self._num_counted)
 
     @property
@@ -127,16 +120,6 @@ class RouterStream:
     def _on_timer(self) -> None:
         self._timer = None
         self.wanted.set()
-
-    def _count(self) -> bool:
-        """Whether the load counts a submit that the one before it did not."""
-        before = self._num_counted
-        while self._uncounted:
-            oldest = next(iter(self._uncounted))
-            if oldest > self.last_counted_id:
-                break
-            self._num_counted = self._uncounted.pop(oldest)
-        return self._num_counted > before
 
     def _is_material(self, load: LoadSnapshot) -> bool:
         sent = self._sent_load

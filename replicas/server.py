@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from replicas.arrivals import Arrivals
 from replicas.engine import EngineRequest, expand
 from replicas.loop import ENGINE_FAILED
 from replicas.metrics import ReplicaMetrics
@@ -130,8 +131,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._request_ids = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
         self._streams: list[RouterStream] = []
-        self._load = LoadSnapshot(num_total_blocks=identity.card.num_blocks)
-        self._last_counted_id = 0
+        self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,8 +140,8 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     @property
     def load(self) -> LoadSnapshot:
-        """The newest that the engine has said."""
-        return self._load
+        """The newest that the engine has said, and what has come since."""
+        return self._arrivals.load
 
     @property
     def num_requests(self) -> int:
@@ -194,7 +194,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     def deliver(self, frame: StepFrame) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
-        self._load, self._last_counted_id = frame.load, frame.last_request_id
+        self._arrivals.take(frame.load, frame.last_request_id)
         for delta in frame.deltas:
             request_id, choice = delta.key
             request = self._open.get(request_id)
@@ -213,13 +213,12 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             )
             if delta.finish_reason is not None:
                 self._end_choice(request_id, request, choice)
-        for stream in self._streams:
-            stream.offer_load(frame.load, frame.last_request_id)
+        self._offer_load()
 
     async def Serve(  # noqa: N802, RUF100 - gRPC's name
         self, request_iterator: AsyncIterator[pb.ClientFrame], context: Any
     ) -> None:
-        stream = RouterStream(self._load, self._last_counted_id, self._clock)
+        stream = RouterStream(self.load, self._clock)
         stream.wanted.set()  # a router that has just come wants to know the load
         self._streams.append(stream)
         self._metrics.streams.set(len(self._streams))
@@ -312,12 +311,15 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         if not self._inbox.submit(requests):
             self._refuse(stream, submit, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
             return
-        stream.submitted(request_id)
+        stream.submitted()
+        num_tokens = submit.num_expected_tokens or len(submit.token_ids)
+        self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
         choices = {request.key.choice for request in requests}
         request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices)
         stream.open_ids[submit.request_id] = request_id
         self._idle.clear()
         self._announce(request, submit)
+        self._offer_load()
 
     def _refusal(self, stream: RouterStream, submit: Submit) -> Refusal | None:
         if submit.request_id in stream.open_ids:
@@ -335,10 +337,11 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
         self._metrics.refusals.labels(refusal.code.value).inc()
-        stream.refused()
+        stream.submitted()
         for choice in range(min(submit.num_choices, MAX_CHOICES)):
             key = RequestKey(submit.request_id, choice)
             stream.put(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
+        stream.offer_load(self.load)
 
     def _abort(self, stream: RouterStream, abort: Abort) -> None:
         request_id = stream.open_ids.get(abort.request_id)
@@ -354,6 +357,10 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         for wire_id in list(stream.open_ids):
             self._abort(stream, Abort(wire_id))
 
+    def _offer_load(self) -> None:
+        for stream in self._streams:
+            stream.offer_load(self.load)
+
     def _announce(self, request: OpenRequest, submit: Submit) -> None:
         announcement_id, hashes = submit.announcement_id, submit.announced_hashes
         if announcement_id and hashes and self._announcer.announce(announcement_id, hashes):
@@ -368,6 +375,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         request.choices.discard(choice)
         if not request.choices:
             self._end_announcement(request)
+            self._arrivals.remove(request_id)
             del self._open[request_id]
             del request.stream.open_ids[request.wire_id]
             if not self._open:

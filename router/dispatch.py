@@ -307,6 +307,7 @@ class Run:
                 user=generation.user,
                 num_output_tokens=len(output),
                 announcement=routed.announcement,
+                num_expected_tokens=len(token_ids) - routed.decision.overlap_tokens,
                 mailbox=self._mailbox,
             )
         except BaseException as error:

@@ -183,6 +183,7 @@ class ReplicaClient:
         user: UserTag = NO_USER,
         num_output_tokens: int = 0,
         announcement: Announcement = NO_ANNOUNCEMENT,
+        num_expected_tokens: int = 0,
         mailbox: Mailbox | None = None,
     ) -> Inflight:
         """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
@@ -206,6 +207,7 @@ class ReplicaClient:
                 num_output_tokens=num_output_tokens,
                 announced_hashes=announcement.block_hashes,
                 announcement_id=announcement.announcement_id,
+                num_expected_tokens=num_expected_tokens,
             )
         )
         self._num_submits = request_id

@@ -80,6 +80,8 @@ class Submit:
     one of the model card's. `announced_hashes` are those of the prompt's blocks that the index would
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
+    `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
+    has counted it; 0 is not known.
     """
 
     request_id: int
@@ -94,6 +96,7 @@ class Submit:
     user: UserTag = NO_USER
     announced_hashes: tuple[BlockHash, ...] = ()
     announcement_id: int = 0
+    num_expected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class ClientFrame(_message.Message):
     def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes", "announcement_id")
+    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes", "announcement_id", "num_expected_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Submit(_message.Message):
     USER_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_HASHES_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: bytes
     sampling: Sampling
@@ -54,7 +55,8 @@ class Submit(_message.Message):
     user: bytes
     announced_hashes: bytes
     announcement_id: int
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ..., announcement_id: _Optional[int] = ...) -> None: ...
+    num_expected_tokens: int
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ..., announcement_id: _Optional[int] = ..., num_expected_tokens: _Optional[int] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("content_hash", "start", "length")

@@ -109,6 +109,7 @@ def submit_to_wire(submit: Submit) -> pb.Submit:
         user=submit.user,
         announced_hashes=b"".join(submit.announced_hashes),
         announcement_id=submit.announcement_id,
+        num_expected_tokens=submit.num_expected_tokens,
     )
 
 
@@ -152,6 +153,7 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         user=UserTag(message.user),
         announced_hashes=announced_hashes,
         announcement_id=message.announcement_id,
+        num_expected_tokens=message.num_expected_tokens,
     )
 
 

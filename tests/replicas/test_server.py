@@ -339,7 +339,7 @@ async def test_a_taken_port_is_an_error_not_a_shared_port(harness: Harness) -> N
 
 
 def test_a_stream_forgets_no_delta_however_they_are_cut_into_messages() -> None:
-    stream = router_stream.RouterStream(LoadSnapshot(), 0, clock=lambda: 0.0)
+    stream = router_stream.RouterStream(LoadSnapshot(), clock=lambda: 0.0)
     deltas = [TokenDelta(RequestKey(n, 0), (n,)) for n in range(10_000)]
     for delta in deltas:
         stream.put(delta)
@@ -466,7 +466,8 @@ async def test_each_frame_counts_exactly_the_submits_that_it_says(
         num_refused += sum(delta.refusal is not None for delta in ends)
         assert frame.num_counted_submits <= len(ordinals)
         num_gone = sum(ordinal <= frame.num_counted_submits for ordinal in finished)
-        assert frame.load.num_running == frame.num_counted_submits - num_gone
+        num_there = frame.load.num_running + frame.load.num_waiting
+        assert num_there == frame.num_counted_submits - num_gone
         if len(ordinals) < 300:
             for _ in range(rng.randrange(4)):
                 request_id = len(ordinals) + 1
@@ -482,27 +483,49 @@ async def test_each_frame_counts_exactly_the_submits_that_it_says(
     assert num_refused > 5
 
 
-async def test_a_stream_counts_refused_submits_with_those_before_them() -> None:
-    stream = router_stream.RouterStream(LoadSnapshot(), 0, clock=lambda: 0.0)
-    stream.refused()
-    assert stream.take().num_counted_submits == 1
-    stream.submitted(10)
-    stream.refused()
-    stream.submitted(12)
-    stream.refused()
-    for last_counted_id, num_counted in ((9, 1), (10, 3), (11, 3), (12, 5)):
-        stream.offer_load(LoadSnapshot(), last_counted_id)
-        assert stream.take().num_counted_submits == num_counted
-    stream.refused()
-    assert stream.take().num_counted_submits == 6
+async def test_a_request_is_part_of_the_load_while_the_engine_is_busy_with_a_step(
+    client: RouterClient, channel: grpc.aio.Channel, harness: Harness
+) -> None:
+    """Of what is known to every router, not only to the one that sent it."""
+    other = RouterClient(channel)
+    harness.engine.gate.clear()
+    await client.send(submit(1, range(5), max_tokens=1))
+    await client.send(submit(2, range(200), max_tokens=1, num_choices=3))
+    await client.send(replace(submit(3, range(200), max_tokens=1), num_expected_tokens=7))
+    for router, num_submits in ((client, 3), (other, 0)):
+        frame = await router.read()
+        while frame is not None and frame.load.num_running + frame.load.num_waiting < 5:
+            frame = await router.read()
+        assert frame is not None
+        assert frame.num_counted_submits == num_submits
+        assert frame.load.num_pending_tokens == 5 + 200 + 7
+    assert harness.server.load.num_running + harness.server.load.num_waiting == 5
+    await client.send(Abort(2))
+    while frame is not None and frame.load.num_running + frame.load.num_waiting > 2:
+        frame = await other.read()
+    assert frame is not None and frame.load.num_pending_tokens <= 5 + 7
+    harness.engine.gate.set()
+    await harness.until_engine_is_empty()
+    assert (harness.server.load.num_running, harness.server.load.num_waiting) == (0, 0)
+    assert harness.server.load.num_pending_tokens == 0
+
+
+async def test_every_submit_is_counted_with_the_load_that_is_offered_next() -> None:
+    stream = router_stream.RouterStream(LoadSnapshot(), clock=lambda: 0.0)
+    assert stream.take().num_counted_submits == 0
+    stream.submitted()
+    assert stream.take().num_counted_submits == 0
+    stream.submitted()
+    stream.offer_load(LoadSnapshot())
+    assert stream.take().num_counted_submits == 2
 
 
 async def test_a_load_that_counts_another_submit_is_news_though_its_numbers_are_the_same() -> None:
-    stream = router_stream.RouterStream(LoadSnapshot(), 0, clock=lambda: 0.0)
+    stream = router_stream.RouterStream(LoadSnapshot(), clock=lambda: 0.0)
     stream.take()
-    stream.offer_load(LoadSnapshot(), 5)
+    stream.offer_load(LoadSnapshot())
     assert stream._timer is None
-    stream.submitted(6)
-    stream.offer_load(LoadSnapshot(), 6)
+    stream.submitted()
+    stream.offer_load(LoadSnapshot())
     assert stream._timer is not None
     stream.cut()
