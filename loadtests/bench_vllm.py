@@ -5,10 +5,11 @@ shuffled order, streamed, 16 tokens each, in a closed loop of 2. Every round has
 each begins cold. The model is the toy model, one thread per engine.
 
 First two replicas behind the router, and vLLM's own cache counters next to the usage in our answers. Then
-one replica behind the router and one vLLM server, on the same machine at the same time, which take the
-same requests in turns; who goes first alternates.
+one replica behind a router, another with its engine in a process of its own behind another router, and one
+vLLM server, on the same machine at the same time, which take the same requests in turns; who goes first
+goes round.
 
-    python -m loadtests.bench_vllm
+    python -m loadtests.bench_vllm [--part two|one]
 """
 
 import argparse
@@ -157,31 +158,43 @@ def _shares(done: Round) -> str:
     return " and ".join(f"{replicas.count(name)} on {name}" for name in sorted(set(replicas)))
 
 
+THREAD, PROCESS, VLLM = "Kvasir", "Kvasir, engine process", "vLLM"
+
+
 def against_vllm(num_rounds: int) -> None:
-    with local_stack(num_replicas=1, replica_settings=REPLICA) as stack:
+    with (
+        local_stack(num_replicas=1, replica_settings=REPLICA) as thread,
+        local_stack(num_replicas=1, replica_settings={**REPLICA, "engine_process": True}) as process,
+    ):
         port = free_port()
-        _start_vllm(stack, port)
-        ports = {"Kvasir": stack.port, "vLLM": port}
+        _start_vllm(thread, port)
+        ports = {THREAD: thread.port, PROCESS: process.port, VLLM: port}
         for each in ports.values():
             asyncio.run(ask(each, bodies(1)[:20]))
         before = read_counters(port)
         rounds: dict[str, list[Round]] = {name: [] for name in ports}
         for number in range(num_rounds):
             requests = bodies(200 + number)
-            for name in sorted(ports, reverse=number % 2 == 1):
+            first = number % len(ports)
+            for name in [*ports][first:] + [*ports][:first]:
                 rounds[name].append(asyncio.run(ask(ports[name], requests)))
         after = read_counters(port)
-    ours, theirs = rounds["Kvasir"], rounds["vLLM"]
-    lengths_equal = all(a.prompt_lengths == b.prompt_lengths for a, b in zip(ours, theirs, strict=True))
+    theirs = rounds.pop(VLLM)
+    lengths_equal = all(
+        our.prompt_lengths == their.prompt_lengths
+        for ours in rounds.values()
+        for our, their in zip(ours, theirs, strict=True)
+    )
     print(f"\n### one replica behind the router and one vLLM server, {num_rounds} rounds in turns")
-    print(f"  prompts of equal length in tokens on both sides: {'yes' if lengths_equal else 'NO'}")
-    for name, done in rounds.items():
+    print(f"  prompts of equal length in tokens on all sides: {'yes' if lengths_equal else 'NO'}")
+    for name, done in {**rounds, VLLM: theirs}.items():
         cached = sum(each.num_cached_tokens for each in done)
         print(f"  {name}: {cached} cached tokens, {sum(len(each.misses) for each in done)} misses (usage)")
     print(f"  vLLM's own counters: {after[0] - before[0]} looked up, {after[1] - before[1]} found")
-    for name, done in rounds.items():
+    for name, done in {**rounds, VLLM: theirs}.items():
         _print_times(name, done)
-    _print_ratios(ours, theirs)
+    for name, ours in rounds.items():
+        _print_ratios(name, ours, theirs)
 
 
 def _start_vllm(stack: LocalStack, port: int) -> None:
@@ -221,8 +234,8 @@ def _print_times(name: str, rounds: Sequence[Round]) -> None:
     print(f"    requests/s      {statistics.median(rates):.1f} (by round {_list(rates)})")
 
 
-def _print_ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> None:
-    print("  Kvasir / vLLM, median of the rounds' ratios of medians (by round):")
+def _print_ratios(name: str, ours: Sequence[Round], theirs: Sequence[Round]) -> None:
+    print(f"  {name} / vLLM, median of the rounds' ratios of medians (by round):")
     for what, times in TIMES.items():
         pairs = zip(ours, theirs, strict=True)
         ratios = [statistics.median(times(our)) / statistics.median(times(their)) for our, their in pairs]
@@ -238,11 +251,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--part", choices=("two", "one"), help="one of the two parts only")
     arguments = parser.parse_args()
     os.environ.update(vllm_environment(1))  # for vLLM's server; replicas set the same for themselves
     print_header("vLLM behind Kvasir and on its own: toy model, one thread per engine")
-    two_replicas(max(1, arguments.rounds // 2))
-    against_vllm(arguments.rounds)
+    if arguments.part != "one":
+        two_replicas(max(1, arguments.rounds // 2))
+    if arguments.part != "two":
+        against_vllm(arguments.rounds)
 
 
 if __name__ == "__main__":
