@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ BLOCK_BYTES = 40_960
 ANN, BOB = (UserTag(name.ljust(16)) for name in (b"ann", b"bob"))
 
 
-def build_tiered(disk: Path | None = None) -> Any:
+def build_tiered(disk: Path | None = None, adapters: Mapping[str, str] | None = None) -> Any:
     """With the host's tier, and perhaps a disk behind it, set up as a user would: by engine_args alone."""
     tier: dict[str, Any] = {
         "spec_name": "HostTieringSpec",
@@ -45,7 +45,10 @@ def build_tiered(disk: Path | None = None) -> Any:
         "kv_role": "kv_both",
         "kv_connector_extra_config": tier,
     }
-    return build_engine(vllm_config(num_blocks=NUM_BLOCKS, engine_args={"kv_transfer_config": transfer}))[0]
+    config = vllm_config(
+        num_blocks=NUM_BLOCKS, engine_args={"kv_transfer_config": transfer}, adapters=adapters
+    )
+    return build_engine(config)[0]
 
 
 class TieredRun(Run):
@@ -102,8 +105,8 @@ def tiered_run(engine: Any) -> Iterator[TieredRun]:
 
 
 @pytest.fixture(scope="module")
-def tiered_engine(environment: None) -> Iterator["VllmEngine"]:
-    built = build_tiered()
+def tiered_engine(environment: None, adapters: Mapping[str, str]) -> Iterator["VllmEngine"]:
+    built = build_tiered(adapters=adapters)
     yield built
     built.close()
 
@@ -114,6 +117,8 @@ def run(tiered_engine: "VllmEngine") -> Iterator[TieredRun]:
 
 
 def test_the_proof_passes_with_a_tier_behind_and_leaves_nothing(run: TieredRun) -> None:
+    """The copies of one probe are reported while the next one runs."""
+    assert run.engine.card.adapters
     prove_hashes(run.engine, random.Random(1))
     assert not run.engine.has_work()
     run.generate(prompt_of(run.engine, 40), max_tokens=1)
@@ -151,6 +156,25 @@ def test_a_prefix_may_lie_in_two_tiers(run: TieredRun) -> None:
     assert run.tiers_of(hashes[:5]) == {(Tier.DEVICE, Tier.HOST)}
     assert run.tiers_of(hashes[-1:]) == {(Tier.HOST,)}
     assert run.usage(run.generate(prompt, max_tokens=1)) == PromptUsage(300, 9 * block_size, 0)
+
+
+def test_a_copy_that_is_reported_after_its_block_has_left_the_device_is_named(run: TieredRun) -> None:
+    block_size = run.engine.card.block_size
+    tenant = run.add(prompt_of(run.engine, 20 * block_size, 1), max_tokens=60)
+    while len(run.tokens(tenant)) < 5:
+        run.step()
+    prompt = prompt_of(run.engine, 7 * block_size)
+    hashes = hash_blocks(ROOT, prompt, block_size)
+    key = run.add(prompt, max_tokens=1)
+    while not run.deltas[key]:
+        run.step()
+    assert run.tiers_of(hashes) == {(Tier.DEVICE,)}
+    run.add(prompt_of(run.engine, 7 * block_size, 2), max_tokens=1)
+    run.step()
+    assert run.tiers_of(hashes[-2:]) == {(Tier.HOST,)}, "in one step evicted and reported"
+    run.finish()
+    assert (Tier.HOST,) in run.tiers_of(hashes)
+    assert all(Tier.HOST in tiers for tiers in run.tiers_of(hashes))
 
 
 def test_whoever_wrote_a_block_wrote_it_wherever_it_has_been_since(run: TieredRun) -> None:
