@@ -50,7 +50,6 @@ FAREWELL_SECONDS = 1.0
 """How long Redis may take to hear that we go. If it does not, everything there expires by itself."""
 
 ENGINE_STOP_SECONDS = 10.0
-INDEX_TIMEOUT_SECONDS = 5.0
 
 
 class ReplicaHost:
@@ -234,8 +233,8 @@ class _Parts:
             lambda error: self.bridge.call(lambda: host.fail(EngineDied(f"the engine failed: {error!r}"))),
         )
         # The lease must not wait behind a large index write, nor as long: two clients.
-        self._lease_redis = _connect(config.redis_url, config.lease_seconds / 2)
-        self._index_redis = _connect(config.redis_url, INDEX_TIMEOUT_SECONDS)
+        self._lease_redis = _connect(config.redis_url)
+        self._index_redis = _connect(config.redis_url)
         replica_id = ReplicaId(config.replica_id)
         set_ttl_seconds = LEASES_PER_SET * config.lease_seconds
         self.index = IndexWriter(
@@ -300,14 +299,17 @@ class _Parts:
         host.fail(lost)
 
 
-def _connect(url: str, timeout_seconds: float) -> "Redis":
-    """A client that never retries by itself: a transaction sent twice would be two changes."""
+def _connect(url: str) -> "Redis":
+    """A client that never retries by itself: a transaction sent twice would be two changes.
+
+    Nor does it watch the time: whoever uses it does.
+    """
     try:
         return Redis.from_url(
             url,
             protocol=2,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
+            socket_timeout=None,
+            socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:

@@ -26,7 +26,6 @@ from redis.exceptions import RedisError
 from replicas.announcements import Announcements
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
@@ -45,12 +44,19 @@ HASHES_PER_CHANGE = 4096
 """64 KiB: what one command or stream entry holds at most, so that nobody chokes on a big rewrite. (One
 announcement is not cut: it is as long as its prompt.)"""
 
+TIMEOUT_SECONDS = 5.0
+"""Of one command or transaction."""
+
 MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 1.0
 
 
 class IndexWriter:
-    """`observe`, `announce` and `end` on the event loop, `run` as a task of the owner's."""
+    """`observe`, `announce` and `end` on the event loop, `run` as a task of the owner's.
+
+    `redis` should have no timeout of its own: with one the client sends in asyncio.wait_for, which before
+    Python 3.12 may lose a cancellation.
+    """
 
     def __init__(
         self,
@@ -159,7 +165,6 @@ class IndexWriter:
         """Write until cancelled. Redis may go and come back as it likes."""
         backoff: float | None = None
         while True:
-            raise_if_cancelled()
             await self._wanted.wait()
             self._wanted.clear()
             try:
@@ -180,24 +185,23 @@ class IndexWriter:
         await self._redis.unlink(self._blocks_key, self._building_key)
 
     async def _write_all(self) -> None:
-        since = self._unwritten_since
-        self._unwritten_since = None
         self._is_writing = True
         try:
             while self._must_rewrite or self._has_change:
-                raise_if_cancelled()
-                if self._must_rewrite:
-                    await self._write_whole_set()
-                else:
-                    await self._write_change(self._take_change())
-        except BaseException:  # whatever it was, nobody knows how far it got
-            self._must_rewrite = True
-            self._unwritten_since = since
-            raise
+                since, self._unwritten_since = self._unwritten_since, None
+                try:
+                    if self._must_rewrite:
+                        await self._write_whole_set()
+                    else:
+                        await self._write_change(self._take_change())
+                except BaseException:  # whatever it was, nobody knows how far it got
+                    self._must_rewrite = True
+                    self._unwritten_since = since
+                    raise
+                if since is not None:
+                    self._metrics.index_lag_seconds.set(self._clock() - since)
         finally:
             self._is_writing = False
-        if since is not None:
-            self._metrics.index_lag_seconds.set(self._clock() - since)
 
     @property
     def _has_change(self) -> bool:
@@ -217,10 +221,11 @@ class IndexWriter:
     async def _write_change(self, changes: Sequence[IndexChange]) -> None:
         if not any(change.added or change.removed for change in changes):
             for change in changes:
-                await self._append(self._redis, change)
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await self._append(self._redis, change)
             self._acknowledge(changes)
             return
-        async with self._redis.pipeline(transaction=True) as pipeline:
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.sismember(self._blocks_key, BLOCKS_MARKER)  # type: ignore[arg-type]
             for change in changes:
                 if change.removed:
@@ -241,15 +246,16 @@ class IndexWriter:
         hashes = tuple(self._residency.kept)
         announced = self._announcements.take_all()
         self._must_rewrite = False  # a wish to rewrite that comes during the writing counts again
-        async with self._redis.pipeline(transaction=True) as pipeline:
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.unlink(self._building_key)
             pipeline.sadd(self._building_key, BLOCKS_MARKER)
             pipeline.pexpire(self._building_key, self._set_ttl_ms)
             await pipeline.execute()
         for chunk in _chunks(hashes, HASHES_PER_CHANGE):
-            await self._redis.sadd(self._building_key, *chunk)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await self._redis.sadd(self._building_key, *chunk)
         changes = self._change(added=hashes, announced=announced, cleared=True)
-        async with self._redis.pipeline(transaction=True) as pipeline:
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.rename(self._building_key, self._blocks_key)
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
             for change in changes:

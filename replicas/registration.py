@@ -18,7 +18,6 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, WatchError
 
 from replicas.errors import LeaseLost
-from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.keys import (
     MODELS_KEY,
     ReplicaRecord,
@@ -42,6 +41,8 @@ class Index(Protocol):
 
 
 class Registration:
+    """`redis` should have no timeout of its own, as for the index writer."""
+
     def __init__(
         self,
         redis: "Redis",
@@ -64,6 +65,7 @@ class Registration:
         self._record = record
         self._index = index
         self._lease_ms = int(lease_seconds * 1000)
+        self._timeout_seconds = lease_seconds / 2
         self._heartbeat_seconds = heartbeat_seconds
         self._set_ttl_ms = int(set_ttl_seconds * 1000)
         self._on_lost = on_lost
@@ -83,11 +85,11 @@ class Registration:
     async def run(self) -> None:
         """Renew the lease until cancelled, or until it is lost."""
         while True:
-            raise_if_cancelled()
             self._due.clear()
             try:
-                if not await self._beat():
-                    continue
+                async with asyncio.timeout(self._timeout_seconds):
+                    if not await self._beat():
+                        continue
             except LeaseLost as lost:
                 self._on_lost(lost)
                 return
@@ -99,7 +101,6 @@ class Registration:
                 if self._is_redis_away:
                     logger.info("Redis is back")
                 self._is_redis_away = False
-            raise_if_cancelled()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
                     await self._due.wait()

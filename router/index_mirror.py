@@ -27,7 +27,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
-from replicas.protocol.cancellation import raise_if_cancelled
 from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.overlap import ChangeOutcome, PrefixIndex
@@ -151,7 +150,6 @@ class IndexMirror:
                     backoff = MIN_BACKOFF_SECONDS
                 self._is_connected = False
                 self._index.forget_announcements()
-            raise_if_cancelled()
             await asyncio.sleep(backoff)
             backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
 
@@ -161,8 +159,10 @@ class IndexMirror:
             self._redis_url,
             protocol=2,
             decode_responses=False,
-            socket_timeout=TIMEOUT_SECONDS,
-            socket_connect_timeout=TIMEOUT_SECONDS,
+            # Timeouts stand around each question: with one of its own the client waits in
+            # asyncio.wait_for, which before Python 3.12 may lose a cancellation.
+            socket_timeout=None,
+            socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             driver_info=None,  # else each connection reads the package metadata from disk
         )
@@ -172,7 +172,6 @@ class IndexMirror:
             self._is_connected = True
             audit_due = time.monotonic() + self._audit_seconds
             while True:
-                raise_if_cancelled()
                 await self._read_sets(client)
                 await self._follow(client)
                 if time.monotonic() >= audit_due:
@@ -189,15 +188,18 @@ class IndexMirror:
 
     async def _stream_end(self, client: "Redis") -> StreamId:
         try:
-            return _last_id(await client.xinfo_stream(self._events_key))
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                return _last_id(await client.xinfo_stream(self._events_key))
         except ResponseError:  # there is no stream yet
             return STREAM_START
 
     async def _follow(self, client: "Redis") -> None:
         """Apply what the stream has, or wait a moment for something."""
-        answer = await client.xread(
+        read = client.xread(
             {self._events_key: str(self._position)}, count=ENTRIES_PER_READ, block=int(BLOCK_SECONDS * 1000)
         )
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            answer = await read
         for _, entries in cast("Sequence[tuple[bytes, Entries]]", answer or ()):
             for entry_id, fields in entries:
                 self._apply(fields)
@@ -251,7 +253,8 @@ class IndexMirror:
 
         Set and stream change in one transaction, so a set that is read later contains it.
         """
-        entries = cast("Entries", await client.xrevrange(self._events_key, count=ENTRIES_TO_LOOK_BACK))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            entries = cast("Entries", await client.xrevrange(self._events_key, count=ENTRIES_TO_LOOK_BACK))
         for _, fields in entries:
             if fields.get(b"replica") == replica_id.encode() and fields.get(b"epoch") == epoch.encode():
                 try:
@@ -265,7 +268,8 @@ class IndexMirror:
         members: set[bytes] = set()
         cursor = 0
         while True:
-            cursor, some = await client.sscan(key, cursor, count=HASHES_PER_SCAN)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                cursor, some = await client.sscan(key, cursor, count=HASHES_PER_SCAN)
             members.update(cast("list[bytes]", some))
             if cursor == 0:
                 return members
@@ -274,7 +278,7 @@ class IndexMirror:
         """Compare places, change numbers and sizes with Redis; have read again what differs."""
         replica_ids = [replica_id for replica_id in self._live if replica_id not in self._unread]
         records = [self._live[replica_id] for replica_id in replica_ids]
-        async with client.pipeline(transaction=True) as pipeline:
+        async with asyncio.timeout(TIMEOUT_SECONDS), client.pipeline(transaction=True) as pipeline:
             pipeline.xinfo_stream(self._events_key)
             for record in records:
                 pipeline.scard(blocks_key(self._model, record.replica_id, record.epoch))

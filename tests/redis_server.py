@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -50,6 +51,15 @@ class RedisServer:
         self._process = None
         with contextlib.suppress(FileNotFoundError):
             self._socket.unlink()
+
+    def pause(self) -> None:
+        """It keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         if self._process is not None:

@@ -19,7 +19,8 @@ from replicas.protocol.status import Epoch, ReplicaId
 
 
 def connect(url: str) -> Any:
-    return Redis.from_url(url, protocol=2)
+    """Without a timeout of its own, as a replica's clients."""
+    return Redis.from_url(url, protocol=2, socket_timeout=None, socket_connect_timeout=None)
 
 
 async def read_set(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) -> set[BlockHash] | None:

@@ -397,3 +397,49 @@ async def test_a_reader_of_the_stream_always_knows_what_is_announced(redis_url: 
         redis = connect(redis_url)
         assert replay(await read_changes(redis, MODEL, EPOCH)) == writer.block_hashes
         await redis.aclose()
+
+
+@pytest.mark.timeout(60)
+async def test_a_redis_that_hangs_is_given_up_and_written_to_again(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "TIMEOUT_SECONDS", 0.1)
+    async with running_writer(own_redis.url) as writer:
+        writer.announce(7, hashes(7))
+        await until(lambda: writer.is_settled)
+        own_redis.pause()
+        writer.observe([stored(1)])
+        writer.end(7)
+        await until(lambda: writer._must_rewrite)
+        own_redis.resume()
+        await until(lambda: writer.is_settled)
+        redis = connect(own_redis.url)
+        assert await read_set(redis, MODEL, REPLICA, EPOCH) == set(hashes(1))
+        assert await announced_in(own_redis.url) == {}
+        await redis.aclose()
+
+
+@pytest.mark.timeout(60)
+async def test_a_writer_ends_whenever_it_is_cancelled(redis_url: str) -> None:
+    for num_turns in range(120):
+        redis = connect(redis_url)
+        metrics = ReplicaMetrics(CollectorRegistry())
+        writer = IndexWriter(
+            redis,
+            CARD,
+            REPLICA,
+            EPOCH,
+            index_stride=CARD.block_size,
+            stream_length=1000,
+            set_ttl_seconds=60,
+            metrics=metrics,
+        )
+        task = asyncio.create_task(writer.run())
+        for turn in range(num_turns):
+            writer.announce(turn, hashes(turn))
+            await asyncio.sleep(0)
+        task.cancel()
+        _, still_running = await asyncio.wait([task], timeout=5)
+        assert not still_running
+        assert task.cancelled()
+        await redis.aclose()

@@ -28,7 +28,9 @@ CARD = ModelCard("m", "fingerprint", "simulated", 16, 1000, 100_000, 1000)
 
 @asynccontextmanager
 async def running_writer(url: str, replica_id: str, epoch: str = "e1") -> AsyncIterator[IndexWriter]:
-    redis = Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), driver_info=None)
+    redis = Redis.from_url(
+        url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0), driver_info=None
+    )
     writer = IndexWriter(
         redis,
         CARD,

@@ -11,6 +11,7 @@ import redis
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.keys import events_key
+from router import index_mirror
 from router.index_mirror import IndexMirror, StreamId
 from router.routing.overlap import PrefixIndex
 from tests.redis_server import RedisServer
@@ -452,6 +453,25 @@ async def test_under_churn_of_every_kind_mirror_and_sets_end_up_equal(
         await level(index, *writers)
     for replica in replicas:
         assert replica.writer.members() == replica.held
+
+
+@pytest.mark.timeout(60)
+async def test_a_redis_that_hangs_is_noticed_and_followed_again(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_mirror, "TIMEOUT_SECONDS", 0.3)
+    a = IndexSetWriter(own_redis.url, MODEL, "a")
+    async with mirroring(own_redis.url, a) as (mirror, index):
+        a.change(added=blocks(1), announced={7: blocks(2)})
+        await level(index, a)
+        own_redis.pause()
+        await eventually(lambda: not mirror.statistics().is_connected)
+        assert index.overlaps(blocks(1, 2)) == {"a": 1}
+        own_redis.resume()
+        await eventually(lambda: mirror.statistics().is_connected)
+        a.change(added=blocks(2), ended=(7,))
+        await level(index, a)
+    a.close()
 
 
 def test_stream_ids_compare_as_numbers() -> None:
