@@ -111,6 +111,14 @@ class World:
         engine._sleep = lambda seconds: self.gate.wait(20) and None
         return engine, bundle
 
+    def is_followed(self) -> bool:
+        """Every router follows every replica: what is announced from now on reaches it."""
+        return all(
+            router.num_replicas() == len(self.hosts)
+            and all(router.index.epoch(host.record().replica_id) == host.epoch for host in self.hosts)
+            for router in self.routers
+        )
+
     def num_announcements(self) -> int:
         return sum(host._parts.index.num_announcements for host in self.hosts if host._parts is not None)
 
@@ -118,7 +126,7 @@ class World:
         """And Redis, replicas and routers agree on what is cached."""
         await eventually(lambda: self.num_announcements() == 0)
         await eventually(lambda: all(host._parts.index.is_settled for host in self.hosts if host._parts))
-        await eventually(lambda: all(router.num_replicas() == len(self.hosts) for router in self.routers))
+        await eventually(self.is_followed)
         await asyncio.sleep(1.5 * LINGER_SECONDS)
         for router in self.routers:  # what lingered ends with the next decision
             async with router.dispatcher.run(generation(range(3))) as run:
@@ -141,29 +149,30 @@ class World:
 async def world(redis_url: str, num_blocks: int = 4000) -> AsyncIterator[World]:
     world = World()
     async with asyncio.TaskGroup() as tasks:
-        for number in range(2):
-            config = ReplicaConfig(
-                replica_id=f"r{number}",
-                redis_url=redis_url,
-                engine="simulated",
-                num_blocks=num_blocks,
-                block_size=BLOCK_SIZE,
-                index_stride=STRIDE,
-                max_batched_tokens=512,
-                heartbeat_seconds=0.1,
-                lease_seconds=2.0,
-            )
-            world.hosts.append(ReplicaHost(config, build=world.build))  # type: ignore[arg-type]
-            await world.hosts[-1].start()
-        world.routers = [Router(redis_url, seed, tasks) for seed in range(2)]
-        for router in world.routers:
-            await eventually(lambda router=router: router.num_replicas() == 2)  # type: ignore[misc]
-        yield world
-        world.gate.set()
-        for router in world.routers:
-            router.stop()
-        for host in world.hosts:
-            await host.stop()
+        try:
+            for number in range(2):
+                config = ReplicaConfig(
+                    replica_id=f"r{number}",
+                    redis_url=redis_url,
+                    engine="simulated",
+                    num_blocks=num_blocks,
+                    block_size=BLOCK_SIZE,
+                    index_stride=STRIDE,
+                    max_batched_tokens=512,
+                    heartbeat_seconds=0.1,
+                    lease_seconds=2.0,
+                )
+                world.hosts.append(ReplicaHost(config, build=world.build))  # type: ignore[arg-type]
+                await world.hosts[-1].start()
+            world.routers = [Router(redis_url, seed, tasks) for seed in range(2)]
+            await eventually(world.is_followed)
+            yield world
+        finally:
+            world.gate.set()
+            for router in world.routers:
+                router.stop()
+            for host in world.hosts:
+                await host.stop()
 
 
 def generation(tokens: range | list[int], bucket: bytes = b"bucket", max_tokens: int = 2) -> Generation:
@@ -285,5 +294,5 @@ async def test_after_a_storm_of_cancels_nothing_is_announced_and_all_agree(
                 if is_redis_killed and number in (150, 300):
                     await asyncio.to_thread(own_redis.start)
             here.gate.set()
-        assert num_announced > 10
+        assert num_announced > 2
         await here.assert_at_rest(own_redis.url)
