@@ -32,10 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def environment() -> Iterator[None]:
+    import torch
+
+    num_threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vllm_environment(1).items():
             patch.setenv(name, value)
+        # Where an earlier test has loaded torch, that comes too late for its kernels; and threads that
+        # wait for each other on a busy machine take a hundred times as long.
+        torch.set_num_threads(1)
         yield
+    torch.set_num_threads(num_threads)
 
 
 def vllm_config(**settings: Any) -> ReplicaConfig:
@@ -53,14 +60,18 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     }
 
 
-@pytest.fixture(scope="package")
+# One engine at a time: vLLM shares its state with all engines of a process, and closing one takes it from
+# the others. So an engine lives as long as one test module, which must build its own ones last.
+
+
+@pytest.fixture(scope="module")
 def adapted_engine(environment: None, adapters: Mapping[str, str]) -> Iterator["VllmEngine"]:
     built: Any = build_engine(vllm_config(adapters=adapters))[0]
     yield built
     built.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine(environment: None) -> Iterator["VllmEngine"]:
     built: Any = build_engine(vllm_config())[0]
     yield built

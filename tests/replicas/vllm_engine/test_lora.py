@@ -1,6 +1,5 @@
 """LoRA adapters in vLLM: each answers as itself, caches for itself alone, and bears the router's hashes."""
 
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,12 @@ import pytest
 from replicas.engine import RequestRefused
 from replicas.engines import build_engine
 from replicas.errors import StartupError
-from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root
 from replicas.protocol.events import BlockStored
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard
-from tests.replicas.builders import OTHER_ROOT, ROOT
+from tests.replicas.builders import ROOT
 from tests.replicas.engine_contract import Run, prompt_of, run
 from tests.replicas.vllm_engine.conftest import vllm_config
 from tests.replicas.vllm_engine.lora import write_adapter
@@ -123,42 +121,6 @@ def test_an_adapter_that_is_not_there_is_refused_by_name(run: Run) -> None:
     assert caught.value.code is RefusalCode.INVALID_REQUEST
     assert caught.value.message == ("there is no adapter 'absent'; this replica has fine-tuned, fine_tuned.2")
     assert not run.engine.has_work()
-
-
-def test_the_proof_runs_with_every_adapter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-    add = run.engine.add
-
-    def listening(request: Any) -> None:
-        asked.append(request.adapter)
-        add(request)
-
-    monkeypatch.setattr(run.engine, "add", listening)
-    prove_hashes(run.engine, random.Random(1))
-    assert asked == choices(run.engine.card)
-    assert not run.engine.has_work()
-
-
-@pytest.mark.parametrize(
-    ("root", "sentence"),
-    [
-        (lambda keys: OTHER_ROOT if len(keys[0] or ()) > 1 else None, "reports another hash for block 0"),
-        (lambda keys: None, "did not report block 0"),
-    ],
-)
-def test_a_mapping_that_is_broken_for_adapters_alone_is_refused_by_the_proof(
-    run: Run, monkeypatch: pytest.MonkeyPatch, root: Any, sentence: str
-) -> None:
-    from replicas.vllm_engine import translation
-
-    right = translation._root
-
-    def broken(keys: Any) -> BlockHash | None:
-        return root(keys) if keys and keys[0] and len(keys[0]) > 1 else right(keys)
-
-    monkeypatch.setattr(translation, "_root", broken)
-    with pytest.raises(StartupError, match=f"{sentence} of the probe prompt with adapter fine-tuned"):
-        prove_hashes(run.engine, random.Random(1))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ __all__ = ["run"]
 pytestmark = pytest.mark.vllm
 
 
+@pytest.fixture
+def engine(adapted_engine: "VllmEngine") -> "VllmEngine":
+    return adapted_engine
+
+
 def test_a_translation_with_another_root_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from replicas.vllm_engine import translation
 
@@ -44,4 +49,40 @@ def test_a_translation_that_reports_nothing_is_refused(
 ) -> None:
     monkeypatch.setattr(engine.core, "take_events", list)
     with pytest.raises(StartupError, match="did not report block 0"):
+        prove_hashes(run.engine, random.Random(1))
+
+
+def test_the_proof_runs_with_every_adapter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    add = run.engine.add
+
+    def listening(request: Any) -> None:
+        asked.append(request.adapter)
+        add(request)
+
+    monkeypatch.setattr(run.engine, "add", listening)
+    prove_hashes(run.engine, random.Random(1))
+    assert asked == [None, *(adapter.name for adapter in run.engine.card.adapters)]
+    assert not run.engine.has_work()
+
+
+@pytest.mark.parametrize(
+    ("root", "sentence"),
+    [
+        (lambda keys: OTHER_ROOT if len(keys[0] or ()) > 1 else None, "reports another hash for block 0"),
+        (lambda keys: None, "did not report block 0"),
+    ],
+)
+def test_a_mapping_that_is_broken_for_adapters_alone_is_refused_by_the_proof(
+    run: Run, monkeypatch: pytest.MonkeyPatch, root: Any, sentence: str
+) -> None:
+    from replicas.vllm_engine import translation
+
+    right = translation._root
+
+    def broken(keys: Any) -> BlockHash | None:
+        return root(keys) if keys and keys[0] and len(keys[0]) > 1 else right(keys)
+
+    monkeypatch.setattr(translation, "_root", broken)
+    with pytest.raises(StartupError, match=f"{sentence} of the probe prompt with adapter fine-tuned"):
         prove_hashes(run.engine, random.Random(1))
