@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError, WatchError
 
 from replicas.errors import LeaseLost
@@ -108,10 +109,8 @@ class Registration:
     async def remove(self) -> None:
         """Take the record away, if it is still ours. Raises RedisError or OSError."""
         async with self._redis.pipeline(transaction=True) as pipeline:
-            await pipeline.watch(self._key)
-            if _text(await pipeline.hget(self._key, "epoch")) != self._epoch:
+            if await self._begin(pipeline) != self._epoch:
                 return
-            pipeline.multi()  # type: ignore[no-untyped-call]
             pipeline.delete(self._key)
             pipeline.srem(replicas_key(self._model), self._replica_id)
             with contextlib.suppress(WatchError):  # somebody else's by now
@@ -120,8 +119,7 @@ class Registration:
     async def _beat(self) -> bool:
         """One heartbeat; False if the record was touched meanwhile and must be looked at again."""
         async with self._redis.pipeline(transaction=True) as pipeline:
-            await pipeline.watch(self._key)
-            holder = _text(await pipeline.hget(self._key, "epoch"))
+            holder = await self._begin(pipeline)
             predecessor = None
             if holder is not None and holder != self._epoch:
                 if self._registered.is_set():
@@ -131,7 +129,6 @@ class Registration:
                     )
                 predecessor = Epoch(holder)
             record = self._record()
-            pipeline.multi()  # type: ignore[no-untyped-call]
             pipeline.scard(self._index.set_key)
             pipeline.hset(self._key, mapping=encode_record(record))  # type: ignore[arg-type]
             pipeline.pexpire(self._key, self._lease_ms)
@@ -148,6 +145,18 @@ class Registration:
         self._registered.set()
         self._index.check(record.last_change, num_members)
         return True
+
+    async def _begin(self, pipeline: "Pipeline") -> str | None:
+        """Whose epoch the record has. What follows is a transaction that fails if that changes."""
+        try:
+            await pipeline.watch(self._key)
+            holder = await pipeline.hget(self._key, "epoch")
+        finally:
+            # EXEC ends the watch, and so does the end of the connection if a timeout cuts us short. Left to
+            # itself the client would then open another, say UNWATCH and wait for the answer without end.
+            pipeline.watching = False
+        pipeline.multi()  # type: ignore[no-untyped-call]
+        return _text(holder)
 
 
 def _text(value: object) -> str | None:

@@ -1,0 +1,90 @@
+"""The lease, where Redis stops answering in the middle of a heartbeat."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+from replicas.registration import Registration
+from tests.redis_server import RedisServer
+from tests.replicas.mirror import connect, read_record
+
+MODEL = "toy_model"
+REPLICA = ReplicaId("r0")
+LEASE_SECONDS = 0.4
+
+
+class EmptyIndex:
+    set_key = "nothing"
+
+    def check(self, number: int, num_members: int) -> None:
+        pass
+
+
+class Lease:
+    """A registration whose record is read between the look at the old one and the writing of the new."""
+
+    def __init__(self, redis: Any, server: RedisServer) -> None:
+        self._server = server
+        self.num_beats = 0
+        self.must_pause = False
+        self.registration = Registration(
+            redis,
+            MODEL,
+            REPLICA,
+            Epoch("1-one"),
+            record=self._record,
+            index=EmptyIndex(),
+            lease_seconds=LEASE_SECONDS,
+            heartbeat_seconds=0.02,
+            set_ttl_seconds=10,
+            on_lost=lambda lost: None,
+        )
+
+    def _record(self) -> ReplicaRecord:
+        self.num_beats += 1
+        if self.must_pause:
+            self._server.pause()
+            self.must_pause = False
+        return ReplicaRecord(
+            REPLICA, Epoch("1-one"), "127.0.0.1:1", ReplicaState.READY, "digest", 0, LoadSnapshot()
+        )
+
+
+@asynccontextmanager
+async def paused_in_a_heartbeat(server: RedisServer) -> AsyncIterator[Lease]:
+    redis = connect(server.url)
+    lease = Lease(redis, server)
+    task = asyncio.create_task(lease.registration.run())
+    try:
+        await lease.registration.wait_registered()
+        lease.must_pause = True
+        while lease.must_pause:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+        yield lease
+    finally:
+        server.resume()
+        task.cancel()
+        await asyncio.wait([task])
+        await redis.aclose()
+
+
+@pytest.mark.timeout(20)
+async def test_a_heartbeat_in_whose_middle_redis_hangs_is_given_up(
+    own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with paused_in_a_heartbeat(own_redis) as lease:
+        while "serving on without it" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        own_redis.resume()
+        num_beats = lease.num_beats
+        while lease.num_beats < num_beats + 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        redis = connect(own_redis.url)
+        assert await read_record(redis, MODEL, REPLICA) is not None
+        await redis.aclose()
