@@ -45,10 +45,12 @@ def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
             response = client.post("/explain" + path, json=body)
             if response.is_error:
                 raise ClusterError(f"{url} answers {response.status_code}: {error_message(response)}")
-            explained: dict[str, Any] = response.json()["prompts"][0]
+            prompts: list[dict[str, Any]] = response.json()["prompts"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise ClusterError(f"{url} gives no explanation: {error!r}") from error
-    return explained
+    if len(prompts) != 1:
+        raise ClusterError(f"the request has {len(prompts)} prompts; ask for one at a time")
+    return prompts[0]
 
 
 def render(explained: Mapping[str, Any]) -> str:

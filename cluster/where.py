@@ -47,7 +47,7 @@ def where(
     arguments: argparse.Namespace, router_url: Callable[[], str], redis_url: str, say: Callable[[str], None]
 ) -> int:
     """The command. Raises ClusterError."""
-    block_hash = _block_hash(arguments.prompt)
+    block_hash = None if arguments.file is not None else _block_hash(arguments.prompt)
     if block_hash is not None:
         model, entries = arguments.model, [IndexEntry(0, block_hash)]
     else:
@@ -59,6 +59,8 @@ def where(
         places = find(redis_url, model, entries)
     except (redis.RedisError, ValueError) as error:
         raise ClusterError(f"Redis at {redis_url} does not tell: {error}") from error
+    if not places:
+        raise ClusterError(f"Redis at {redis_url} knows no live replica{f' of {model}' if model else ''}")
     if arguments.json:
         say(json.dumps([place._asdict() for place in places], indent=2))
     else:

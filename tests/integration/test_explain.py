@@ -143,6 +143,25 @@ def test_the_commands_complain_in_one_sentence(
     assert sentence in complaint and complaint.count("\n") == 1
 
 
+def test_what_cannot_be_shown_whole_is_not_shown_in_part(
+    simulated_stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = simulated_stack
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps({"model": "toy", "prompt": ["one", "two"]}))
+    places = ["--url", stack.url, "--redis-url", stack.redis_url, "--run-dir", str(tmp_path)]
+    a_hash = "00112233445566778899aabbccddeeff"
+    for arguments, sentence in [
+        (["explain", "--file", str(file)], "2 prompts"),
+        (["where", "--file", str(file)], "2 prompts"),
+        (["where", a_hash, "--file", str(file)], "give a prompt, or --file FILE"),
+        (["where", a_hash, "--model", "nobody"], "no live replica of nobody"),
+    ]:
+        assert main([*arguments, *places]) != 0
+        complaint = capsys.readouterr().err
+        assert sentence in complaint and complaint.count("\n") == 1
+
+
 def test_a_cluster_that_does_not_run_is_said_to_be_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
