@@ -14,8 +14,8 @@ class Announcements:
         self._live: dict[int, tuple[BlockHash, ...]] = {}
         self._begun: dict[int, None] = {}
         """Live ones that no write has brought, oldest first."""
-        self._ended: list[int] = []
-        """Those that a write has brought, and whose end none has."""
+        self._ended: dict[int, None] = {}
+        """Those that a write has brought, and whose end none has, oldest first."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -25,8 +25,8 @@ class Announcements:
         return bool(self._begun or self._ended)
 
     def begin(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
-        """False, and nothing happens, if one of this id lives already."""
-        if announcement_id in self._live:
+        """False, and nothing happens, if readers know one of this id, or will."""
+        if announcement_id in self._live or announcement_id in self._ended:
             return False
         self._live[announcement_id] = block_hashes
         self._begun[announcement_id] = None
@@ -37,7 +37,7 @@ class Announcements:
         if announcement_id in self._begun:
             del self._begun[announcement_id]
         else:
-            self._ended.append(announcement_id)
+            self._ended[announcement_id] = None
 
     def take_change(self) -> tuple[tuple[Announcement, ...], tuple[int, ...]]:
         """What began and what ended since the last take."""

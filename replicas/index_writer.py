@@ -128,7 +128,7 @@ class IndexWriter:
         self._write_soon()
 
     def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
-        """A request that will store these blocks has been taken. False if one of this id lives already."""
+        """A request that will store these blocks has been taken. False if the id is in use."""
         if not self._announcements.begin(announcement_id, block_hashes):
             logger.warning("an announcement's id is in use id=%d", announcement_id)
             return False

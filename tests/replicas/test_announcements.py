@@ -28,6 +28,16 @@ def test_an_id_that_lives_begins_no_second_announcement() -> None:
     assert announced.block_hashes == hashes(1)
 
 
+def test_an_id_begins_anew_only_when_its_end_was_told() -> None:
+    announcements = Announcements()
+    announcements.begin(1, hashes(1))
+    announcements.take_change()
+    announcements.end(1)
+    assert not announcements.begin(1, hashes(2))  # readers would take the end for that of the second
+    assert announcements.take_change() == ((), (1,))
+    assert announcements.begin(1, hashes(2))
+
+
 class Reader(RuleBasedStateMachine):
     """Hears every write, or is told everything anew; and always knows exactly what lived then."""
 
@@ -43,6 +53,13 @@ class Reader(RuleBasedStateMachine):
         self.num_begun += 1
         assert self.announcements.begin(self.num_begun, hashes(number))
         self.live[self.num_begun] = hashes(number)
+
+    @rule(announcement_id=st.integers(1001, 1003))
+    def begin_with_an_id_that_was_there_before(self, announcement_id: int) -> None:
+        is_free = announcement_id not in self.live and announcement_id not in self.heard
+        assert self.announcements.begin(announcement_id, hashes(9)) == is_free
+        if is_free:
+            self.live[announcement_id] = hashes(9)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
