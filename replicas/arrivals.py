@@ -21,38 +21,43 @@ class Arrivals:
     def __init__(self, load: LoadSnapshot) -> None:
         self._counted = load
         self._arrivals: dict[int, _Arrival] = {}  # ascending, like the ids
+        self._num_requests = 0
+        self._num_tokens = 0
         self._load: LoadSnapshot | None = load
 
     @property
     def load(self) -> LoadSnapshot:
         """Of the engine and of what is on its way to it."""
         if self._load is None:
-            arrivals = self._arrivals.values()
             counted = self._counted
             self._load = replace(
                 counted,
-                num_waiting=counted.num_waiting + sum(arrival.num_requests for arrival in arrivals),
-                num_pending_tokens=counted.num_pending_tokens
-                + sum(arrival.num_tokens for arrival in arrivals),
+                num_waiting=counted.num_waiting + self._num_requests,
+                num_pending_tokens=counted.num_pending_tokens + self._num_tokens,
             )
         return self._load
 
     def add(self, request_id: int, *, num_requests: int, num_tokens: int) -> None:
         """The engine has been given a request that would compute `num_tokens` of its prompt."""
         self._arrivals[request_id] = _Arrival(num_requests, num_tokens)
+        self._num_requests += num_requests
+        self._num_tokens += num_tokens
         self._load = None
 
     def remove(self, request_id: int) -> None:
-        """It has ended. Ignored if the engine has counted it."""
-        if self._arrivals.pop(request_id, None) is not None:
+        """It has ended, or the engine has counted it. Unknown ones are ignored."""
+        arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None:
+            self._num_requests -= arrival.num_requests
+            self._num_tokens -= arrival.num_tokens
             self._load = None
 
     def take(self, load: LoadSnapshot, last_request_id: int) -> None:
         """The engine's own load, which counts the requests up to `last_request_id`."""
         self._counted = load
+        self._load = None
         while self._arrivals:
             oldest = next(iter(self._arrivals))
             if oldest > last_request_id:
                 break
-            del self._arrivals[oldest]
-        self._load = None
+            self.remove(oldest)

@@ -4,11 +4,9 @@ Owns the shape that the explain route answers with. Decides nothing itself: it w
 the router's own code has made.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.keys import is_indexed
+from replicas.protocol.keys import blocks_per_stride, indexed_positions
 from router.generation import Generation
 from router.routing.decision import Candidate, Decision
 from router.routing.table import Preview
@@ -19,6 +17,8 @@ def explanation(
 ) -> dict[str, Any]:
     """`affinity_order` begins with home; `block_hashes` are those that the index keeps, as hex."""
     decision = preview.decision
+    block_hashes = generation.block_hashes
+    positions = indexed_positions(len(block_hashes), blocks_per_stride(block_size, index_stride))
     return {
         "model": generation.model,
         "adapter": None if generation.adapter is None else generation.adapter.name,
@@ -33,22 +33,10 @@ def explanation(
         },
         "candidates": [_candidate(candidate) for candidate in _by_cost(decision)],
         "block_hashes": [
-            {"num_tokens": (position + 1) * block_size, "hash": block_hash.hex()}
-            for position, block_hash in indexed(generation.block_hashes, block_size, index_stride)
+            {"num_tokens": (position + 1) * block_size, "hash": block_hashes[position].hex()}
+            for position in positions
         ],
     }
-
-
-def indexed(
-    block_hashes: Sequence[BlockHash], block_size: int, index_stride: int
-) -> list[tuple[int, BlockHash]]:
-    """The blocks of a prompt that the index keeps, with their positions."""
-    last = len(block_hashes) - 1
-    return [
-        (position, block_hash)
-        for position, block_hash in enumerate(block_hashes)
-        if position == last or is_indexed(position, block_size, index_stride)
-    ]
 
 
 def _by_cost(decision: Decision) -> list[Candidate]:

@@ -56,6 +56,14 @@ def is_indexed(block_index: int, block_size: int, index_stride: int) -> bool:
     return (block_index + 1) % blocks_per_stride(block_size, index_stride) == 0
 
 
+def indexed_positions(num_blocks: int, stride: int) -> list[int]:
+    """Which of a prompt's blocks the index keeps, `stride` being its `blocks_per_stride`."""
+    positions = [*range(stride - 1, num_blocks, stride)]
+    if num_blocks % stride:
+        positions.append(num_blocks - 1)
+    return positions
+
+
 def blocks_per_stride(block_size: int, index_stride: int) -> int:
     return max(1, index_stride // block_size)
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride
+from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
 
 MAX_PREDICTED_BLOCKS = 200_000
@@ -118,10 +118,8 @@ class PrefixIndex:
     def missing(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
         """What the index will gain from the replica's computing a prompt of these blocks."""
         stored = self._replicas[replica_id].stored if replica_id in self._replicas else ()
-        stride = self._blocks_per_stride
-        kept = [*block_hashes[stride - 1 :: stride]]
-        if len(block_hashes) % stride:
-            kept.append(block_hashes[-1])
+        positions = indexed_positions(len(block_hashes), self._blocks_per_stride)
+        kept = (block_hashes[position] for position in positions)
         return tuple(block_hash for block_hash in kept if block_hash not in stored)
 
     def overlaps(self, block_hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:

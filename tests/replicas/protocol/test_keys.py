@@ -135,3 +135,16 @@ def test_the_index_keeps_a_block_per_stride_and_never_leaves_a_longer_gap(
     assert gap * block_size <= max(stride, block_size)
     window = [keys.is_indexed(position + offset, block_size, stride) for offset in range(gap)]
     assert sum(window) == 1
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128, 256])
+@pytest.mark.parametrize("num_blocks", [0, 1, 7, 8, 9, 16, 100])
+def test_the_index_keeps_what_lies_on_the_stride_and_a_prompts_last_block(
+    block_size: int, num_blocks: int
+) -> None:
+    kept = [
+        position
+        for position in range(num_blocks)
+        if keys.is_indexed(position, block_size, 128) or position == num_blocks - 1
+    ]
+    assert keys.indexed_positions(num_blocks, keys.blocks_per_stride(block_size, 128)) == kept
