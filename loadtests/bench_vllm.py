@@ -131,7 +131,8 @@ async def ask(port: int, requests: Sequence[bytes]) -> Round:
 
 def two_replicas(num_rounds: int) -> None:
     names = ("replica-0", "replica-1")
-    settings = {**REPLICA, "engine_args": "disable_log_stats=false"}
+    # In a thread: the counters are read in the replica's own process.
+    settings = {**REPLICA, "engine_args": "disable_log_stats=false", "engine_process": False}
     module = "loadtests.vllm_replica"
     with local_stack(num_replicas=2, replica_settings=settings, replica_module=module) as stack:
         asyncio.run(ask(stack.port, bodies(1)[:20]))
@@ -163,7 +164,7 @@ THREAD, PROCESS, VLLM = "Kvasir", "Kvasir, engine process", "vLLM"
 
 def against_vllm(num_rounds: int) -> None:
     with (
-        local_stack(num_replicas=1, replica_settings=REPLICA) as thread,
+        local_stack(num_replicas=1, replica_settings={**REPLICA, "engine_process": False}) as thread,
         local_stack(num_replicas=1, replica_settings={**REPLICA, "engine_process": True}) as process,
     ):
         port = free_port()

@@ -61,8 +61,9 @@ class ReplicaConfig:
     adapters: Mapping[str, str] | None = setting(
         None, help="LoRA adapters, NAME=DIRECTORY,NAME=DIRECTORY or a mapping; vllm only"
     )
-    engine_process: bool = setting(
-        False, help="run the engine in a process of its own, with an interpreter of its own"
+    engine_process: bool | None = setting(
+        None,
+        help="run the engine in a process of its own, with an interpreter of its own; none means with vllm",
     )
     engine_args: Mapping[str, Any] | None = setting(
         None, help="vLLM's own engine arguments, NAME=VALUE,NAME=VALUE or a mapping; vllm only"
@@ -97,6 +98,11 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} must be at least 1")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
+
+    @property
+    def has_engine_process(self) -> bool:
+        """What was set, or the engine's default."""
+        return self.engine == "vllm" if self.engine_process is None else self.engine_process
 
     @property
     def tokens_per_block(self) -> int:

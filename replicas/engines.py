@@ -35,7 +35,7 @@ REPLACEMENT = "\ufffd"
 
 def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     """Raises CheckpointError, SettingsError or StartupError. Takes seconds, and blocks."""
-    if config.engine_process:
+    if config.has_engine_process:
         engine_process = EngineProcess(config)
         return engine_process, engine_process.bundle()
     if config.engine == "simulated":

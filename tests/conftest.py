@@ -1,6 +1,7 @@
 """Fixtures that every test folder uses."""
 
 import inspect
+import os
 import socket
 from collections.abc import Iterator
 
@@ -8,6 +9,10 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from tests.redis_server import RedisServer
+
+# Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
+# and on a busy machine threads that wait for each other take a hundred times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

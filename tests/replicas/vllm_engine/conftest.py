@@ -32,21 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def environment() -> Iterator[None]:
-    import torch
-
-    num_threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vllm_environment(1).items():
             patch.setenv(name, value)
-        # Where an earlier test has loaded torch, that comes too late for its kernels; and threads that
-        # wait for each other on a busy machine take a hundred times as long.
-        torch.set_num_threads(1)
         yield
-    torch.set_num_threads(num_threads)
 
 
 def vllm_config(**settings: Any) -> ReplicaConfig:
-    defaults = {"num_blocks": NUM_BLOCKS, "max_batched_tokens": 256, "max_running": 16}
+    """In this process, where tests can look inside."""
+    defaults = {
+        "num_blocks": NUM_BLOCKS,
+        "max_batched_tokens": 256,
+        "max_running": 16,
+        "engine_process": False,
+    }
     return ReplicaConfig(engine="vllm", **{**defaults, **settings})
 
 
