@@ -56,6 +56,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     add("--speed", type=_positive, default=1.0, metavar="X", help="arrivals so many times as fast")
     add("--limit", type=_count, metavar="N", help="only the first N requests")
+    add("--without-keys", action="store_true", help="as if nobody sent a prompt_cache_key")
 
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +81,9 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--counts-arrivals",
-        action="store_true",
-        help="a replica's load counts a request when it comes, not when the step after that has ended",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a replica's load counts a request when it comes, or only when the step that runs has ended",
     )
     add("--index-stride", type=_count, default=128, metavar="N", help="default: 128")
     delays = Delays()
@@ -209,7 +211,14 @@ def _write_json(
 
 def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | None) -> Job:
     swept = {} if value is None else {arguments.sweep: value}
-    source = Source(arguments.workload, seed, _parameters(arguments), arguments.limit, arguments.speed)
+    source = Source(
+        arguments.workload,
+        seed,
+        _parameters(arguments),
+        arguments.limit,
+        arguments.speed,
+        has_keys=not arguments.without_keys,
+    )
     if "rate" in swept:
         base = dataclasses.replace(source, speed=1.0)
         workload = load(base)

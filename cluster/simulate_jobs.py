@@ -18,7 +18,15 @@ from cluster.simulation.options import FleetOptions
 from cluster.simulation.request import PreparedRequest, prepare
 from cluster.simulation.summary import Summary, summarise
 from loadtests.report import Slo, make_report
-from loadtests.workloads import GENERATORS, Workload, first_requests, ideal_hits, read_trace, scale
+from loadtests.workloads import (
+    GENERATORS,
+    Workload,
+    first_requests,
+    ideal_hits,
+    read_trace,
+    scale,
+    without_keys,
+)
 from replicas.loop import SpeedMeter
 
 
@@ -31,6 +39,8 @@ class Source:
     parameters: tuple[tuple[str, float | int | str], ...]
     limit: int | None
     speed: float
+    has_keys: bool = True
+    """Without, every `prompt_cache_key` is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +111,6 @@ def load(source: Source) -> Workload:
         workload = first_requests(workload, source.limit)
     if not workload.requests:
         raise ClusterError(f"{source.name} has no requests")
+    if not source.has_keys:
+        workload = without_keys(workload)
     return scale(workload, source.speed)

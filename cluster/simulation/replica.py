@@ -6,13 +6,14 @@ every request just decodes are taken many at a time (`lockstep.py`), up to the n
 """
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
 from cluster.simulation.lockstep import Lockstep
 from cluster.simulation.request import VirtualRequest
 from cluster.simulation.shape import ReplicaShape
+from cluster.simulation.step import Chunk, Step, prefill_seconds
 from replicas.kvcache.block_pool import BlockPool
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
@@ -46,29 +47,6 @@ class Outcome:
     report: LoadReport
 
 
-@dataclass(slots=True)
-class _Chunk:
-    request: VirtualRequest
-    start: int
-    num_tokens: int
-    samples: bool
-
-    @property
-    def is_decode(self) -> bool:
-        """A single output token, of a request that was preempted and found all the rest cached."""
-        return self.num_tokens == 1 and self.start >= self.request.num_prompt_tokens
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is being computed: prefill chunks in one step, or `num_steps` of decoding only."""
-
-    started_at: float
-    chunks: list[_Chunk] = field(default_factory=list)
-    num_steps: int = 1
-    ends_at: float = 0.0
-
-
 class VirtualReplica:
     """`submit` and `advance` with the time that it is; `ends_at` says when to call `advance` next."""
 
@@ -86,7 +64,9 @@ class VirtualReplica:
         self._decoding = Lockstep(shape.cost, shape.block_size)
         self._num_waiting_tokens = 0
         self._num_added = 0
-        self._step: _Step | None = None
+        self._step: Step | None = None
+        self._owed_seconds = 0.0
+        """Time that passed with prompts and that decoding beside them has not used yet."""
 
     @property
     def ends_at(self) -> float | None:
@@ -110,9 +90,10 @@ class VirtualReplica:
         step = self._step
         if step is None:
             self._start(now)
-        elif not step.chunks and step.num_steps > 1:
+        elif not step.chunks and step.num_steps > 1 and step.ends_at > now:
             step.num_steps = self._num_steps_until(step, now)
-            step.ends_at = step.started_at + self._decode_seconds(step.num_steps)
+            step.decode_seconds = self._decode_seconds(step.num_steps)
+            step.ends_at = step.started_at + step.decode_seconds
 
     def advance(self, now: float) -> Outcome:
         """The step has ended; the next one begins."""
@@ -144,26 +125,46 @@ class VirtualReplica:
         if not self._running and not self._waiting:
             self._step = None
             return
-        step = self._step = _Step(now)
+        step = self._step = Step(now)
+        if self._owed_seconds and self._catch_up(step):
+            return
         self._schedule(step)
         if step.chunks:
-            seconds = self._prefill_seconds(step.chunks)
+            seconds = prefill_seconds(self.shape.cost, step.chunks)
             if not self.shape.decodes_beside:
                 num_attended = self._decoding.num_context_tokens - self._num_shared_tokens()
                 num_attended += sum(chunk.start + 1 for chunk in step.chunks if chunk.is_decode)
                 seconds = max(self.shape.cost.d0, seconds) + self.shape.cost.d1 * num_attended
-            elif not seconds:
-                seconds = self.shape.cost.d0
-            elif self._decoding.num_requests:
-                num_steps = round(seconds / self._decode_seconds(1))
-                step.num_steps = max(1, min(num_steps, self._decoding.num_steps_to_next_note()))
+            else:
+                seconds = seconds or self.shape.cost.d0
+                self._owed_seconds += seconds
+                self._take_owed_steps(step)
         else:
             assert self._decoding.num_requests, "requests are here, and none can be computed"
             step.num_steps = self._decoding.num_steps_to_next_note()
-            seconds = self._decode_seconds(step.num_steps)
+            seconds = step.decode_seconds = self._decode_seconds(step.num_steps)
         step.ends_at = now + seconds
 
-    def _schedule(self, step: _Step) -> None:
+    def _catch_up(self, step: Step) -> bool:
+        """Decoding that fits into the prompts' time but not into their step: a run that takes no time."""
+        for request in sorted(self._decoding.take_growing(), key=_rank):
+            if request.is_decoding:
+                self._grow(request)
+        self._take_owed_steps(step)
+        step.ends_at = step.started_at
+        return step.num_steps > 0
+
+    def _take_owed_steps(self, step: Step) -> None:
+        """As many decode steps as there is time for, up to where a request ends or needs a block."""
+        if not self._decoding.num_requests:
+            step.num_steps, self._owed_seconds = 0, 0.0
+            return
+        num_steps = int(self._owed_seconds / self._decode_seconds(1))
+        step.num_steps = min(num_steps, self._decoding.num_steps_to_next_note())
+        step.decode_seconds = self._decode_seconds(step.num_steps)
+        self._owed_seconds = max(0.0, self._owed_seconds - step.decode_seconds)
+
+    def _schedule(self, step: Step) -> None:
         """Blocks for whoever runs, in order of rank, then for whoever may start to."""
         num_single = sum(request.num_left == 1 for request in self._prefilling)
         budget = self.shape.max_batched_tokens - self._decoding.num_requests - num_single
@@ -187,7 +188,7 @@ class VirtualReplica:
         if self._allocate(request, num_computed + 1):
             self._decoding.note_growth(request)
 
-    def _admit(self, step: _Step, budget: int) -> None:
+    def _admit(self, step: Step, budget: int) -> None:
         """One starts only if its whole prompt fits into what is free, even if its first chunk is smaller."""
         block_size, pool = self.shape.block_size, self.pool
         num_admitted = 0
@@ -222,12 +223,12 @@ class VirtualReplica:
             num_admitted += 1
         del self._waiting[:num_admitted]
 
-    def _add_chunk(self, step: _Step, request: VirtualRequest, num_tokens: int) -> None:
+    def _add_chunk(self, step: Step, request: VirtualRequest, num_tokens: int) -> None:
         """The blocks that it fills are shared at once: the whole batch writes before any of it reads."""
         start = request.num_computed
         end = start + num_tokens
         self._store_up_to(request, end // self.shape.block_size)
-        step.chunks.append(_Chunk(request, start, num_tokens, end == request.num_tokens))
+        step.chunks.append(Chunk(request, start, num_tokens, end == request.num_tokens))
 
     def _allocate(self, request: VirtualRequest, num_tokens: int) -> bool:
         """Blocks for so many tokens; where they run out the last in rank is preempted, maybe itself."""
@@ -268,7 +269,7 @@ class VirtualReplica:
 
     # A step ends.
 
-    def _finish(self, step: _Step) -> Outcome:
+    def _finish(self, step: Step) -> Outcome:
         first_tokens: list[VirtualRequest] = []
         finished: list[VirtualRequest] = []
         num_decoded = self._decoding.num_requests * step.num_steps
@@ -296,18 +297,20 @@ class VirtualReplica:
             self._store_up_to(request, (request.num_tokens - 1) // self.shape.block_size)
             self._release(request)
         self.num_computed_tokens += num_prefilled
-        self._measure(step, num_prefilled, num_decoded // step.num_steps)
+        self._measure(step, num_prefilled, num_decoded)
         return Outcome(first_tokens, finished, self.pool.take_events(), self.report())
 
-    def _measure(self, step: _Step, num_prefilled: int, num_decoded: int) -> None:
+    def _measure(self, step: Step, num_prefilled: int, num_decoded: int) -> None:
         seconds = step.ends_at - step.started_at
-        if not step.chunks or not self.shape.decodes_beside:
+        if step.chunks and not self.shape.decodes_beside:
             frame = StepFrame(num_prefill_tokens=num_prefilled, num_decode_tokens=num_decoded)
-            self._meter.observe(frame, seconds / step.num_steps)
+            self._meter.observe(frame, seconds)
             return
-        self._meter.observe(StepFrame(num_prefill_tokens=num_prefilled), seconds)
+        if step.chunks:
+            self._meter.observe(StepFrame(num_prefill_tokens=num_prefilled), seconds)
         if num_decoded:
-            self._meter.observe(StepFrame(num_decode_tokens=num_decoded), seconds / step.num_steps)
+            frame = StepFrame(num_decode_tokens=num_decoded // step.num_steps)
+            self._meter.observe(frame, step.decode_seconds / step.num_steps)
 
     def report(self) -> LoadReport:
         """How busy it is. What is being computed counts as not computed yet."""
@@ -331,7 +334,7 @@ class VirtualReplica:
 
     # Prices.
 
-    def _num_steps_until(self, step: _Step, now: float) -> int:
+    def _num_steps_until(self, step: Step, now: float) -> int:
         """The step of a decoding run that is being computed at `now`, from 1; the last one at its end."""
         low, high = 1, step.num_steps
         while low < high:
@@ -351,17 +354,6 @@ class VirtualReplica:
             return 0
         num_distinct = self.pool.num_used * self.shape.block_size
         return max(0, self._decoding.num_context_tokens - num_distinct)
-
-    def _prefill_seconds(self, chunks: list[_Chunk]) -> float:
-        """The arithmetic of a step's prompts, as the cost model has it."""
-        cost = self.shape.cost
-        prefills = [chunk for chunk in chunks if not chunk.is_decode]
-        compute = sum(
-            chunk.num_tokens * (cost.b + cost.c * (chunk.start + chunk.num_tokens / 2)) for chunk in prefills
-        )
-        if any(chunk.samples for chunk in prefills):
-            compute += cost.a
-        return compute
 
     # Blocks.
 

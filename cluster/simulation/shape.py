@@ -15,8 +15,8 @@ class ReplicaShape:
     With `decodes_beside`, prefill and decode do not slow each other down: requests decode at their own
     pace while a prompt is computed. Published comparisons of routers are often computed so; an engine
     whose steps do both is slower. With `reads_shared_once`, a block that several requests attend to is
-    read once per decode step, not once for each of them. With `counts_arrivals`, its load counts a
-    request from when it comes, not from the end of the step that follows.
+    read once per decode step, not once for each of them. Without `counts_arrivals`, its load counts a
+    request only from the end of the step that follows its arrival.
     """
 
     cost: CostModel
@@ -26,7 +26,7 @@ class ReplicaShape:
     max_running: int = 256
     decodes_beside: bool = False
     reads_shared_once: bool = False
-    counts_arrivals: bool = False
+    counts_arrivals: bool = True
 
     @property
     def capacity_tokens(self) -> int:

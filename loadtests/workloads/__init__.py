@@ -27,6 +27,7 @@ from loadtests.workloads.workload import (
     first_seconds,
     scale,
     shrink,
+    without_keys,
     without_longer_than,
 )
 
@@ -65,6 +66,7 @@ __all__ = [
     "shared_prefix",
     "short_prompts",
     "shrink",
+    "without_keys",
     "without_longer_than",
     "zipf_b2b",
 ]

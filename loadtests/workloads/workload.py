@@ -68,6 +68,13 @@ def first_seconds(workload: Workload, seconds: float) -> Workload:
     )
 
 
+def without_keys(workload: Workload) -> Workload:
+    """The same requests without any `prompt_cache_key`."""
+    return _with_requests(
+        workload, [replace(request, prompt_cache_key=None) for request in workload.requests]
+    )
+
+
 def without_longer_than(workload: Workload, num_tokens: int) -> Workload:
     """Without the requests whose prompt and answer together are longer than that."""
     return _with_requests(

@@ -119,8 +119,9 @@ def decide(
 
 
 def overlap_tokens(request: RoutingRequest, num_blocks: int) -> int:
-    """Tokens that need no computing. The last one of a prompt always does: its logits are wanted."""
-    return max(0, min(num_blocks * request.block_size, request.num_tokens - 1))
+    """Tokens that need no computing: whole blocks, and never the last token, whose logits are wanted."""
+    most_blocks = (request.num_tokens - 1) // request.block_size
+    return max(0, min(num_blocks, most_blocks)) * request.block_size
 
 
 class Considered(NamedTuple):

@@ -12,7 +12,7 @@ from replicas.protocol.status import ReplicaId
 from router.routing.cost import CostParameters, cost_of, fleet_rates
 from router.routing.decision import Decision, DecisionReason, Replicas, RoutingRequest, decide
 from router.routing.load import ReplicaLoad
-from tests.router.routing.fleets import fleet, ranked, ready, request
+from tests.router.routing.fleets import BLOCK_SIZE, fleet, ranked, ready, request
 
 PARAMETERS = CostParameters()
 
@@ -70,9 +70,10 @@ def test_among_equal_overlaps_the_affinity_order_decides() -> None:
     assert (decision.replica_id, decision.rank) == (order[2], 2)
 
 
-def test_the_last_token_is_always_computed() -> None:
-    decision = decided(fleet(2), {"r0": 500, "r1": 500}, asked=request(num_tokens=8000))
-    assert decision.overlap_tokens == 7999
+@pytest.mark.parametrize(("num_tokens", "found"), [(8000, 7984), (8001, 8000), (7999, 7984)])
+def test_whole_blocks_are_found_but_the_last_token_is_always_computed(num_tokens: int, found: int) -> None:
+    decision = decided(fleet(2), {"r0": 500, "r1": 500}, asked=request(num_tokens=num_tokens))
+    assert decision.overlap_tokens == found
 
 
 def test_a_busy_home_spills_a_cold_prompt_along_the_affinity_order() -> None:
@@ -318,5 +319,6 @@ def test_two_routers_that_list_the_fleet_differently_compare_the_same_holders() 
 def test_prompts_of_any_length_are_decided(num_tokens: int) -> None:
     for size in (1, 8, 40):
         decision = decided(fleet(size), {"r0": 500}, asked=request(num_tokens=num_tokens))
-        assert decision.overlap_tokens == (max(0, num_tokens - 1) if decision.replica_id == "r0" else 0)
-        assert decision.replica_id == "r0" or num_tokens <= 1
+        found = max(0, num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert decision.overlap_tokens == (found if decision.replica_id == "r0" else 0)
+        assert decision.replica_id == "r0" or not found

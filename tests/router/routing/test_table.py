@@ -99,7 +99,7 @@ def test_with_a_clock_a_prediction_lingers_until_the_index_has_heard() -> None:
         first.first_token()
     clock.seconds = 0.1
     with route(table, prompt(0, 1, 2000)) as second:
-        assert second.decision.overlap_tokens == 1999
+        assert second.decision.overlap_tokens == 1984
         assert second.decision.replica_id == first.decision.replica_id
     clock.seconds = 0.3
     with route(table, prompt(0, 1, 2000)) as third:
@@ -118,7 +118,7 @@ def test_an_announced_prediction_ends_when_the_replica_says_so_and_not_before() 
         first.first_token()
     clock.seconds = 100
     with route(table, prompt(0, 1, 2000)) as second:
-        assert second.decision.overlap_tokens == 1999
+        assert second.decision.overlap_tokens == 1984
         # Not stored yet, so the second would compute them too, should the first be given up.
         assert second.announcement.block_hashes == first.announcement.block_hashes
     ended = (first.announcement.announcement_id,)
@@ -127,7 +127,7 @@ def test_an_announced_prediction_ends_when_the_replica_says_so_and_not_before() 
     assert table.num_predictions == 0
     with route(table, prompt(0, 1, 2000)) as third:
         assert third.announcement.block_hashes == ()
-        assert third.decision.overlap_tokens == 1999
+        assert third.decision.overlap_tokens == 1984
         assert table.num_predictions == 0
 
 
@@ -192,7 +192,7 @@ def test_a_burst_of_equal_prompts_lands_together_before_any_event_has_come() -> 
         decisions = [burst.enter_context(route(table, prompt(0, 1, 6000))).decision for _ in range(12)]
     assert len({decision.replica_id for decision in decisions}) == 1
     assert decisions[0].reason is DecisionReason.HOME
-    assert all(decision.overlap_tokens == 5999 for decision in decisions[1:])
+    assert all(decision.overlap_tokens == 5984 for decision in decisions[1:])
 
 
 def test_one_hot_prefix_stays_together_when_idle_and_spreads_under_load() -> None:
