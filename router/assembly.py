@@ -44,7 +44,10 @@ class Router:
         self._tasks: asyncio.TaskGroup | None = None
         try:
             self._table = RoutingTable(
-                config.policy, CostParameters(copy_price=config.copy_price), rng, clock=clock
+                config.policy,
+                CostParameters(copy_price=config.copy_price, delay_price=config.delay_price),
+                rng,
+                clock=clock,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error

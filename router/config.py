@@ -37,6 +37,10 @@ class RouterConfig:
         4.0,
         help="price of computing what another replica holds, as a share of that computation; 0 ignores it",
     )
+    delay_price: float = setting(
+        0.05,
+        help="price of a prompt's computation for each request that it delays, as a share; 0 ignores it",
+    )
     index_stride: int = setting(
         128, help="the index keeps one block hash per this many tokens; as the replicas have it"
     )
@@ -56,7 +60,7 @@ class RouterConfig:
         for name in ("max_body_bytes", "max_in_flight", "max_choices", "max_prompts", "index_stride"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
-        for name in ("copy_price", "tokenizer_cache_bytes", "drain_seconds"):
+        for name in ("copy_price", "delay_price", "tokenizer_cache_bytes", "drain_seconds"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"setting {name} must not be negative")
         for name in ("poll_seconds", "upload_seconds"):

@@ -52,6 +52,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "num_pending_tokens": candidate.load.num_pending_tokens,
         "wait_seconds": candidate.cost.wait_seconds,
         "prefill_seconds": candidate.cost.prefill_seconds,
+        "delay_seconds": candidate.cost.delay_seconds,
         "copy_seconds": candidate.cost.copy_seconds,
         "cost_seconds": candidate.cost.seconds,
     }

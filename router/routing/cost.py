@@ -3,10 +3,14 @@
 Owns the arithmetic and its parameters. Knows no policy: who is asked, and what happens with near-ties,
 is decided in `decision.py`.
 
-    cost(r) = wait(r) + prefill(uncached at r) + copy_price * rate * (deepest overlap - overlap at r)
+    cost(r) = wait(r) + prefill(uncached at r)
+            + delay_price * requests at r * prefill(uncached at r)
+            + copy_price * rate * (deepest overlap - overlap at r)
 
-The first two terms are the expected time to first token. The last is the price of a copy: prefilling at
-r what another replica holds fills r's cache with a duplicate and evicts something else.
+The first two terms are the expected time to first token. The third is what the others lose: whoever
+decodes at r, and whoever waits there, stands still while the prompt is computed. Long prompts therefore
+gather where few are disturbed, and short ones pass them by. The last is the price of a copy:
+prefilling at r what another replica holds fills r's cache with a duplicate and evicts something else.
 """
 
 from collections.abc import Iterable
@@ -31,7 +35,8 @@ the median would spoil the cost of everybody."""
 
 @dataclass(frozen=True, slots=True)
 class CostParameters:
-    """`copy_price` is the design's lambda; 0 is the plain expected time to first token.
+    """`copy_price` is the design's lambda, `delay_price` the share of a prefill that each request at the
+    same replica counts for; with both 0, the cost is the plain expected time to first token.
 
     A request goes by affinity among replicas within `near_tie_tokens` of prefill and
     `near_tie_requests` of the cheapest. Fleets up to `num_compared_candidates` are compared whole;
@@ -39,6 +44,7 @@ class CostParameters:
     """
 
     copy_price: float = 4.0
+    delay_price: float = 0.05
     near_tie_tokens: int = 256
     near_tie_requests: int = 4
     default_prefill_seconds_per_token: float = 1e-4
@@ -59,11 +65,12 @@ class FleetRates(NamedTuple):
 class Cost(NamedTuple):
     wait_seconds: float
     prefill_seconds: float
+    delay_seconds: float
     copy_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.wait_seconds + self.prefill_seconds + self.copy_seconds
+        return self.wait_seconds + self.prefill_seconds + self.delay_seconds + self.copy_seconds
 
 
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
@@ -86,7 +93,7 @@ def cost_of(
     num_uncached_tokens: int,
     num_copied_tokens: int,
     rates: FleetRates,
-    copy_price: float,
+    parameters: CostParameters,
 ) -> Cost:
     """The cost of `num_uncached_tokens` at a replica that is this busy.
 
@@ -96,10 +103,12 @@ def cost_of(
     """
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
+    prefill_seconds = num_uncached_tokens * rate
     return Cost(
         load.num_pending_tokens * rate + load.num_requests * step,
-        num_uncached_tokens * rate,
-        copy_price * rate * num_copied_tokens,
+        prefill_seconds,
+        parameters.delay_price * load.num_requests * prefill_seconds,
+        parameters.copy_price * rate * num_copied_tokens,
     )
 
 

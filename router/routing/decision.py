@@ -107,7 +107,7 @@ def decide(
     assert len(replicas), "a decision needs a replica"
     considered = _considered(request, replicas, overlaps, parameters, rng)
     rates = fleet_rates([load for _, _, load in considered], parameters)
-    candidates = weigh(request, considered, overlaps, rates, parameters.copy_price)
+    candidates = weigh(request, considered, overlaps, rates, parameters)
     chosen = _choose(candidates, rates, parameters)
     return Decision(
         replica_id=chosen.replica_id,
@@ -143,7 +143,7 @@ def weigh(
     considered: Collection[Considered],
     overlaps: Mapping[ReplicaId, int],
     rates: FleetRates,
-    copy_price: float,
+    parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
     """What each would cost. The deepest overlap is the deepest of those considered."""
     overlapping = [
@@ -162,7 +162,7 @@ def weigh(
                 num_uncached_tokens=request.num_tokens - num_tokens,
                 num_copied_tokens=deepest - num_tokens,
                 rates=rates,
-                copy_price=copy_price,
+                parameters=parameters,
             ),
         )
         for (rank, replica_id, load), num_tokens in zip(considered, overlapping, strict=True)

@@ -92,7 +92,7 @@ def lmetric(request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "ra
 def minimum_ttft(
     request: RoutingRequest, candidates: tuple[Candidate, ...], rng: "random.Random"
 ) -> Candidate:
-    """The least expected time to first token: ours without a price of copies, without near-ties and
+    """The least expected time to first token: ours without prices of copies and delays, without near-ties and
     with everybody compared. Ties go by affinity order."""
     return min(candidates, key=lambda candidate: candidate.cost.wait_seconds + candidate.cost.prefill_seconds)
 
@@ -162,7 +162,7 @@ def _all_weighed(
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
     rates = fleet_rates(replicas.values(), parameters)
-    return weigh(request, everybody(request, replicas), overlaps, rates, parameters.copy_price)
+    return weigh(request, everybody(request, replicas), overlaps, rates, parameters)
 
 
 def _decision(chosen: Candidate, candidates: tuple[Candidate, ...], num_replicas: int) -> Decision:

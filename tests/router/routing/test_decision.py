@@ -85,10 +85,11 @@ def test_a_busy_home_spills_a_cold_prompt_along_the_affinity_order() -> None:
 
 def test_a_little_more_work_at_home_is_a_near_tie() -> None:
     home = ranked(8)[0]
-    slightly = ReplicaLoad(num_requests=PARAMETERS.near_tie_requests, num_pending_tokens=200)
-    assert decided(fleet(8, **{home: slightly})).replica_id == home
+    asked = request(num_tokens=500)
+    slightly = ReplicaLoad(num_requests=PARAMETERS.near_tie_requests, num_pending_tokens=100)
+    assert decided(fleet(8, **{home: slightly}), asked=asked).replica_id == home
     more = ReplicaLoad(num_requests=PARAMETERS.near_tie_requests + 1)
-    assert decided(fleet(8, **{home: more})).replica_id != home
+    assert decided(fleet(8, **{home: more}), asked=asked).replica_id != home
 
 
 def test_a_near_tie_never_costs_overlap() -> None:
@@ -101,7 +102,7 @@ def test_a_near_tie_never_costs_overlap() -> None:
 def test_a_near_tie_with_more_of_the_prompt_comes_before_the_affinity_order() -> None:
     *_, last = ranked(8)
     loads = {last: ReplicaLoad(num_requests=2)}
-    decision = decided(fleet(8, **loads), {last: 1})
+    decision = decided(fleet(8, **loads), {last: 1}, asked=request(num_tokens=1000))
     assert min(decision.candidates, key=lambda c: c.cost.seconds).replica_id != last
     assert (decision.replica_id, decision.overlap_tokens) == (last, 16)
 
@@ -163,12 +164,26 @@ def test_the_median_stands_in_for_a_replica_that_has_measured_nothing() -> None:
     assert fleet_rates([ReplicaLoad()], PARAMETERS) == pytest.approx((1e-4, 0.01))
 
 
-def test_the_cost_is_wait_and_prefill_and_the_price_of_a_copy() -> None:
+def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_copy() -> None:
     load = ReplicaLoad(num_requests=3, num_pending_tokens=100, prefill_seconds_per_token=1e-3)
     rates = fleet_rates([load], PARAMETERS)
-    cost = cost_of(load, num_uncached_tokens=50, num_copied_tokens=30, rates=rates, copy_price=4)
-    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.12))
-    assert cost.seconds == pytest.approx(0.3)
+    parameters = CostParameters(copy_price=4, delay_price=0.2)
+    cost = cost_of(load, num_uncached_tokens=50, num_copied_tokens=30, rates=rates, parameters=parameters)
+    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.12))
+    assert cost.seconds == pytest.approx(0.33)
+
+
+def test_a_long_prompt_goes_where_it_disturbs_few_and_a_short_one_where_it_waits_least() -> None:
+    few, many = ranked(2)
+    loads = fleet(
+        2,
+        **{
+            few: ReplicaLoad(num_requests=2, num_pending_tokens=5000),
+            many: ReplicaLoad(num_requests=12, num_pending_tokens=3000),
+        },
+    )
+    assert decided(loads, asked=request(num_tokens=20_000)).replica_id == few
+    assert decided(loads, asked=request(num_tokens=200)).replica_id == many
 
 
 def test_every_candidate_of_a_small_fleet_is_explained() -> None:
