@@ -17,7 +17,7 @@ from cluster.status import align
 
 MOST_RANKS = 8
 
-_HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "COPY", "COST")
+_HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "COPY", "COST")
 
 _REASONS = {
     "only_replica": "no other replica is ready",
@@ -74,7 +74,7 @@ def render(explained: Mapping[str, Any]) -> str:
 
 
 def _row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "copy", "cost"))
+    seconds = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "copy", "cost"))
     return (
         candidate["replica"],
         str(candidate["rank"]),
