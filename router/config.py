@@ -34,7 +34,7 @@ class RouterConfig:
 
     policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
     copy_price: float = setting(
-        4.0,
+        2.0,
         help="price of computing what another replica holds, as a share of that computation; 0 ignores it",
     )
     delay_price: float = setting(

@@ -43,7 +43,7 @@ class CostParameters:
     beyond, the first of the affinity order, the deepest holders and the idlest of a random draw.
     """
 
-    copy_price: float = 4.0
+    copy_price: float = 2.0
     delay_price: float = 0.05
     near_tie_tokens: int = 256
     near_tie_requests: int = 4

@@ -116,7 +116,7 @@ def test_of_two_replicas_with_equal_caches_the_idle_one_serves() -> None:
 def test_a_holder_is_left_only_when_waiting_costs_more_than_a_copy() -> None:
     asked, overlap_blocks = request(num_tokens=6400 + 100), 400
     holder = ranked(8)[3]
-    for pending, stays in ((4.5, True), (5.5, False)):
+    for pending, stays in ((2.5, True), (3.5, False)):
         loads = {holder: ReplicaLoad(num_pending_tokens=int(pending * 6400))}
         decision = decided(fleet(8, **loads), {holder: overlap_blocks}, asked=asked)
         assert (decision.replica_id == holder) is stays
