@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from cluster.simulation.options import Delays, FleetOptions, parse_kill, parse_o
 from cluster.simulation.shape import ReplicaShape
 from cluster.simulation.summary import Summary, median, table
 from cluster.simulation.sweep import SWEEPS, answer, plot
+from loadtests.arguments import count, number, positive, share
 from loadtests.report import Slo
 from loadtests.workloads import GENERATORS, Workload
 from replicas.simulated_engine import COST_MODELS
@@ -38,24 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_accidents(parser)
     add = parser.add_argument
     add("--seed", type=int, action="append", metavar="N", help="repeatable: medians over all (default: 1)")
-    add("--warm-up", type=_share, default=0.1, metavar="SHARE", help="left out of the figures (default: 0.1)")
-    add("--slo-ttft", type=_positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
-    add("--slo-share", type=_share, default=0.9, metavar="SHARE", help="that must be good (default: 0.9)")
+    add("--warm-up", type=share, default=0.1, metavar="SHARE", help="left out of the figures (default: 0.1)")
+    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
+    add("--slo-share", type=share, default=0.9, metavar="SHARE", help="that must be good (default: 0.9)")
     add("--sweep", choices=tuple(SWEEPS), help="vary this, and say how much of it is needed")
     add("--values", type=_numbers, metavar="A,B,…", help="the values that a sweep tries")
-    add("--jobs", type=_count, default=2, metavar="N", help="processes for several runs (default: 2)")
+    add("--jobs", type=count, default=2, metavar="N", help="processes for several runs (default: 2)")
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("workload", metavar="TRACE", help=f"a file in Mooncake's format, or one of {', '.join(GENERATORS)}")
-    add("--qps", type=_positive, metavar="X", help="a generator's requests (or sessions) per second")
+    add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
     )
-    add("--speed", type=_positive, default=1.0, metavar="X", help="arrivals so many times as fast")
-    add("--limit", type=_count, metavar="N", help="only the first N requests")
+    add("--speed", type=positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--limit", type=count, metavar="N", help="only the first N requests")
     add("--without-keys", action="store_true", help="as if nobody sent a prompt_cache_key")
 
 
@@ -64,12 +64,12 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--policy", default="kvasir", metavar="NAME,…", help="one, several, or all (default: kvasir)")
     add("--copy-price", type=float, default=CostParameters().copy_price, metavar="X", help="of kvasir")
     add("--delay-price", type=float, default=CostParameters().delay_price, metavar="X", help="of kvasir")
-    add("--replicas", type=_count, default=8, metavar="N", help="default: 8")
-    add("--routers", type=_count, default=1, metavar="N", help="default: 1")
+    add("--replicas", type=count, default=8, metavar="N", help="default: 8")
+    add("--routers", type=count, default=1, metavar="N", help="default: 1")
     add("--hardware", choices=tuple(CAPACITY_TOKENS), default="h100-8b", help="default: h100-8b")
-    add("--capacity", type=_count, metavar="TOKENS", help="of a replica's KV cache (default: the hardware's)")
-    add("--max-batched-tokens", type=_count, default=8192, metavar="N", help="per step (default: 8192)")
-    add("--max-running", type=_count, default=256, metavar="N", help="per replica (default: 256)")
+    add("--capacity", type=count, metavar="TOKENS", help="of a replica's KV cache (default: the hardware's)")
+    add("--max-batched-tokens", type=count, default=8192, metavar="N", help="per step (default: 8192)")
+    add("--max-running", type=count, default=256, metavar="N", help="per replica (default: 256)")
     add(
         "--decodes-beside",
         action="store_true",
@@ -86,7 +86,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="a replica's load counts a request when it comes, or only when the step that runs has ended",
     )
-    add("--index-stride", type=_count, default=128, metavar="N", help="default: 128")
+    add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
     delays = Delays()
     for name, what in (
         ("event", "until a router knows of a change in a cache"),
@@ -121,7 +121,7 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
     )
     add("--redis-down", action="append", default=[], metavar="FROM-TO", help="in seconds; repeatable")
     add("--no-announcements", action="store_true", help="blocks are known of when they are there, not before")
-    add("--drop-events", type=_share, default=0.0, metavar="SHARE", help="of cache changes, per router")
+    add("--drop-events", type=share, default=0.0, metavar="SHARE", help="of cache changes, per router")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -293,42 +293,12 @@ def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int |
     return tuple(given.items())
 
 
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"needs a number, not {text}")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"needs a number above 0, not {text}")
-    return number
-
-
 def _seconds(text: str) -> float:
-    number = _number(text)
-    if number < 0:
+    seconds = number(text)
+    if seconds < 0:
         raise argparse.ArgumentTypeError(f"needs seconds from 0, not {text}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _number(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"needs a share from 0 to below 1, not {text}")
-    return number
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
-    return int(text)
+    return seconds
 
 
 def _numbers(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import uvloop
 
+from loadtests.arguments import count, positive, share
 from loadtests.prompts import SAMPLE_WORDS, Prompts, token_alphabet
 from loadtests.replay import Replay, Target, show_progress
 from loadtests.report import RequestRecord, Slo, make_report
@@ -55,22 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="model to ask for (default: the first one)")
     add("--api-key", metavar="KEY", help="sent along as the bearer token")
     add("--seed", type=int, default=1, metavar="N", help="another seed, other prompts (default: %(default)s)")
-    add("--speed", type=_positive, default=1.0, metavar="X", help="arrivals so many times as fast")
-    add("--qps", type=_positive, metavar="X", help="a generator's requests (or sessions) per second")
+    add("--speed", type=positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
     )
     add("--limit", metavar="N|Ns", help="only the first N requests, or, as 60s, those of the first 60 s sent")
-    add("--scale-tokens", type=_positive, default=1.0, metavar="F", help="shrink prompts and answers (0.1)")
+    add("--scale-tokens", type=positive, default=1.0, metavar="F", help="shrink prompts and answers (0.1)")
     add("--text", action="store_true", help="send words instead of token ids")
-    add("--timeout", type=_positive, default=300.0, metavar="S", help="for a whole answer (default: 300)")
-    add("--warm-up", type=_share, default=0.0, metavar="SHARE", help="leave out so much of the beginning")
-    add("--slo-ttft", type=_positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
-    add("--slo-tpot", type=_positive, metavar="S", help="limit of a good TPOT (default: none)")
-    add("--slo-e2e", type=_positive, metavar="S", help="limit of a good whole answer (default: none)")
+    add("--timeout", type=positive, default=300.0, metavar="S", help="for a whole answer (default: 300)")
+    add("--warm-up", type=share, default=0.0, metavar="SHARE", help="leave out so much of the beginning")
+    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
+    add("--slo-tpot", type=positive, metavar="S", help="limit of a good TPOT (default: none)")
+    add("--slo-e2e", type=positive, metavar="S", help="limit of a good whole answer (default: none)")
     add(
         "--block-size",
-        type=_count,
+        type=count,
         default=16,
         metavar="N",
         help="the cluster's, for the ideal (default: 16)",
@@ -292,30 +292,3 @@ def _describe(name: str) -> str:
         if parameter.name != "seed"
     )
     return f"  {name}: {summary}\n      {parameters}"
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"needs a number above 0, not {text}")
-    return number
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    number = _number(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"needs a share from 0 to below 1, not {text}")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"needs a number, not {text}") from None

@@ -1,0 +1,38 @@
+"""What an option of the command line may be: the argparse types that replay and simulate share.
+
+Owns the sentences for values that are none. Knows no command.
+"""
+
+import argparse
+import math
+
+
+def number(text: str) -> float:
+    """Any finite one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"needs a number, not {text}")
+    return value
+
+
+def positive(text: str) -> float:
+    value = number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"needs a number above 0, not {text}")
+    return value
+
+
+def share(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"needs a share from 0 to below 1, not {text}")
+    return value
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
+    return int(text)
