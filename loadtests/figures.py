@@ -66,14 +66,14 @@ def print_header(title: str) -> None:
     print(f"## {title}")
     print(f"command: python -m {_module()} {' '.join(sys.argv[1:])}")
     print(f"commit: {commit or 'unknown'}")
-    print(f"machine: {os.cpu_count()} cores, {_processor()}, Python {platform.python_version()}")
+    print(f"machine: {os.cpu_count()} cores, {processor()}, Python {platform.python_version()}")
 
 
 def _module() -> str:
     return f"loadtests.{Path(sys.argv[0]).stem}"
 
 
-def _processor() -> str:
+def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

@@ -42,6 +42,18 @@ class RequestRecord:
     """What went wrong, in a word or two; None if the answer came whole."""
     lateness_seconds: float = 0.0
     """By how much the client sent it after its time."""
+    user: str | None = None
+    tenant: str | None = None
+    session: str | None = None
+    reason: str | None = None
+    """Why the router chose that replica."""
+    num_own_tokens: int | None = None
+    """Of the cached tokens, those that the same user had computed."""
+    num_other_tenant_tokens: int | None = None
+    """Of the cached tokens, those that no earlier request of this tenant can have left; must be 0."""
+    itl_seconds: tuple[float, ...] = ()
+    """Gaps between the events of the answer that carry tokens."""
+    request_id: str | None = None
 
     @property
     def tpot_seconds(self) -> float | None:
