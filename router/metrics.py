@@ -14,6 +14,7 @@ from router.dispatch import DispatchStatistics
 from router.index_mirror import MirrorStatistics
 from router.membership import MembershipStatistics
 from router.prompt.catalog import ModelCatalog
+from router.served import ServedRequest
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -77,7 +78,7 @@ class RouterMetrics:
         self._of_outcome: dict[tuple[str, str, int], Counter] = {}
         self._of_reason: dict[str, Counter] = {}
 
-    def model(self, name: str) -> "_ModelMetrics":
+    def _model(self, name: str) -> "_ModelMetrics":
         """The metrics of a served model or adapter; never call it with a name that is not served."""
         known = self._of_model.get(name)
         if known is None:
@@ -92,14 +93,36 @@ class RouterMetrics:
             )
         return known
 
-    def count_request(self, model: str | None, route: str, code: int) -> None:
+    def observe(self, served: ServedRequest) -> None:
+        self._count_request(served.model, served.route, served.status)
+        if served.model is None:
+            return
+        metrics = self._model(served.model)
+        if served.first_token_seconds is not None:
+            metrics.ttft.observe(served.first_token_seconds)
+        if served.error is None:
+            metrics.e2e.observe(served.ended_seconds)
+        for prompt in served.prompts:
+            if prompt.decision is not None:
+                self._count_decision(prompt.decision.reason)
+            metrics.output_tokens.inc(prompt.num_output_tokens)
+            usage = prompt.usage
+            if usage is None:
+                continue
+            metrics.prompt_tokens.inc(usage.num_prompt_tokens)
+            metrics.cached_tokens.inc(usage.num_cached_tokens)
+            metrics.cross_user_tokens.inc(usage.num_cross_user_tokens)
+            if prompt.decision is not None:
+                metrics.overlap_error.observe(abs(prompt.decision.overlap_tokens - usage.num_cached_tokens))
+
+    def _count_request(self, model: str | None, route: str, code: int) -> None:
         key = (model or UNKNOWN_MODEL, route, code)
         known = self._of_outcome.get(key)
         if known is None:
             known = self._of_outcome[key] = self._requests.labels(*key)
         known.inc()
 
-    def count_decision(self, reason: str) -> None:
+    def _count_decision(self, reason: str) -> None:
         known = self._of_reason.get(reason)
         if known is None:
             known = self._of_reason[reason] = self._decisions.labels(reason)

@@ -21,6 +21,7 @@ from router.generation import Generation
 from router.prompt.catalog import ServedModel
 from router.prompt.detokenizer import Detokenizer
 from router.routing.bucket import bucket_of
+from router.routing.decision import Decision
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -71,6 +72,8 @@ class Prompt:
     first_index: int
     outputs: list[ChoiceOutput]
     echo: str = ""
+    decision: Decision | None = None
+    """Of the replica that has answered; before, of the latest attempt."""
     usage: PromptUsage | None = None
 
     def usage_or_bare(self) -> PromptUsage:
@@ -123,6 +126,8 @@ def make_prompt(
         priority=priority,
         adapter=model.adapter,
         user=user,
+        tenant=model.tenant_label(salt),
+        prompt_cache_key=prompt_cache_key,
     )
     silent = model.eos_token_ids
     if sampling.stop_token_ids:

@@ -24,6 +24,7 @@ from router.metrics import RouterMetrics, dispatch_families, token_cache_familie
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.table import Preview
+from router.served import Observer
 
 
 class Runs(Protocol):
@@ -60,9 +61,12 @@ class ApiContext:
     rng: random.Random
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
+    observers: list[Observer] = field(default_factory=list)
+    """Told of each request to a route that generates, at its end."""
     num_in_flight: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.observers.append(self.metrics.observe)
         self.metrics.in_flight.set_function(lambda: self.num_in_flight)
         self.metrics.watch(lambda: dispatch_families(self.dispatcher.statistics()))
         self.metrics.watch(lambda: token_cache_families(self.catalog))

@@ -17,11 +17,9 @@ from router.api.http import ClientGone, Header, WhileConnected, client_request_i
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import EVENT_STREAM_HEADERS, error_event
 from router.errors import RouterError
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 
 logger = logging.getLogger(__name__)
-
-CLIENT_GONE = 499
-"""Not a status that anyone receives: how metrics count those who did not wait."""
 
 Prepare = Callable[[ApiContext, bytes], Awaitable[Answer]]
 
@@ -37,12 +35,17 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = client_request_id(scope) or self._context.new_id("req_")
         exchange = _Exchange(self._context, send, request_id)
-        if scope["method"] != "POST":
-            error = method_not_allowed(scope["method"], scope["path"])
-            await exchange.fail(error, extra=[(b"allow", b"POST")])
-        else:
-            await self._serve(exchange, scope, receive)
-        self._context.metrics.count_request(exchange.model_name, self._route, exchange.status)
+        try:
+            if scope["method"] != "POST":
+                exchange.error = "MethodNotAllowed"
+                error = method_not_allowed(scope["method"], scope["path"])
+                await exchange.fail(error, extra=[(b"allow", b"POST")])
+            else:
+                await self._serve(exchange, scope, receive)
+        finally:
+            served = exchange.served(self._route)
+            for observe in self._context.observers:
+                observe(served)
 
     async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
         context = self._context
@@ -53,11 +56,13 @@ class GenerationEndpoint:
                     answer = await self._prepare(context, body)
                     await exchange.run(answer)
             await exchange.finish(answer)
-        except ClientGone:
-            exchange.status = CLIENT_GONE
+        except ClientGone as error:
+            exchange.status, exchange.error = CLIENT_GONE, type(error).__name__
         except RouterError as error:
+            exchange.error = type(error).__name__
             await exchange.fail(http_error(error))
         except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
+            exchange.error = "InternalError"
             logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(INTERNAL_ERROR)
 
@@ -67,17 +72,21 @@ class _Exchange:
 
     def __init__(self, context: ApiContext, send: Send, request_id: str) -> None:
         self.request_id = request_id
-        self.model_name: str | None = None
         self.status = 200
+        self.error: str | None = None
         self._context = context
         self._send = send
+        self._answer: Answer | None = None
+        self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
-        self._has_token = False
+        self._prepared_seconds: float | None = None
+        self._first_token_seconds: float | None = None
         self._is_streaming = False
         self._run_headers: list[Header] = []
 
     async def run(self, answer: Answer) -> None:
-        self.model_name = answer.model.name
+        self._answer = answer
+        self._prepared_seconds = self._context.clock() - self._arrived
         if len(answer.prompts) == 1:
             await self._run_prompt(answer, answer.prompts[0])
             return
@@ -93,22 +102,21 @@ class _Exchange:
 
     async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
         async with self._context.dispatcher.run(prompt.generation) as run:
-            self._context.metrics.count_decision(run.decision.reason)
+            prompt.decision = run.decision
             async for batch in run:
-                if not self._has_token:
-                    self._start(answer, run)
+                if self._first_token_seconds is None:
+                    self._start(run)
                 events = self._take(answer, prompt, run, batch)
                 if events:
                     await self._stream(events)
 
-    def _start(self, answer: Answer, run: Runs) -> None:
-        self._has_token = True
+    def _start(self, run: Runs) -> None:
+        self._first_token_seconds = self._context.clock() - self._arrived
         self._run_headers = [
             (b"x-kvasir-replica", run.replica_id.encode()),
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
-        self._context.metrics.model(answer.model.name).ttft.observe(self._context.clock() - self._arrived)
 
     def _take(self, answer: Answer, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""
@@ -121,9 +129,7 @@ class _Exchange:
                 continue
             is_first = not output.num_tokens
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
-                if prompt.usage is None:
-                    self._observe_overlap(answer, run, delta.usage.num_cached_tokens)
-                prompt.usage = delta.usage
+                prompt.usage, prompt.decision = delta.usage, run.decision
             text = output.add(delta)
             if output.found_stop:
                 run.abort_choice(choice)
@@ -138,10 +144,6 @@ class _Exchange:
             if output.has_finished():
                 events.append(dialect.close(prompt, choice))
         return b"".join(events)
-
-    def _observe_overlap(self, answer: Answer, run: Runs, num_cached_tokens: int) -> None:
-        error = abs(run.decision.overlap_tokens - num_cached_tokens)
-        self._context.metrics.model(answer.model.name).overlap_error.observe(error)
 
     async def _stream(self, events: bytes) -> None:
         if not self._is_streaming:
@@ -167,13 +169,6 @@ class _Exchange:
         else:
             headers = [(b"content-type", b"application/json"), *self._own_headers()]
             await send_whole(self._send, 200, headers, answer.dialect.whole(usage))
-        metrics = self._context.metrics.model(answer.model.name)
-        metrics.e2e.observe(self._context.clock() - self._arrived)
-        metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        details = usage["prompt_tokens_details"]
-        metrics.cached_tokens.inc(details["cached_tokens"])
-        metrics.cross_user_tokens.inc(details["cross_user_cached_tokens"])
-        metrics.output_tokens.inc(num_output_tokens)
 
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
         self.status = error.status
@@ -184,8 +179,29 @@ class _Exchange:
         headers = [*error.headers(), *extra, (b"x-request-id", self.request_id.encode())]
         await send_whole(self._send, error.status, headers, error.body())
 
+    def served(self, route: str) -> ServedRequest:
+        answer = self._answer
+        return ServedRequest(
+            request_id=self.request_id,
+            route=route,
+            model=None if answer is None else answer.model.name,
+            status=self.status,
+            error=self.error,
+            arrived_at=self._arrived_at,
+            prepared_seconds=self._prepared_seconds,
+            first_token_seconds=self._first_token_seconds,
+            ended_seconds=self._context.clock() - self._arrived,
+            is_stream=answer is not None and answer.stream,
+            prompts=() if answer is None else tuple(_served(prompt) for prompt in answer.prompts),
+        )
+
     def _own_headers(self) -> list[Header]:
         return [(b"x-request-id", self.request_id.encode()), *self._run_headers]
+
+
+def _served(prompt: Prompt) -> ServedPrompt:
+    num_output_tokens = sum(output.num_tokens for output in prompt.outputs)
+    return ServedPrompt(prompt.generation, prompt.decision, prompt.usage, num_output_tokens)
 
 
 def _first(errors: BaseExceptionGroup[RouterError]) -> RouterError:

@@ -15,6 +15,7 @@ from replicas.protocol.blocks import BlockHash, Namespace, namespace_root
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.errors import NoReplicaAvailable, UnknownModel
+from router.generation import DEFAULT_TENANT
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 NUM_CACHED_ROOTS = 4096
 
 USER_TAG_BYTES = 8
+TENANT_LABEL_BYTES = 4
 
 
 class ServedModel:
@@ -58,7 +60,18 @@ class ServedModel:
             namespace = Namespace(fingerprint, card.block_size, variant, tenant, salt)
             return namespace_root(secret, namespace)
 
+        @lru_cache(maxsize=NUM_CACHED_ROOTS)
+        def tenant_label(salt: str) -> str:
+            digest = hashlib.blake2b(
+                salt.encode("utf-8", "surrogatepass"),
+                key=secret,
+                digest_size=TENANT_LABEL_BYTES,
+                person=b"kvasir-tenant-v1",
+            )
+            return f"salt-{digest.hexdigest()}"
+
         self._root = root
+        self._tenant_label = tenant_label
 
     @property
     def name(self) -> str:
@@ -78,6 +91,10 @@ class ServedModel:
             known = ServedModel(self.card, self.tokenizer, self.template, self._secret, self.created, adapter)
             self._adapted[adapter] = known
         return known
+
+    def tenant_label(self, salt: str | None) -> str:
+        """Names whoever shares this salt, without telling it; alike for all models and routers."""
+        return DEFAULT_TENANT if salt is None else self._tenant_label(salt)
 
     def root(self, tenant: str | None = None, salt: str | None = None) -> BlockHash:
         """The root of every chain of this tenant and salt; nobody without the secret can compute it."""
