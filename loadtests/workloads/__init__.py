@@ -6,6 +6,7 @@ cluster or a simulated fleet; nothing here knows which.
 
 from collections.abc import Callable
 
+from loadtests.workloads.chats import agent, chat, cross_user, mixed, no_reuse, rag
 from loadtests.workloads.generators import (
     agentic,
     b2b,
@@ -21,6 +22,7 @@ from loadtests.workloads.generators import (
 from loadtests.workloads.ideal import IdealHits, ideal_hit_rate, ideal_hits
 from loadtests.workloads.traces import read_trace
 from loadtests.workloads.workload import (
+    Message,
     TraceRequest,
     Workload,
     first_requests,
@@ -42,24 +44,37 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
     "one-key": one_key,
     "key-per-request": key_per_request,
     "short-prompts": short_prompts,
+    "cross-user": cross_user,
+    "chat": chat,
+    "agent": agent,
+    "rag": rag,
+    "no-reuse": no_reuse,
+    "mixed": mixed,
 }
 """Every generator by the name that a command line uses."""
 
 __all__ = [
     "GENERATORS",
     "IdealHits",
+    "Message",
     "TraceRequest",
     "Workload",
+    "agent",
     "agentic",
     "b2b",
+    "chat",
+    "cross_user",
     "first_requests",
     "first_seconds",
     "ideal_hit_rate",
     "ideal_hits",
     "key_per_request",
+    "mixed",
     "multi_turn",
+    "no_reuse",
     "one_key",
     "one_large_tenant",
+    "rag",
     "read_trace",
     "same_head",
     "scale",

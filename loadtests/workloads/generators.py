@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from loadtests.workloads.workload import TraceRequest, Workload, by_arrival
+from loadtests.workloads.workload import Message, TraceRequest, Workload, by_arrival
 
 Segment = tuple[str, int]
 """A piece of a prompt: a name that stands for its content, and its tokens."""
@@ -53,7 +53,7 @@ class PrefixIds:
         return tuple(chain)
 
 
-class _Builder:
+class Builder:
     """Collects the requests of one workload."""
 
     def __init__(self, name: str, block_tokens: int) -> None:
@@ -70,6 +70,8 @@ class _Builder:
         user: str,
         session: str | None = None,
         key: str | None = None,
+        tenant: str | None = None,
+        messages: tuple[Message, ...] = (),
     ) -> None:
         self._requests.append(
             TraceRequest(
@@ -80,6 +82,8 @@ class _Builder:
                 user=user,
                 session=user if session is None else session,
                 prompt_cache_key=key,
+                tenant=tenant,
+                messages=messages,
             )
         )
 
@@ -101,8 +105,8 @@ def b2b(
 ) -> Workload:
     """Tenants with a long prefix each; a user of one asks its one question again and again (llm-d)."""
     rng = random.Random(seed)
-    builder = _Builder("b2b", block_tokens)
-    for arrival in _poisson(rng, qps, num_requests):
+    builder = Builder("b2b", block_tokens)
+    for arrival in poisson(rng, qps, num_requests):
         group, user = rng.randrange(num_groups), rng.randrange(users_per_group)
         segments = [(f"prefix-{group}", prefix_tokens), (f"question-{group}-{user}", question_tokens)]
         builder.add(arrival, segments, output_tokens, user=f"user-{group}-{user}")
@@ -124,9 +128,9 @@ def zipf_b2b(
 ) -> Workload:
     """The same tenants, some much larger than others, and no question twice."""
     rng = random.Random(seed)
-    builder = _Builder("zipf-b2b", block_tokens)
-    draw = _weighted(rng, [1 / (rank + 1) ** exponent for rank in range(num_groups)])
-    for number, arrival in enumerate(_poisson(rng, qps, num_requests)):
+    builder = Builder("zipf-b2b", block_tokens)
+    draw = weighted(rng, [1 / (rank + 1) ** exponent for rank in range(num_groups)])
+    for number, arrival in enumerate(poisson(rng, qps, num_requests)):
         group, user = draw(), rng.randrange(users_per_group)
         segments = [(f"prefix-{group}", prefix_tokens), (f"question-{number}", question_tokens)]
         builder.add(arrival, segments, output_tokens, user=f"user-{group}-{user}")
@@ -146,10 +150,10 @@ def shared_prefix(
 ) -> Workload:
     """Every group's prompts once, shuffled (SGLang's generated-shared-prefix); each is a user of its own."""
     rng = random.Random(seed)
-    builder = _Builder("shared-prefix", block_tokens)
+    builder = Builder("shared-prefix", block_tokens)
     prompts = list(itertools.product(range(num_groups), range(prompts_per_group)))
     rng.shuffle(prompts)
-    for arrival, (group, number) in zip(_poisson(rng, qps, len(prompts)), prompts, strict=True):
+    for arrival, (group, number) in zip(poisson(rng, qps, len(prompts)), prompts, strict=True):
         segments = [(f"prefix-{group}", prefix_tokens), (f"question-{group}-{number}", question_tokens)]
         builder.add(arrival, segments, output_tokens, user=f"user-{group}-{number}")
     return builder.build()
@@ -172,14 +176,14 @@ def multi_turn(
 ) -> Workload:
     """Conversations that begin at `qps`, each with a prefix of its own under one that all share (vLLM)."""
     rng = random.Random(seed)
-    builder = _Builder("multi-turn", block_tokens)
-    for number, start in enumerate(_poisson(rng, qps, num_sessions)):
+    builder = Builder("multi-turn", block_tokens)
+    for number, start in enumerate(poisson(rng, qps, num_sessions)):
         user, arrival = f"user-{number}", start
-        num_own = min(most_own_tokens, _lognormal(rng, mean_own_tokens))
+        num_own = min(most_own_tokens, lognormal(rng, mean_own_tokens))
         segments: list[Segment] = [("common", common_tokens), (f"own-{number}", num_own)]
         for turn in range(rng.randint(fewest_turns, most_turns)):
-            segments.append((f"question-{number}-{turn}", _around(rng, question_tokens)))
-            num_answer = _around(rng, answer_tokens)
+            segments.append((f"question-{number}-{turn}", around(rng, question_tokens)))
+            num_answer = around(rng, answer_tokens)
             builder.add(arrival, segments, num_answer, user=user)
             segments.append((f"answer-{number}-{turn}", num_answer))
             arrival += rng.expovariate(1 / think_seconds)
@@ -206,17 +210,17 @@ def agentic(
     prompt would exceed `most_tokens`.
     """
     rng = random.Random(seed)
-    builder = _Builder("agentic", block_tokens)
-    for number, start in enumerate(_poisson(rng, qps, num_sessions)):
+    builder = Builder("agentic", block_tokens)
+    for number, start in enumerate(poisson(rng, qps, num_sessions)):
         user, arrival = f"user-{number}", start
         segments: list[Segment] = [("tools", shared_tokens)]
-        segments.append((f"context-{number}", _lognormal(rng, mean_context_tokens)))
-        num_turns = 1 + _exponential(rng, mean_turns - 1)
+        segments.append((f"context-{number}", lognormal(rng, mean_context_tokens)))
+        num_turns = 1 + exponential(rng, mean_turns - 1)
         for turn in range(num_turns):
-            segments.append((f"turn-{number}-{turn}", 1 + _exponential(rng, mean_turn_tokens)))
+            segments.append((f"turn-{number}-{turn}", 1 + exponential(rng, mean_turn_tokens)))
             if sum(num_tokens for _, num_tokens in segments) > most_tokens:
                 break
-            num_output = 1 + _exponential(rng, mean_output_tokens)
+            num_output = 1 + exponential(rng, mean_output_tokens)
             builder.add(arrival, segments, num_output, user=user, key=f"session-{number}")
             segments.append((f"answer-{number}-{turn}", num_output))
             arrival += rng.expovariate(1 / tool_seconds)
@@ -254,8 +258,8 @@ def short_prompts(
 ) -> Workload:
     """Prompts shorter than 256 tokens, of exactly 256 and of 257; a tenant's begin alike."""
     rng = random.Random(seed)
-    builder = _Builder("short-prompts", 16)
-    for number, arrival in enumerate(_poisson(rng, qps, num_requests)):
+    builder = Builder("short-prompts", 16)
+    for number, arrival in enumerate(poisson(rng, qps, num_requests)):
         group, length = rng.randrange(num_groups), rng.choice((1, 17, 100, 255, 256, 257))
         num_shared = min(length, 192)
         segments = [(f"prefix-{group}", num_shared), (f"question-{number}", length - num_shared)]
@@ -275,9 +279,9 @@ def _tenants(
 ) -> Workload:
     """Tenants of five users each, with 2,048 tokens of a prefix and fresh questions of 256."""
     rng = random.Random(seed)
-    builder = _Builder(name, 64)
-    draw = _weighted(rng, weights)
-    for number, arrival in enumerate(_poisson(rng, qps, num_requests)):
+    builder = Builder(name, 64)
+    draw = weighted(rng, weights)
+    for number, arrival in enumerate(poisson(rng, qps, num_requests)):
         group = draw()
         segments = [("head", head_tokens), (f"prefix-{group}", 2048), (f"question-{number}", 256)]
         user = f"user-{group}-{rng.randrange(5)}"
@@ -285,25 +289,25 @@ def _tenants(
     return builder.build()
 
 
-def _poisson(rng: random.Random, qps: float, count: int) -> list[float]:
+def poisson(rng: random.Random, qps: float, count: int) -> list[float]:
     if qps <= 0:
         raise ValueError(f"a rate is above 0, not {qps:g}")
     return list(itertools.accumulate(rng.expovariate(qps) for _ in range(count)))
 
 
-def _weighted(rng: random.Random, weights: Sequence[float]) -> Callable[[], int]:
+def weighted(rng: random.Random, weights: Sequence[float]) -> Callable[[], int]:
     cumulative = list(itertools.accumulate(weights))
     return lambda: rng.choices(range(len(weights)), cum_weights=cumulative)[0]
 
 
-def _around(rng: random.Random, num_tokens: int) -> int:
+def around(rng: random.Random, num_tokens: int) -> int:
     """Within a seventh of it."""
     return rng.randint(num_tokens - num_tokens // 7, num_tokens + num_tokens // 7)
 
 
-def _exponential(rng: random.Random, mean: float) -> int:
+def exponential(rng: random.Random, mean: float) -> int:
     return round(rng.expovariate(1 / mean)) if mean > 0 else 0
 
 
-def _lognormal(rng: random.Random, mean: float, sigma: float = 0.8) -> int:
+def lognormal(rng: random.Random, mean: float, sigma: float = 0.8) -> int:
     return max(1, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))

@@ -8,12 +8,28 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """A piece of a chat. Neighbours of one role are one message.
+
+    `content` is a name that stands for a text: equal names are equal texts, also in different tenants, and a
+    shorter one is the beginning of a longer one.
+    """
+
+    role: str
+    content: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request of a workload.
 
     `prefix_ids` has one id per block of `Workload.block_tokens` tokens; the last block may be partial. Equal
     ids stand for equal prompts from their beginning to the end of that block, so a partial block's id is
     never that of a longer one.
+
+    Requests of two tenants share no ids, even if their texts are the same. `messages` are empty where only
+    prefixes are known; templates add tokens of their own to them, which `num_input_tokens` leaves out.
     """
 
     arrival_seconds: float
@@ -23,6 +39,8 @@ class TraceRequest:
     user: str
     session: str
     prompt_cache_key: str | None = None
+    tenant: str | None = None
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +122,10 @@ def shrink(workload: Workload, factor: float) -> Workload:
             request,
             num_input_tokens=num_before_last * block_tokens + num_in_last,
             num_output_tokens=max(1, round(request.num_output_tokens * factor)),
+            messages=tuple(
+                replace(message, num_tokens=max(1, round(message.num_tokens * factor)))
+                for message in request.messages
+            ),
         )
 
     requests = [shrunk(request) for request in workload.requests]
