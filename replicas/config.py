@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.protocol.settings import SettingsError, setting
+from replicas.protocol.settings import (
+    SettingsError,
+    check_log_settings,
+    check_trace_settings,
+    setting,
+)
 
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
@@ -85,6 +90,14 @@ class ReplicaConfig:
         None,
         help="port of the Prometheus endpoint /metrics on host, 0 takes a free one; none means no endpoint",
     )
+    log_format: str = setting("text", help="text, or json: one object per line")
+    log_level: str = setting("info", help="debug, info, warning or error")
+    otlp_endpoint: str | None = setting(
+        None, help="OpenTelemetry collector that takes traces, such as http://127.0.0.1:4318; none: no traces"
+    )
+    trace_sample_ratio: float = setting(
+        1.0, help="share of requests that are traced, where whoever asks has not decided it already"
+    )
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -98,6 +111,8 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} must be at least 1")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
+        check_log_settings(self.log_format, self.log_level)
+        check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 
     @property
     def has_engine_process(self) -> bool:

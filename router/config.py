@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from replicas.protocol.blocks import MIN_SECRET_BYTES
-from replicas.protocol.settings import SettingsError, setting
+from replicas.protocol.settings import (
+    SettingsError,
+    check_log_settings,
+    check_trace_settings,
+    setting,
+)
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
 MAX_SECRET_BYTES = 64
@@ -54,6 +59,16 @@ class RouterConfig:
     tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
     drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
 
+    log_format: str = setting("text", help="text, or json: one object per line")
+    log_level: str = setting("info", help="debug, info, warning or error")
+    log_requests: bool = setting(False, help="one line in the log for each request, at its end")
+    otlp_endpoint: str | None = setting(
+        None, help="OpenTelemetry collector that takes traces, such as http://127.0.0.1:4318; none: no traces"
+    )
+    trace_sample_ratio: float = setting(
+        1.0, help="share of requests that are traced, where whoever asks has not decided it already"
+    )
+
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise SettingsError(f"setting port must be between 0 and 65535, not {self.port}")
@@ -68,6 +83,8 @@ class RouterConfig:
                 raise SettingsError(f"setting {name} must be positive")
         if self.secret is not None and self.secret_file is not None:
             raise SettingsError("settings secret and secret_file exclude each other")
+        check_log_settings(self.log_format, self.log_level)
+        check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 
 
 def read_secret(config: RouterConfig) -> bytes:

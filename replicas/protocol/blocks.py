@@ -87,15 +87,26 @@ def hash_blocks(
     `start` is the position of `token_ids[0]` in its sequence (a multiple of the block size; 0 for a
     prompt, whose parent is the namespace root). `media` positions count from the sequence's start.
     """
-    packed = pack_token_ids(token_ids)
+    return hash_packed(parent, pack_token_ids(token_ids), block_size, start=start, media=media)
+
+
+def hash_packed(
+    parent: BlockHash,
+    packed: bytes,
+    block_size: int,
+    *,
+    start: int = 0,
+    media: Sequence[MediaSpan] = (),
+) -> list[BlockHash]:
+    """`hash_blocks` of tokens that `pack_token_ids` has packed."""
     block_bytes = block_size * 4
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
     hash_so_far: bytes = parent
-    for block in range(len(token_ids) // block_size):
-        hashed = hash_so_far + packed[block * block_bytes : (block + 1) * block_bytes]
+    for at in range(0, len(packed) - block_bytes + 1, block_bytes):
+        hashed = hash_so_far + packed[at : at + block_bytes]
         if media:
-            hashed += _extras(media, start + block * block_size, block_size)
+            hashed += _extras(media, start + at // 4, block_size)
         hash_so_far = sha256(hashed).digest()[:HASH_BYTES]
         hashes.append(hash_so_far)
     return cast("list[BlockHash]", hashes)
@@ -103,7 +114,9 @@ def hash_blocks(
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian unsigned 32-bit integers. Raises OverflowError outside that range."""
-    packed = array("I", token_ids)
+    packed = array("I")
+    # Takes two thirds of the time of `array("I", token_ids)`.
+    packed.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

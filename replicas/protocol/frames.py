@@ -81,7 +81,8 @@ class Submit:
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
-    has counted it; 0 is not known.
+    has counted it; 0 is not known. `origin_id` is the request's id at the router, for logs; `trace_parent`
+    names the span that this submit belongs to, as W3C's traceparent does. Neither changes what is done.
     """
 
     request_id: int
@@ -97,6 +98,8 @@ class Submit:
     announced_hashes: tuple[BlockHash, ...] = ()
     announcement_id: int = 0
     num_expected_tokens: int = 0
+    origin_id: str = ""
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

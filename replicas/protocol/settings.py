@@ -173,3 +173,22 @@ def _help_text(field: "dataclasses.Field[Any]") -> str:
     if field.default is dataclasses.MISSING:
         return f"{text} (required)"
     return f"{text} (default: {field.default})"
+
+
+# Settings that several processes have, and mean the same by.
+
+
+def check_log_settings(log_format: str, log_level: str) -> None:
+    """Raises SettingsError."""
+    if log_format not in ("text", "json"):
+        raise SettingsError(f"setting log_format is text or json, not {log_format}")
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise SettingsError(f"setting log_level is debug, info, warning or error, not {log_level}")
+
+
+def check_trace_settings(otlp_endpoint: str | None, trace_sample_ratio: float) -> None:
+    """Raises SettingsError."""
+    if otlp_endpoint is not None and not otlp_endpoint.startswith(("http://", "https://")):
+        raise SettingsError(f"setting otlp_endpoint is an http or https address, not {otlp_endpoint}")
+    if not 0 <= trace_sample_ratio <= 1:
+        raise SettingsError(f"setting trace_sample_ratio is between 0 and 1, not {trace_sample_ratio:g}")

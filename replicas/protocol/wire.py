@@ -110,6 +110,8 @@ def submit_to_wire(submit: Submit) -> pb.Submit:
         announced_hashes=b"".join(submit.announced_hashes),
         announcement_id=submit.announcement_id,
         num_expected_tokens=submit.num_expected_tokens,
+        origin_id=submit.origin_id,
+        trace_parent=submit.trace_parent,
     )
 
 
@@ -154,6 +156,8 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         announced_hashes=announced_hashes,
         announcement_id=message.announcement_id,
         num_expected_tokens=message.num_expected_tokens,
+        origin_id=message.origin_id,
+        trace_parent=message.trace_parent,
     )
 
 

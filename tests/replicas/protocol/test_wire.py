@@ -52,6 +52,9 @@ SUBMITS = st.builds(
     user=st.binary(max_size=wire.MAX_USER_TAG_BYTES).map(frames.UserTag),
     announced_hashes=st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash)).map(tuple),
     announcement_id=U64,
+    num_expected_tokens=U32,
+    origin_id=st.text(max_size=5),
+    trace_parent=st.text(max_size=5),
 ).map(lambda it: replace(it, announced_hashes=it.announced_hashes[: len(it.token_ids)]))
 CLIENT_FRAMES = st.builds(
     frames.ClientFrame,

@@ -1,0 +1,36 @@
+"""TraceParent: the span that a request belongs to, as W3C's `traceparent` header names it.
+
+Owns the reading and writing of that one header. Knows nothing of spans, or of who makes them.
+"""
+
+import re
+from typing import NamedTuple
+
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+_NO_TRACE = "0" * 32
+_NO_SPAN = "0" * 16
+
+
+class TraceParent(NamedTuple):
+    """Ids in lower-case hex digits, as they are written."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.is_sampled else '00'}"
+
+
+def parse_trace_parent(text: str) -> TraceParent | None:
+    """None for what the specification says to ignore: a malformed header is no error of its sender's."""
+    match = _HEADER.fullmatch(text)
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest is not None):
+        return None
+    if trace_id == _NO_TRACE or span_id == _NO_SPAN:
+        return None
+    return TraceParent(trace_id, span_id, bool(int(flags, 16) & 1))
