@@ -51,7 +51,11 @@ class Router:
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        self._catalog = ModelCatalog(read_secret(config), cache_bytes=config.tokenizer_cache_bytes)
+        self._catalog = ModelCatalog(
+            read_secret(config),
+            cache_bytes=config.tokenizer_cache_bytes,
+            chain_bytes=config.hash_cache_bytes,
+        )
         self._membership = Membership(
             RegistrySource(config.redis_url, config.poll_seconds),
             self._table,

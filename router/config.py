@@ -57,6 +57,9 @@ class RouterConfig:
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
     tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
+    hash_cache_bytes: int = setting(
+        32 * 2**20, help="memory for block hashes of prompts that begin alike, for all models"
+    )
     drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
 
     log_format: str = setting("text", help="text, or json: one object per line")
@@ -75,7 +78,13 @@ class RouterConfig:
         for name in ("max_body_bytes", "max_in_flight", "max_choices", "max_prompts", "index_stride"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
-        for name in ("copy_price", "delay_price", "tokenizer_cache_bytes", "drain_seconds"):
+        for name in (
+            "copy_price",
+            "delay_price",
+            "tokenizer_cache_bytes",
+            "hash_cache_bytes",
+            "drain_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"setting {name} must not be negative")
         for name in ("poll_seconds", "upload_seconds"):

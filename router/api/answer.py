@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import (
     FinishReason,
     PromptUsage,
@@ -74,6 +73,7 @@ class Prompt:
     echo: str = ""
     decision: Decision | None = None
     """Of the replica that has answered; before, of the latest attempt."""
+    decision_seconds: float | None = None
     usage: PromptUsage | None = None
 
     def usage_or_bare(self) -> PromptUsage:
@@ -119,7 +119,7 @@ def make_prompt(
         model=card.name,
         token_ids=token_ids,
         root=root,
-        block_hashes=hash_blocks(root, token_ids, card.block_size),
+        block_hashes=model.block_hashes(root, token_ids),
         bucket=bucket_of(root, prompt_cache_key, token_ids, num_stable_tokens, card.block_size),
         sampling=sampling,
         num_choices=num_choices,

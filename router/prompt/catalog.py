@@ -16,6 +16,8 @@ from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.generation import DEFAULT_TENANT
+from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
+from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
@@ -41,6 +43,7 @@ class ServedModel:
         template: ChatTemplate,
         secret: bytes,
         created: int,
+        chains: ChainHasher,
         adapter: Adapter | None = None,
     ) -> None:
         self.card = card
@@ -51,6 +54,7 @@ class ServedModel:
         self.created = created
         self.eos_token_ids = frozenset(card.eos_token_ids)
         self._secret = secret
+        self._chains = chains
         self._adapted: dict[Adapter, ServedModel] = {}
         fingerprint = bytes.fromhex(card.fingerprint)
         variant = None if adapter is None else f"{adapter.name}:{adapter.fingerprint}"
@@ -88,7 +92,9 @@ class ServedModel:
         """The same one each time: it remembers its roots."""
         known = self._adapted.get(adapter)
         if known is None:
-            known = ServedModel(self.card, self.tokenizer, self.template, self._secret, self.created, adapter)
+            known = ServedModel(
+                self.card, self.tokenizer, self.template, self._secret, self.created, self._chains, adapter
+            )
             self._adapted[adapter] = known
         return known
 
@@ -100,6 +106,10 @@ class ServedModel:
         """The root of every chain of this tenant and salt; nobody without the secret can compute it."""
         return self._root(tenant, salt)
 
+    def block_hashes(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Of the prompt's full blocks, under a root of this model's."""
+        return self._chains.hash_blocks(root, token_ids, self.card.block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class _TextSide:
@@ -109,7 +119,16 @@ class _TextSide:
 
 
 class ModelCatalog:
-    def __init__(self, secret: bytes, *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    """`chains` hashes the prompts of all models: what one may find there is rooted in its namespace."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        chain_bytes: int = DEFAULT_CHAIN_BYTES,
+    ) -> None:
+        self.chains = ChainHasher(chain_bytes)
         self._secret = secret
         self._cache_bytes = cache_bytes
         self._models: dict[str, ServedModel] = {}
@@ -126,7 +145,7 @@ class ModelCatalog:
         if known is None or known.digest != digest:
             tokenizer = Tokenizer(bundle, cache_bytes=self._cache_bytes)
             known = _TextSide(digest, tokenizer, ChatTemplate.from_bundle(bundle))
-        model = ServedModel(card, known.tokenizer, known.template, self._secret, created)
+        model = ServedModel(card, known.tokenizer, known.template, self._secret, created, self.chains)
         self._text_sides[card.name] = known
         self._models[card.name] = model
 

@@ -1,0 +1,89 @@
+"""ChainHasher: block hashes of prompts, looked up where an earlier prompt began alike.
+
+Owns what is remembered, bounded in bytes, least recently used goes first. Knows no model and no namespace:
+its answers are those of `hash_blocks`, and never depend on what it has seen.
+
+A chain is cut into runs of blocks, and a run's hashes are found by a digest of what they follow from::
+
+    block      0 .. 15    16 .. 31    32 .. 47    48 .. 52
+    key        SHA-256(root | tokens)  SHA-256(hash of block 15 | tokens)  ...   too short: hashed as ever
+
+Equal digests mean equal parents and equal tokens, however hard somebody tries; and since the first parent
+is the namespace's root, nobody finds what another namespace has left here.
+
+Of an unknown chain only the first run is remembered, and each time it comes back as much again as was
+known, and one more: a prefix that many share is known whole after a few of them, while a prompt that
+never returns costs one digest and one entry.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replicas.protocol.blocks import BlockHash, hash_packed, pack_token_ids
+
+DEFAULT_CACHE_BYTES = 32 * 2**20
+
+BLOCKS_PER_RUN = 16
+BYTES_PER_RUN = 1440
+"""16 hashes of 64 bytes each, their tuple, the key and a place in the dictionary."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStatistics:
+    """Hits and misses count blocks. Those in runs that are not full are always computed, and so misses."""
+
+    num_bytes: int
+    num_hits: int
+    num_misses: int
+
+
+class ChainHasher:
+    """One thread may use it."""
+
+    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self._max_runs = max_bytes // BYTES_PER_RUN
+        self._runs: OrderedDict[bytes, tuple[BlockHash, ...]] = OrderedDict()
+        self._num_hits = 0
+        self._num_misses = 0
+
+    def hash_blocks(self, root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+        """What `hash_blocks(root, token_ids, block_size)` says: a prompt of text alone."""
+        packed = pack_token_ids(token_ids)
+        run_bytes = BLOCKS_PER_RUN * block_size * 4
+        num_full_runs = len(packed) // run_bytes
+        hashes: list[BlockHash] = []
+        keys: list[bytes] = []
+        parent = root
+        for start in range(0, num_full_runs * run_bytes, run_bytes):
+            key = hashlib.sha256(parent + packed[start : start + run_bytes]).digest()
+            known = self._runs.get(key)
+            if known is None:
+                break
+            keys.append(key)
+            hashes += known
+            parent = known[-1]
+        num_known = len(keys)
+        hashes += hash_packed(parent, packed[num_known * run_bytes :], block_size)
+        self._num_hits += num_known * BLOCKS_PER_RUN
+        self._num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
+        for run in range(num_known, min(num_full_runs, 2 * num_known + 1)):
+            parent = hashes[run * BLOCKS_PER_RUN - 1] if run else root
+            keys.append(hashlib.sha256(parent + packed[run * run_bytes : (run + 1) * run_bytes]).digest())
+        self._remember(keys, num_known, hashes)
+        return hashes
+
+    def statistics(self) -> ChainStatistics:
+        return ChainStatistics(len(self._runs) * BYTES_PER_RUN, self._num_hits, self._num_misses)
+
+    def _remember(self, keys: Sequence[bytes], num_known: int, hashes: Sequence[BlockHash]) -> None:
+        """The keys' runs, of which the first are known. The last is used first, so that it is forgotten
+        first: without its beginning a chain is not found again."""
+        runs = self._runs
+        for run in range(len(keys) - 1, num_known - 1, -1):
+            runs[keys[run]] = tuple(hashes[run * BLOCKS_PER_RUN : (run + 1) * BLOCKS_PER_RUN])
+        for key in reversed(keys[:num_known]):
+            runs.move_to_end(key)
+        while len(runs) > self._max_runs:
+            runs.popitem(last=False)

@@ -1,0 +1,135 @@
+"""Hashing with reuse: the same hashes as without, whatever came before, in bounded memory."""
+
+import random
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
+from router.prompt import chains
+from router.prompt.chains import BLOCKS_PER_RUN, BYTES_PER_RUN, ChainHasher
+
+ROOTS = [BlockHash(bytes([number]) * HASH_BYTES) for number in range(3)]
+ROOT = ROOTS[0]
+BLOCK_SIZE = 2
+RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE
+
+runs = st.lists(st.integers(0, 1), max_size=6)
+prompts = st.tuples(
+    st.sampled_from(ROOTS), runs, st.integers(0, 2 * RUN_TOKENS), st.sampled_from([1, BLOCK_SIZE, 5])
+)
+"""Root, runs of equal tokens each (so that prompts begin alike), a tail's length and the block size."""
+
+
+def tokens(numbers: list[int], num_more: int = 0) -> list[int]:
+    return [number for number in numbers for _ in range(RUN_TOKENS)] + [7] * num_more
+
+
+def random_tokens(num_runs: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(2**32), k=num_runs * RUN_TOKENS)
+
+
+@given(asked=st.lists(prompts, max_size=12), max_runs=st.integers(0, 6))
+def test_the_hashes_are_those_of_hashing_it_all_whatever_is_remembered_or_forgotten(
+    asked: list[tuple[BlockHash, list[int], int, int]], max_runs: int
+) -> None:
+    hasher = ChainHasher(max_runs * BYTES_PER_RUN)
+    for root, numbers, num_more, block_size in asked:
+        token_ids = tokens(numbers, num_more)
+        assert hasher.hash_blocks(root, token_ids, block_size) == hash_blocks(root, token_ids, block_size)
+        assert hasher.statistics().num_bytes <= max_runs * BYTES_PER_RUN
+
+
+@given(token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=300), block_size=st.integers(1, 5))
+def test_a_prompt_that_comes_again_has_the_same_hashes(token_ids: list[int], block_size: int) -> None:
+    hasher = ChainHasher()
+    for _ in range(4):
+        assert hasher.hash_blocks(ROOT, token_ids, block_size) == hash_blocks(ROOT, token_ids, block_size)
+
+
+@pytest.fixture
+def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many blocks were hashed since the last call."""
+    counted = [0]
+    hash_packed = chains.hash_packed
+
+    def counting(parent: BlockHash, packed: bytes, block_size: int) -> list[BlockHash]:
+        hashes = hash_packed(parent, packed, block_size)
+        counted[0] += len(hashes)
+        return hashes
+
+    def count() -> int:
+        so_far, counted[0] = counted[0], 0
+        return so_far
+
+    monkeypatch.setattr(chains, "hash_packed", counting)
+    return count
+
+
+def test_each_time_a_prefix_comes_as_much_again_of_it_is_known_and_one_run_more(
+    num_hashed: Callable[[], int],
+) -> None:
+    hasher, prompt = ChainHasher(), random_tokens(10)
+    num_unknown = []
+    for _ in range(6):
+        hasher.hash_blocks(ROOT, prompt, BLOCK_SIZE)
+        num_unknown.append(num_hashed() // BLOCKS_PER_RUN)
+    assert num_unknown == [10, 9, 7, 3, 0, 0]
+
+
+def test_only_what_follows_the_common_beginning_is_hashed(num_hashed: Callable[[], int]) -> None:
+    hasher, common = ChainHasher(), random_tokens(3)
+    for _ in range(3):
+        hasher.hash_blocks(ROOT, common, BLOCK_SIZE)
+    num_hashed()
+    longer = common + [1] * (RUN_TOKENS + 5)
+    assert hasher.hash_blocks(ROOT, longer, BLOCK_SIZE) == hash_blocks(ROOT, longer, BLOCK_SIZE)
+    assert num_hashed() == BLOCKS_PER_RUN + 2
+    other_end = [*common[:-1], common[-1] ^ 1]
+    assert hasher.hash_blocks(ROOT, other_end, BLOCK_SIZE) == hash_blocks(ROOT, other_end, BLOCK_SIZE)
+    assert num_hashed() == BLOCKS_PER_RUN
+
+
+def test_nothing_is_found_under_another_root(num_hashed: Callable[[], int]) -> None:
+    hasher, prompt = ChainHasher(), random_tokens(1)
+    for root in ROOTS:
+        assert hasher.hash_blocks(root, prompt, BLOCK_SIZE) == hash_blocks(root, prompt, BLOCK_SIZE)
+        assert num_hashed() == BLOCKS_PER_RUN
+
+
+def test_what_is_in_use_outlives_what_is_not_and_a_chain_is_forgotten_from_its_end(
+    num_hashed: Callable[[], int],
+) -> None:
+    hasher = ChainHasher(5 * BYTES_PER_RUN)
+    shared = random_tokens(3)
+    for number in range(50):
+        if number % 2 == 0:
+            hasher.hash_blocks(ROOT, shared, BLOCK_SIZE)
+        hasher.hash_blocks(ROOT, random_tokens(5, seed=100 + number), BLOCK_SIZE)
+    num_hashed()
+    hasher.hash_blocks(ROOT, shared, BLOCK_SIZE)
+    assert num_hashed() == 0
+    for number in range(3):  # one more than there is room for beside the shared ones
+        hasher.hash_blocks(ROOT, random_tokens(1, seed=200 + number), BLOCK_SIZE)
+    num_hashed()
+    hasher.hash_blocks(ROOT, shared, BLOCK_SIZE)
+    assert num_hashed() == BLOCKS_PER_RUN
+
+
+def test_statistics_count_blocks_and_bytes() -> None:
+    hasher, prompt = ChainHasher(), random_tokens(1)
+    for _ in range(3):
+        hasher.hash_blocks(ROOT, prompt + [1] * 5, BLOCK_SIZE)
+    statistics = hasher.statistics()
+    assert (statistics.num_hits, statistics.num_misses) == (2 * BLOCKS_PER_RUN, BLOCKS_PER_RUN + 6)
+    assert statistics.num_bytes == BYTES_PER_RUN
+
+
+def test_without_memory_nothing_is_kept() -> None:
+    hasher, prompt = ChainHasher(0), random_tokens(2)
+    for _ in range(2):
+        assert hasher.hash_blocks(ROOT, prompt, BLOCK_SIZE) == hash_blocks(ROOT, prompt, BLOCK_SIZE)
+    assert hasher.statistics().num_bytes == 0
+    assert hasher.statistics().num_hits == 0
