@@ -18,6 +18,7 @@ from replicas.protocol.settings import (
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
 MAX_SECRET_BYTES = 64
+ADMIN_ACCESS = ("loopback", "everyone", "nobody")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class RouterConfig:
         32 * 2**20, help="memory for block hashes of prompts that begin alike, for all models"
     )
     drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
+    admin_access: str = setting(
+        "loopback",
+        help="who may see the page at / and its data, and explanations: loopback, everyone or nobody",
+    )
 
     log_format: str = setting("text", help="text, or json: one object per line")
     log_level: str = setting("info", help="debug, info, warning or error")
@@ -90,6 +95,8 @@ class RouterConfig:
         for name in ("poll_seconds", "upload_seconds"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"setting {name} must be positive")
+        if self.admin_access not in ADMIN_ACCESS:
+            raise SettingsError(f"setting admin_access must be one of {', '.join(ADMIN_ACCESS)}")
         if self.secret is not None and self.secret_file is not None:
             raise SettingsError("settings secret and secret_file exclude each other")
         check_log_settings(self.log_format, self.log_level)
