@@ -1,0 +1,187 @@
+"""The dashboard of the fleet: is it up, which replica is hot, what dies."""
+
+from expressions import CROSS_USER_RATIO, ERROR_RATIO, FILL, HIT_RATIO, events, quantile, rate
+from grafana import Dashboard, Panel, Query, Row
+
+OVERVIEW = (
+    Panel(
+        title="Replicas that are routed to",
+        description="As the router sees it that knows of the fewest. 0: nothing is served; look at the "
+        "replicas' logs, and whether Redis can be reached.",
+        kind="stat",
+        width=3,
+        calm="red",
+        limits=((1, "green"),),
+        queries=(Query("min(router_replicas{ROUTER})", "replicas"),),
+    ),
+    Panel(
+        title="Replicas wanted",
+        description="What the fleet controller keeps alive. Empty where no controller runs.",
+        kind="stat",
+        width=3,
+        calm="text",
+        queries=(Query("sum(fleet_replicas_desired{FLEET})", "wanted"),),
+    ),
+    Panel(
+        title="Requests per second",
+        description="Answered requests, whatever the answer was.",
+        kind="stat",
+        width=3,
+        unit="reqps",
+        calm="text",
+        queries=(Query(rate("router_requests_total", "MODEL"), "requests"),),
+    ),
+    Panel(
+        title="Errors",
+        description="Share of requests that ended with a status of 500 or above, streams that broke off "
+        "included. The router's dashboard tells the kinds.",
+        kind="stat",
+        width=3,
+        unit="percentunit",
+        limits=((0.01, "orange"), (0.05, "red")),
+        queries=(Query(ERROR_RATIO, "errors"),),
+    ),
+    Panel(
+        title="Hit rate",
+        description="Share of prompt tokens that were read from a cache instead of computed.",
+        kind="stat",
+        width=3,
+        unit="percentunit",
+        calm="text",
+        queries=(Query(HIT_RATIO, "hit rate"),),
+    ),
+    Panel(
+        title="Cross-user hit rate",
+        description="Share of prompt tokens that were read from blocks which another user's request "
+        "computed. 0 where clients send no user.",
+        kind="stat",
+        width=3,
+        unit="percentunit",
+        calm="text",
+        queries=(Query(CROSS_USER_RATIO, "cross-user"),),
+    ),
+    Panel(
+        title="Time to first token, p99",
+        description="From a request's arrival at the router.",
+        kind="stat",
+        width=3,
+        unit="s",
+        calm="text",
+        queries=(Query(quantile(0.99, "router_ttft_seconds", "MODEL"), "p99"),),
+    ),
+    Panel(
+        title="Alerts that fire",
+        description="Alerts of helm/rules/kvasir.yaml. Each says what to do.",
+        kind="stat",
+        width=3,
+        limits=((1, "red"),),
+        queries=(Query('count(ALERTS{alertname=~"Kvasir.*",alertstate="firing"}) or vector(0)', "firing"),),
+    ),
+)
+
+LOAD = (
+    Panel(
+        title="Prompt tokens that wait, by replica",
+        description="What each replica has still to compute before its last prompt has a first token. One "
+        "line far above the others is a hot replica: see 'Decisions by reason' on the router's dashboard. "
+        "Mostly overlap: one prefix draws everything there; more replicas or a lower copy_price spread it.",
+        queries=(Query("replica_pending_tokens{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Requests in the batch, by replica",
+        description="Requests that are being computed. A line at max_running means that others wait.",
+        queries=(Query("replica_running_requests{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Requests that wait, by replica",
+        description="Queues inside the replicas. All lines rising: the fleet is too small. One: it is hot.",
+        queries=(Query("replica_waiting_requests{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Time in the queue, p99",
+        description="From a submit's arrival at a replica to its first step.",
+        unit="s",
+        queries=(Query(quantile(0.99, "replica_queue_seconds", "REPLICA", "replica"), "{{replica}}"),),
+    ),
+    Panel(
+        title="Time of an engine step, p90",
+        description="A step that computes long prompts holds up every answer in the batch; lower "
+        "max_batched_tokens if answers stutter.",
+        unit="s",
+        queries=(Query(quantile(0.9, "replica_step_seconds", "REPLICA", "replica"), "{{replica}}"),),
+    ),
+    Panel(
+        title="KV blocks that requests hold",
+        description="Share of each replica's block pool. Near 100 % requests are preempted and computed "
+        "again: fewer at a time (max_running), or more blocks.",
+        unit="percentunit",
+        maximum=1,
+        limits=((0.9, "orange"), (0.97, "red")),
+        queries=(Query(FILL, "{{replica}}"),),
+    ),
+)
+
+LIVES = (
+    Panel(
+        title="Replicas by state",
+        description="As the fleet controller sees them, next to the number that it wants.",
+        is_stacked=True,
+        queries=(
+            Query("sum by (state) (fleet_replicas{FLEET})", "{{state}}"),
+            Query("sum(fleet_replicas_desired{FLEET})", "wanted"),
+        ),
+    ),
+    Panel(
+        title="Starts, restarts, failures",
+        description="Restarts that come again and again: read the log of the replica that fails. The first "
+        "restart is immediate, each further one waits twice as long.",
+        queries=(
+            Query(events("fleet_replica_starts_total", "FLEET", "pool"), "{{pool}} starts"),
+            Query(events("fleet_replica_restarts_total", "FLEET", "pool"), "{{pool}} restarts"),
+            Query(events("fleet_replica_failures_total", "FLEET", "pool"), "{{pool}} failures"),
+        ),
+    ),
+    Panel(
+        title="Time to start a replica, p90",
+        description="From the controller's decision until the replica is ready: loading weights, mostly. "
+        "This long a lost replica is missing.",
+        unit="s",
+        queries=(Query(quantile(0.9, "fleet_replica_start_seconds", "FLEET", "pool"), "{{pool}}"),),
+    ),
+    Panel(
+        title="Leases",
+        description="Renewals that failed: Redis is away or slow. A replica that cannot renew for "
+        "lease_seconds counts as dead for routers that have not connected to it yet.",
+        queries=(
+            Query(events("replica_lease_failures_total", "REPLICA", "replica"), "{{replica}} failures"),
+            Query(events("replica_lease_renewals_total", "REPLICA"), "renewals"),
+        ),
+    ),
+    Panel(
+        title="Streams that routers lost",
+        description="A router's stream to a replica broke: the replica died, or the network did. Requests on "
+        "it went on elsewhere; see retries and resumes on the router's dashboard.",
+        queries=(
+            Query(events("router_lost_streams_total", "ROUTER", "router"), "{{router}} lost"),
+            Query(events("router_refused_replicas_total", "ROUTER", "router"), "{{router}} refused"),
+        ),
+    ),
+    Panel(
+        title="Controller",
+        description="How long a look at the fleet takes, and how many failed. Errors here stop repairs, not "
+        "serving.",
+        unit="s",
+        queries=(
+            Query(quantile(0.9, "fleet_reconcile_seconds", "FLEET"), "p90"),
+            Query(events("fleet_reconcile_errors_total", "FLEET"), "errors"),
+            Query("sum(fleet_ray_nodes{FLEET})", "Ray nodes"),
+        ),
+    ),
+)
+
+FLEET = Dashboard(
+    uid="kvasir-fleet",
+    title="Kvasir / Fleet",
+    description="Is the cluster up, which replica is hot, and what dies.",
+    rows=(Row("Is it up?", OVERVIEW), Row("Load", LOAD), Row("Replicas come and go", LIVES)),
+)

@@ -1,0 +1,282 @@
+"""Panels, rows and dashboards as data, and the JSON that Grafana 10 and 11 read of them.
+
+Owns Grafana's schema: layout, variables, data source, thresholds. Knows nothing of what is shown.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA_VERSION = 39
+"""Grafana 10.4 and 11.0 write it; older ones of Grafana 10 read it, newer ones migrate it."""
+
+COLUMNS = 24
+DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+FILTERS = {
+    "ROUTER": 'namespace=~"$namespace",router=~"$router"',
+    "MODEL": 'namespace=~"$namespace",router=~"$router",model=~"$model"',
+    "TENANT": 'namespace=~"$namespace",router=~"$router",tenant=~"$tenant"',
+    "REPLICA": 'namespace=~"$namespace",replica=~"$replica"',
+    "SEEN": 'namespace=~"$namespace",router=~"$router",replica=~"$replica"',
+    "FLEET": 'namespace=~"$namespace"',
+}
+"""What stands for which matchers in the expressions; a matcher of an absent label allows for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A list to choose from: the values of `label` in `metric`."""
+
+    name: str
+    metric: str
+    label: str
+
+
+VARIABLES = (
+    Variable("namespace", "router_in_flight", "namespace"),
+    Variable("router", 'router_in_flight{namespace=~"$namespace"}', "router"),
+    Variable("model", 'router_prompt_tokens_total{namespace=~"$namespace"}', "model"),
+    Variable("replica", 'replica_total_blocks{namespace=~"$namespace"}', "replica"),
+    Variable("tenant", 'router_tenant_requests_total{namespace=~"$namespace"}', "tenant"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    expression: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """`limits` are (value, colour) above which a value has that colour; below all of them it is `calm`.
+
+    A `stat` shows the latest value, a `table` one row for each set of labels and one column a query.
+    """
+
+    title: str
+    description: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    kind: str = "timeseries"
+    width: int = 8
+    limits: tuple[tuple[float, str], ...] = ()
+    calm: str = "green"
+    minimum: float | None = 0
+    maximum: float | None = None
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    uid: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+
+
+def filtered(expression: str) -> str:
+    for word, matchers in FILTERS.items():
+        expression = expression.replace("{" + word, "{" + matchers)
+    return expression
+
+
+def dashboard_json(dashboard: Dashboard) -> dict[str, Any]:
+    panels = list(_placed(dashboard.rows))
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    used = [variable for variable in VARIABLES if any(f"${variable.name}" in text for text in expressions)]
+    return {
+        "annotations": {"list": []},
+        "description": dashboard.description,
+        "editable": True,
+        "fiscalYearStartMonth": 0,
+        "graphTooltip": 1,
+        "id": None,
+        "links": [_links()],
+        "panels": panels,
+        "refresh": "10s",
+        "schemaVersion": SCHEMA_VERSION,
+        "tags": ["kvasir"],
+        "templating": {"list": [_data_source_variable(), *map(_variable, used)]},
+        "time": {"from": "now-1h", "to": "now"},
+        "timepicker": {},
+        "timezone": "",
+        "title": dashboard.title,
+        "uid": dashboard.uid,
+        "version": 1,
+        "weekStart": "",
+    }
+
+
+def _links() -> dict[str, Any]:
+    return {
+        "asDropdown": False,
+        "icon": "external link",
+        "includeVars": True,
+        "keepTime": True,
+        "tags": ["kvasir"],
+        "targetBlank": False,
+        "title": "Kvasir",
+        "type": "dashboards",
+        "url": "",
+    }
+
+
+def _data_source_variable() -> dict[str, Any]:
+    return {
+        "current": {},
+        "hide": 0,
+        "includeAll": False,
+        "label": "Data source",
+        "multi": False,
+        "name": "datasource",
+        "options": [],
+        "query": "prometheus",
+        "refresh": 1,
+        "regex": "",
+        "skipUrlSync": False,
+        "type": "datasource",
+    }
+
+
+def _variable(variable: Variable) -> dict[str, Any]:
+    query = f"label_values({variable.metric}, {variable.label})"
+    return {
+        "allValue": ".*",
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+        "datasource": DATA_SOURCE,
+        "definition": query,
+        "hide": 0,
+        "includeAll": True,
+        "label": variable.name.capitalize(),
+        "multi": True,
+        "name": variable.name,
+        "options": [],
+        "query": {"qryType": 1, "query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
+        "refresh": 2,
+        "regex": "",
+        "skipUrlSync": False,
+        "sort": 1,
+        "type": "query",
+    }
+
+
+def _placed(rows: tuple[Row, ...]) -> Iterator[dict[str, Any]]:
+    """Rows and panels with ids and places, from left to right and from top to bottom."""
+    panel_id = top = 0
+    for row in rows:
+        panel_id += 1
+        yield {
+            "collapsed": False,
+            "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": top},
+            "id": panel_id,
+            "panels": [],
+            "title": row.title,
+            "type": "row",
+        }
+        top += 1
+        left = height = 0
+        for panel in row.panels:
+            if left + panel.width > COLUMNS:
+                left, top, height = 0, top + height, 0
+            panel_id += 1
+            own_height = 4 if panel.kind == "stat" else 8
+            place = {"h": own_height, "w": panel.width, "x": left, "y": top}
+            yield {"gridPos": place, "id": panel_id, **_panel(panel)}
+            left, height = left + panel.width, max(height, own_height)
+        top += height
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "datasource": DATA_SOURCE,
+        "description": panel.description,
+        "fieldConfig": {"defaults": _field_defaults(panel), "overrides": []},
+        "options": _OPTIONS[panel.kind],
+        "targets": [_target(panel, number, query) for number, query in enumerate(panel.queries)],
+        "title": panel.title,
+        "type": panel.kind,
+    }
+    if panel.kind == "table":
+        content["transformations"] = _one_table(panel)
+    return content
+
+
+def _field_defaults(panel: Panel) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": panel.calm, "value": None}]
+    steps += [{"color": color, "value": value} for value, color in panel.limits]
+    defaults: dict[str, Any] = {"thresholds": {"mode": "absolute", "steps": steps}, "unit": panel.unit}
+    if panel.minimum is not None:
+        defaults["min"] = panel.minimum
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
+    if panel.kind == "timeseries":
+        defaults["color"] = {"mode": "palette-classic"}
+        defaults["custom"] = {
+            "drawStyle": "line",
+            "fillOpacity": 40 if panel.is_stacked else 0,
+            "lineWidth": 1,
+            "showPoints": "never",
+            "stacking": {"group": "A", "mode": "normal" if panel.is_stacked else "none"},
+            "thresholdsStyle": {"mode": "dashed" if panel.limits else "off"},
+        }
+    else:
+        defaults["color"] = {"mode": "thresholds"}
+    return defaults
+
+
+def _target(panel: Panel, number: int, query: Query) -> dict[str, Any]:
+    is_table = panel.kind == "table"
+    return {
+        "datasource": DATA_SOURCE,
+        "editorMode": "code",
+        "expr": filtered(query.expression),
+        "format": {"table": "table", "heatmap": "heatmap"}.get(panel.kind, "time_series"),
+        "instant": is_table,
+        "legendFormat": query.legend,
+        "range": not is_table,
+        "refId": chr(ord("A") + number),
+    }
+
+
+def _one_table(panel: Panel) -> list[dict[str, Any]]:
+    names = {f"Value #{chr(ord('A') + number)}": query.legend for number, query in enumerate(panel.queries)}
+    return [
+        {"id": "merge", "options": {}},
+        {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": names}},
+    ]
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "timeseries": {
+        "legend": {
+            "calcs": ["mean", "max"],
+            "displayMode": "list",
+            "placement": "bottom",
+            "showLegend": True,
+        },
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "stat": {
+        "colorMode": "value",
+        "graphMode": "area",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "textMode": "auto",
+    },
+    "table": {"cellHeight": "sm", "showHeader": True},
+    "heatmap": {
+        "calculate": False,
+        "cellGap": 1,
+        "color": {"exponent": 0.5, "mode": "scheme", "scheme": "Oranges", "steps": 64},
+        "yAxis": {"unit": "s"},
+    },
+}

@@ -1,0 +1,210 @@
+"""The dashboard of the routers: traffic, latency, decisions, and the routers themselves."""
+
+from expressions import events, quantile, quantiles, rate
+from grafana import Dashboard, Panel, Query, Row
+
+TRAFFIC = (
+    Panel(
+        title="Requests by route and status",
+        description="4xx is the client's doing, 429 means full queues, 5xx is ours; 499 are clients that did "
+        "not wait.",
+        unit="reqps",
+        is_stacked=True,
+        queries=(Query(rate("router_requests_total", "MODEL", "route, code"), "{{route}} {{code}}"),),
+    ),
+    Panel(
+        title="Errors by kind",
+        description="overloaded: more replicas, or slower clients. no_replica: none is ready for the model. "
+        "failed: a replica died and so did the retries. internal: a bug; the router's log has it.",
+        unit="reqps",
+        is_stacked=True,
+        queries=(Query(rate("router_request_errors_total", "MODEL", "kind"), "{{kind}}"),),
+    ),
+    Panel(
+        title="Requests in flight",
+        description="Requests being served, by router. At max_in_flight a router answers 429.",
+        queries=(Query("router_in_flight{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
+        title="Tokens per second",
+        description="Prompt tokens that came, prompt tokens that had to be computed, tokens generated.",
+        queries=(
+            Query(rate("router_prompt_tokens_total", "MODEL"), "prompt"),
+            Query(
+                rate("router_prompt_tokens_total", "MODEL")
+                + " - "
+                + rate("router_cached_tokens_total", "MODEL"),
+                "computed",
+            ),
+            Query(rate("router_output_tokens_total", "MODEL"), "generated"),
+        ),
+    ),
+    Panel(
+        title="Accidents",
+        description="Submissions that were lost with their replica, repeated before the first token, or "
+        "continued elsewhere after it. Clients saw nothing of them but time.",
+        queries=(
+            Query(events("router_lost_attempts_total", "ROUTER"), "lost"),
+            Query(events("router_retries_total", "ROUTER"), "retried"),
+            Query(events("router_resumes_total", "ROUTER"), "resumed"),
+        ),
+    ),
+    Panel(
+        title="Between routers and replicas",
+        description="Submits and aborts that routers sent, and frames that came back: one for each engine "
+        "step and router, however many requests it carries.",
+        queries=(
+            Query(rate("router_submits_total", "ROUTER"), "submits"),
+            Query(rate("router_aborts_total", "ROUTER"), "aborts"),
+            Query(rate("router_frames_total", "ROUTER"), "frames"),
+        ),
+    ),
+)
+
+LATENCY = (
+    Panel(
+        title="Time to first token",
+        description="From a request's arrival to its first token. If it rises while the hit rate falls, see "
+        "the cache's dashboard; if queues grow, the fleet's.",
+        unit="s",
+        queries=quantiles("router_ttft_seconds", "MODEL"),
+    ),
+    Panel(
+        title="Time to first token, all of it",
+        description="Two bands are hits and misses.",
+        kind="heatmap",
+        unit="reqps",
+        queries=(Query(rate("router_ttft_seconds_bucket", "MODEL", "le"), "{{le}}"),),
+    ),
+    Panel(
+        title="Time of a whole answer",
+        description="From a request's arrival to the end of its answer; failed requests are not in it.",
+        unit="s",
+        queries=quantiles("router_e2e_seconds", "MODEL"),
+    ),
+    Panel(
+        title="Time per output token",
+        description="After the first: the mean of each answer.",
+        unit="s",
+        queries=quantiles("router_tpot_seconds", "MODEL"),
+    ),
+    Panel(
+        title="Gaps between tokens",
+        description="p99 far above p50: answers stutter, most likely because long prompts are computed in "
+        "the same steps.",
+        unit="s",
+        queries=quantiles("router_itl_seconds", "MODEL"),
+    ),
+    Panel(
+        title="The router's own part",
+        description="Preparing (parsing, template, tokens, hashes) and deciding. Preparing is slow where "
+        "the token cache misses; see below.",
+        unit="s",
+        queries=(
+            Query(quantile(0.5, "router_prepare_seconds", "MODEL"), "preparing p50"),
+            Query(quantile(0.99, "router_prepare_seconds", "MODEL"), "preparing p99"),
+            Query(quantile(0.5, "router_decision_seconds", "ROUTER"), "deciding p50"),
+            Query(quantile(0.99, "router_decision_seconds", "ROUTER"), "deciding p99"),
+        ),
+    ),
+)
+
+DECISIONS = (
+    Panel(
+        title="Decisions by reason",
+        description="overlap: nobody holds more of the prompt. home: the bucket's first replica, for prompts "
+        "that nobody holds. spill: away from both, because both were busy. policy: a baseline decides.",
+        unit="reqps",
+        is_stacked=True,
+        queries=(Query(rate("router_decisions_total", "MODEL", "reason"), "{{reason}}"),),
+    ),
+    Panel(
+        title="Decisions by rank",
+        description="The place of the chosen replica in the bucket's affinity order; 0 is its home. Much "
+        "beyond 1 for cold prompts means that homes are busy.",
+        unit="reqps",
+        is_stacked=True,
+        queries=(Query(rate("router_decisions_total", "MODEL", "rank"), "rank {{rank}}"),),
+    ),
+    Panel(
+        title="Spill",
+        description="Share of requests that were sent away from home and cache because of load. A little is "
+        "the price of balance; a lot means copies of prefixes everywhere: the fleet is too small.",
+        unit="percentunit",
+        limits=((0.2, "orange"), (0.5, "red")),
+        queries=(
+            Query(
+                '(sum(rate(router_decisions_total{MODEL,reason="spill"}[$__rate_interval])) or vector(0))'
+                " / sum(rate(router_decisions_total{MODEL}[$__rate_interval]))",
+                "spill",
+            ),
+        ),
+    ),
+    Panel(
+        title="Requests at each replica",
+        description="As the routers see it, their own reservations included.",
+        queries=(Query("max by (replica) (router_replica_requests{SEEN})", "{{replica}}"),),
+    ),
+    Panel(
+        title="Prompt tokens that wait at each replica",
+        description="As the routers see it, their own reservations included. Compare with the fleet's "
+        "dashboard: a lasting difference means that loads arrive late.",
+        queries=(Query("max by (replica) (router_replica_pending_tokens{SEEN})", "{{replica}}"),),
+    ),
+    Panel(
+        title="Reservations",
+        description="Load that the routers count on top of what replicas report. It returns to 0 when "
+        "nothing runs; if it does not, that is a leak: please report it.",
+        queries=(
+            Query("sum by (router) (router_reservations{ROUTER})", "{{router}}"),
+            Query("sum by (router) (router_runs{ROUTER})", "{{router}} generations"),
+        ),
+    ),
+)
+
+ITSELF = (
+    Panel(
+        title="Lag of the event loop",
+        description="How late a router's timers run: all streams wait that long. Above 50 ms a router needs "
+        "a second one beside it.",
+        unit="s",
+        limits=((0.05, "orange"), (0.2, "red")),
+        queries=(Query("router_event_loop_lag_seconds{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
+        title="Token cache, hit rate",
+        description="Share of the text segments that were found encoded. Low with a full cache: raise "
+        "tokenizer_cache_bytes.",
+        unit="percentunit",
+        maximum=1,
+        queries=(
+            Query(
+                rate("router_token_cache_hits_total", "MODEL", "model")
+                + " / ("
+                + rate("router_token_cache_hits_total", "MODEL", "model")
+                + " + "
+                + rate("router_token_cache_misses_total", "MODEL", "model")
+                + ")",
+                "{{model}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Token cache, memory",
+        description="Bounded by tokenizer_cache_bytes, for each model and router.",
+        unit="bytes",
+        queries=(Query("router_token_cache_bytes{MODEL}", "{{router}} {{model}}"),),
+    ),
+)
+
+ROUTER = Dashboard(
+    uid="kvasir-router",
+    title="Kvasir / Router",
+    description="Traffic, latency, where requests go and why, and the routers themselves.",
+    rows=(
+        Row("Traffic", TRAFFIC),
+        Row("Latency", LATENCY),
+        Row("Decisions", DECISIONS),
+        Row("The routers themselves", ITSELF),
+    ),
+)
