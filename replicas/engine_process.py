@@ -106,6 +106,8 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     num_decode_tokens: int
     events: bytes
     seconds: float
+    started: list[RequestKey]
+    num_preemptions: int
 
     @classmethod
     def of(cls, frame: StepFrame, *, has_work: bool, seconds: float = 0.0) -> "Stepped":
@@ -117,11 +119,21 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
             frame.num_decode_tokens,
             pickle.dumps(frame.events) if frame.events else b"",
             seconds,
+            frame.started,
+            frame.num_preemptions,
         )
 
     def frame(self) -> StepFrame:
         events: list[CacheEvent] = pickle.loads(self.events) if self.events else []
-        return StepFrame(self.deltas, events, self.load, self.num_prefill_tokens, self.num_decode_tokens)
+        return StepFrame(
+            self.deltas,
+            events,
+            self.load,
+            self.num_prefill_tokens,
+            self.num_decode_tokens,
+            started=self.started,
+            num_preemptions=self.num_preemptions,
+        )
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -206,12 +206,12 @@ class VirtualReplica:
             request.num_computed = len(cached) * block_size
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed
-                request.num_cross_user_tokens = pool.writers.num_cross_user_tokens(
+                request.num_cross_user_tokens = pool.writers.token_shares(
                     request.hashes(len(cached)),
                     request.user,
                     block_size=block_size,
                     num_prompt_tokens=request.num_prompt_tokens,
-                )
+                ).cross_user
             insort(self._running, request, key=_rank)
             insort(self._prefilling, request, key=_rank)
             num_tokens = min(request.num_left, budget)

@@ -11,6 +11,7 @@ The events of a step are taken when it has been computed.
 from collections.abc import Sequence
 
 from replicas.kvcache.block_pool import BlockPool
+from replicas.kvcache.writers import Shares
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.events import CacheEvent
 from replicas.torch_engine.request import Request
@@ -39,9 +40,9 @@ class KVCacheManager:
         self._hash_full_blocks(request, request.num_tokens)
         return self.pool.find_prefix(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
 
-    def num_cross_user_tokens(self, request: Request, num_cached_blocks: int) -> int:
-        """Prompt tokens in the first so many blocks, just found by `find_cached`, that another user wrote."""
-        return self.pool.writers.num_cross_user_tokens(
+    def token_shares(self, request: Request, num_cached_blocks: int) -> Shares:
+        """Whose the prompt tokens in the first so many blocks are, which `find_cached` has just found."""
+        return self.pool.writers.token_shares(
             request.block_hashes[:num_cached_blocks],
             request.engine_request.user,
             block_size=self.block_size,

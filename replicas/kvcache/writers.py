@@ -9,9 +9,17 @@ the last copy has gone, so that whoever computes the block anew is its writer th
 
 from collections.abc import Iterable, Sequence
 from itertools import islice, repeat
+from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
+
+
+class Shares(NamedTuple):
+    """Of what a request has hit: what its own user computed before, and what another user did."""
+
+    own: int
+    cross_user: int
 
 
 class BlockWriters:
@@ -42,22 +50,25 @@ class BlockWriters:
     def clear(self) -> None:
         self._writers.clear()
 
-    def num_cross_user(self, block_hashes: Iterable[BlockHash], user: UserTag) -> int:
-        """How many of these blocks another user wrote; who is nobody in particular is not another."""
+    def shares(self, block_hashes: Iterable[BlockHash], user: UserTag) -> Shares:
+        """How many of these blocks the user wrote, and how many another; nobody in particular is neither."""
         if user == NO_USER:
-            return 0
+            return Shares(0, 0)
         writers = [*map(self._writers.get, block_hashes, repeat(NO_USER))]
-        return len(writers) - writers.count(user) - writers.count(NO_USER)
+        num_own = writers.count(user)
+        return Shares(num_own, len(writers) - num_own - writers.count(NO_USER))
 
-    def num_cross_user_tokens(
+    def token_shares(
         self, block_hashes: Sequence[BlockHash], user: UserTag, *, block_size: int, num_prompt_tokens: int
-    ) -> int:
-        """Of a prompt whose leading blocks are these: its tokens that lie in another user's blocks.
+    ) -> Shares:
+        """Of a prompt whose leading blocks are these: its tokens that lie in the user's and in others' blocks.
 
         A resumed request hits blocks beyond its prompt, and one in which the prompt ends.
         """
         num_whole, num_left = divmod(num_prompt_tokens, block_size)
-        num_tokens = block_size * self.num_cross_user(block_hashes[:num_whole], user)
+        own, cross_user = self.shares(block_hashes[:num_whole], user)
+        own, cross_user = own * block_size, cross_user * block_size
         if num_left:
-            num_tokens += num_left * self.num_cross_user(block_hashes[num_whole : num_whole + 1], user)
-        return num_tokens
+            last = self.shares(block_hashes[num_whole : num_whole + 1], user)
+            own, cross_user = own + num_left * last.own, cross_user + num_left * last.cross_user
+        return Shares(own, cross_user)

@@ -124,13 +124,17 @@ class PromptUsage:
     """How a prompt was served: `num_cached_tokens` were read from cache, never computed.
 
     `num_written_tokens` are the tokens of full prompt blocks that this request added to the cache.
-    `num_cross_user_tokens` of the cached ones lie in blocks that another user's request computed.
+    `num_cross_user_tokens` of the cached ones lie in blocks that another user's request computed,
+    `num_own_tokens` in blocks that an earlier request of the same user did; of the rest either user is not
+    known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_written_tokens: int
     num_cross_user_tokens: int = 0
+    num_own_tokens: int = 0
+    num_slower_tier_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,8 @@ class StepFrame:
     """All that one engine step said: token deltas of every request, cache events in order, load.
 
     `num_prefill_tokens` and `num_decode_tokens` are what the step computed, for measuring its speed.
+    `started` are the requests that it was the first to compute anything of, `num_preemptions` counts those
+    whose blocks it took.
     `load` counts every request whose id is at most `last_request_id`, as far as it still lives, and no
     other; the loop sets it, not the engine.
     """
@@ -188,6 +194,8 @@ class StepFrame:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     last_request_id: int = 0
+    started: list[RequestKey] = field(default_factory=list)
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

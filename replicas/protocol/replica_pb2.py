@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1freplicas/protocol/replica.proto\x12\tkvasir.v1\"S\n\x0b\x43lientFrame\x12\"\n\x07submits\x18\x01 \x03(\x0b\x32\x11.kvasir.v1.Submit\x12 \n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x10.kvasir.v1.Abort\"\xf4\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.kvasir.v1.Sampling\x12\x0c\n\x04root\x18\x04 \x01(\x0c\x12\x13\n\x0bnum_choices\x18\x05 \x01(\r\x12#\n\x05media\x18\x06 \x03(\x0b\x32\x14.kvasir.v1.MediaSpan\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\r\x12\x14\n\x07\x61\x64\x61pter\x18\t \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04user\x18\n \x01(\x0c\x12\x18\n\x10\x61nnounced_hashes\x18\x0b \x01(\x0c\x12\x17\n\x0f\x61nnouncement_id\x18\x0c \x01(\x04\x12\x1b\n\x13num_expected_tokens\x18\r \x01(\r\x12\x11\n\torigin_id\x18\x0e \x01(\t\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\tB\n\n\x08_adapter\"@\n\tMediaSpan\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xd5\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x04\x12(\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x14.kvasir.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\";\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"p\n\x0bServerFrame\x12%\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x15.kvasir.v1.TokenDelta\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.kvasir.v1.Load\x12\x1b\n\x13num_counted_submits\x18\x03 \x01(\x04\"\xeb\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.kvasir.v1.FinishReason\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.kvasir.v1.PromptUsage\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.kvasir.v1.TokenLogprobs\x12#\n\x07refusal\x18\x07 \x01(\x0b\x32\x12.kvasir.v1.Refusal\"~\n\x0bPromptUsage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_written_tokens\x18\x03 \x01(\r\x12\x1d\n\x15num_cross_user_tokens\x18\x04 \x01(\r\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"(\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xf6\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x03 \x01(\x04\x12\x1a\n\x12num_context_tokens\x18\x04 \x01(\x04\x12\x17\n\x0fnum_used_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x07 \x01(\r\x12!\n\x19prefill_seconds_per_token\x18\x08 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\t \x01(\x01\",\n\x0f\x44\x65scribeRequest\x12\x19\n\x11include_tokenizer\x18\x01 \x01(\x08\"\xda\x01\n\x10\x44\x65scribeResponse\x12\"\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x14.kvasir.v1.ModelCard\x12H\n\x0ftokenizer_files\x18\x02 \x03(\x0b\x32/.kvasir.v1.DescribeResponse.TokenizerFilesEntry\x12\x12\n\nreplica_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x1a\x35\n\x13TokenizerFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x80\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\r\x12\x13\n\x0bmax_running\x18\n \x01(\r\x12$\n\x08\x61\x64\x61pters\x18\x0b \x03(\x0b\x32\x12.kvasir.v1.Adapter\",\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\x13\n\x11ListBlocksRequest\"\x1b\n\tBlockList\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x8b\x02\n\x07Replica\x12;\n\x05Serve\x12\x16.kvasir.v1.ClientFrame\x1a\x16.kvasir.v1.ServerFrame(\x01\x30\x01\x12\x43\n\x08\x44\x65scribe\x12\x1a.kvasir.v1.DescribeRequest\x1a\x1b.kvasir.v1.DescribeResponse\x12\x42\n\nListBlocks\x12\x1c.kvasir.v1.ListBlocksRequest\x1a\x14.kvasir.v1.BlockList0\x01\x12:\n\x05\x44rain\x12\x17.kvasir.v1.DrainRequest\x1a\x18.kvasir.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1freplicas/protocol/replica.proto\x12\tkvasir.v1\"S\n\x0b\x43lientFrame\x12\"\n\x07submits\x18\x01 \x03(\x0b\x32\x11.kvasir.v1.Submit\x12 \n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x10.kvasir.v1.Abort\"\xf4\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.kvasir.v1.Sampling\x12\x0c\n\x04root\x18\x04 \x01(\x0c\x12\x13\n\x0bnum_choices\x18\x05 \x01(\r\x12#\n\x05media\x18\x06 \x03(\x0b\x32\x14.kvasir.v1.MediaSpan\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\r\x12\x14\n\x07\x61\x64\x61pter\x18\t \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04user\x18\n \x01(\x0c\x12\x18\n\x10\x61nnounced_hashes\x18\x0b \x01(\x0c\x12\x17\n\x0f\x61nnouncement_id\x18\x0c \x01(\x04\x12\x1b\n\x13num_expected_tokens\x18\r \x01(\r\x12\x11\n\torigin_id\x18\x0e \x01(\t\x12\x14\n\x0ctrace_parent\x18\x0f \x01(\tB\n\n\x08_adapter\"@\n\tMediaSpan\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xd5\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x04\x12(\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x14.kvasir.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\";\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"p\n\x0bServerFrame\x12%\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x15.kvasir.v1.TokenDelta\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.kvasir.v1.Load\x12\x1b\n\x13num_counted_submits\x18\x03 \x01(\x04\"\xeb\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.kvasir.v1.FinishReason\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.kvasir.v1.PromptUsage\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.kvasir.v1.TokenLogprobs\x12#\n\x07refusal\x18\x07 \x01(\x0b\x32\x12.kvasir.v1.Refusal\"\xb6\x01\n\x0bPromptUsage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_written_tokens\x18\x03 \x01(\r\x12\x1d\n\x15num_cross_user_tokens\x18\x04 \x01(\r\x12\x16\n\x0enum_own_tokens\x18\x05 \x01(\r\x12\x1e\n\x16num_slower_tier_tokens\x18\x06 \x01(\r\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"(\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xf6\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x03 \x01(\x04\x12\x1a\n\x12num_context_tokens\x18\x04 \x01(\x04\x12\x17\n\x0fnum_used_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x07 \x01(\r\x12!\n\x19prefill_seconds_per_token\x18\x08 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_step_seconds\x18\t \x01(\x01\",\n\x0f\x44\x65scribeRequest\x12\x19\n\x11include_tokenizer\x18\x01 \x01(\x08\"\xda\x01\n\x10\x44\x65scribeResponse\x12\"\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x14.kvasir.v1.ModelCard\x12H\n\x0ftokenizer_files\x18\x02 \x03(\x0b\x32/.kvasir.v1.DescribeResponse.TokenizerFilesEntry\x12\x12\n\nreplica_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x1a\x35\n\x13TokenizerFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x80\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\r\x12\x13\n\x0bmax_running\x18\n \x01(\r\x12$\n\x08\x61\x64\x61pters\x18\x0b \x03(\x0b\x32\x12.kvasir.v1.Adapter\",\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\x13\n\x11ListBlocksRequest\"\x1b\n\tBlockList\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x8b\x02\n\x07Replica\x12;\n\x05Serve\x12\x16.kvasir.v1.ClientFrame\x1a\x16.kvasir.v1.ServerFrame(\x01\x30\x01\x12\x43\n\x08\x44\x65scribe\x12\x1a.kvasir.v1.DescribeRequest\x1a\x1b.kvasir.v1.DescribeResponse\x12\x42\n\nListBlocks\x12\x1c.kvasir.v1.ListBlocksRequest\x1a\x14.kvasir.v1.BlockList0\x01\x12:\n\x05\x44rain\x12\x17.kvasir.v1.DrainRequest\x1a\x18.kvasir.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBERESPONSE_TOKENIZERFILESENTRY']._loaded_options = None
   _globals['_DESCRIBERESPONSE_TOKENIZERFILESENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2546
-  _globals['_FINISHREASON']._serialized_end=2691
+  _globals['_FINISHREASON']._serialized_start=2603
+  _globals['_FINISHREASON']._serialized_end=2748
   _globals['_CLIENTFRAME']._serialized_start=46
   _globals['_CLIENTFRAME']._serialized_end=129
   _globals['_SUBMIT']._serialized_start=132
@@ -51,32 +51,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERFRAME']._serialized_end=1134
   _globals['_TOKENDELTA']._serialized_start=1137
   _globals['_TOKENDELTA']._serialized_end=1372
-  _globals['_PROMPTUSAGE']._serialized_start=1374
-  _globals['_PROMPTUSAGE']._serialized_end=1500
-  _globals['_TOKENLOGPROBS']._serialized_start=1502
-  _globals['_TOKENLOGPROBS']._serialized_end=1597
-  _globals['_REFUSAL']._serialized_start=1599
-  _globals['_REFUSAL']._serialized_end=1639
-  _globals['_LOAD']._serialized_start=1642
-  _globals['_LOAD']._serialized_end=1888
-  _globals['_DESCRIBEREQUEST']._serialized_start=1890
-  _globals['_DESCRIBEREQUEST']._serialized_end=1934
-  _globals['_DESCRIBERESPONSE']._serialized_start=1937
-  _globals['_DESCRIBERESPONSE']._serialized_end=2155
-  _globals['_DESCRIBERESPONSE_TOKENIZERFILESENTRY']._serialized_start=2102
-  _globals['_DESCRIBERESPONSE_TOKENIZERFILESENTRY']._serialized_end=2155
-  _globals['_MODELCARD']._serialized_start=2158
-  _globals['_MODELCARD']._serialized_end=2414
-  _globals['_ADAPTER']._serialized_start=2416
-  _globals['_ADAPTER']._serialized_end=2460
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=2462
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=2481
-  _globals['_BLOCKLIST']._serialized_start=2483
-  _globals['_BLOCKLIST']._serialized_end=2510
-  _globals['_DRAINREQUEST']._serialized_start=2512
-  _globals['_DRAINREQUEST']._serialized_end=2526
-  _globals['_DRAINRESPONSE']._serialized_start=2528
-  _globals['_DRAINRESPONSE']._serialized_end=2543
-  _globals['_REPLICA']._serialized_start=2694
-  _globals['_REPLICA']._serialized_end=2961
+  _globals['_PROMPTUSAGE']._serialized_start=1375
+  _globals['_PROMPTUSAGE']._serialized_end=1557
+  _globals['_TOKENLOGPROBS']._serialized_start=1559
+  _globals['_TOKENLOGPROBS']._serialized_end=1654
+  _globals['_REFUSAL']._serialized_start=1656
+  _globals['_REFUSAL']._serialized_end=1696
+  _globals['_LOAD']._serialized_start=1699
+  _globals['_LOAD']._serialized_end=1945
+  _globals['_DESCRIBEREQUEST']._serialized_start=1947
+  _globals['_DESCRIBEREQUEST']._serialized_end=1991
+  _globals['_DESCRIBERESPONSE']._serialized_start=1994
+  _globals['_DESCRIBERESPONSE']._serialized_end=2212
+  _globals['_DESCRIBERESPONSE_TOKENIZERFILESENTRY']._serialized_start=2159
+  _globals['_DESCRIBERESPONSE_TOKENIZERFILESENTRY']._serialized_end=2212
+  _globals['_MODELCARD']._serialized_start=2215
+  _globals['_MODELCARD']._serialized_end=2471
+  _globals['_ADAPTER']._serialized_start=2473
+  _globals['_ADAPTER']._serialized_end=2517
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=2519
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=2538
+  _globals['_BLOCKLIST']._serialized_start=2540
+  _globals['_BLOCKLIST']._serialized_end=2567
+  _globals['_DRAINREQUEST']._serialized_start=2569
+  _globals['_DRAINREQUEST']._serialized_end=2583
+  _globals['_DRAINRESPONSE']._serialized_start=2585
+  _globals['_DRAINRESPONSE']._serialized_end=2600
+  _globals['_REPLICA']._serialized_start=2751
+  _globals['_REPLICA']._serialized_end=3018
 # @@protoc_insertion_point(module_scope)

@@ -149,16 +149,20 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[PromptUsage, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class PromptUsage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_written_tokens", "num_cross_user_tokens")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_written_tokens", "num_cross_user_tokens", "num_own_tokens", "num_slower_tier_tokens")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CROSS_USER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOWER_TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_written_tokens: int
     num_cross_user_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_written_tokens: _Optional[int] = ..., num_cross_user_tokens: _Optional[int] = ...) -> None: ...
+    num_own_tokens: int
+    num_slower_tier_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_written_tokens: _Optional[int] = ..., num_cross_user_tokens: _Optional[int] = ..., num_own_tokens: _Optional[int] = ..., num_slower_tier_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")

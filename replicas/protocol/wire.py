@@ -175,6 +175,8 @@ def _delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
                 num_cached_tokens=delta.usage.num_cached_tokens,
                 num_written_tokens=delta.usage.num_written_tokens,
                 num_cross_user_tokens=delta.usage.num_cross_user_tokens,
+                num_own_tokens=delta.usage.num_own_tokens,
+                num_slower_tier_tokens=delta.usage.num_slower_tier_tokens,
             )
         )
     for logprobs in delta.logprobs or ():
@@ -200,6 +202,8 @@ def _delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
             wire.num_cached_tokens,
             wire.num_written_tokens,
             wire.num_cross_user_tokens,
+            wire.num_own_tokens,
+            wire.num_slower_tier_tokens,
         )
     if message.HasField("refusal"):
         refusal = Refusal(RefusalCode(message.refusal.code), message.refusal.message)

@@ -32,6 +32,7 @@ class Request:
         "num_computed_tokens",
         "num_cross_user_tokens",
         "num_expected_tokens",
+        "num_own_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_submitted_tokens",
@@ -57,6 +58,8 @@ class Request:
         """Tokens found in the cache when the request was first scheduled."""
         self.num_cross_user_tokens: int = 0
         """Of these, the prompt's tokens that another user's request had computed."""
+        self.num_own_tokens: int = 0
+        """And those that an earlier request of the same user had."""
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0

@@ -60,6 +60,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         self._num_added = 0
+        self._started: list[RequestKey] = []  # of the step that is being made, like the next
+        self._num_preemptions = 0
 
     def add(self, engine_request: EngineRequest) -> None:
         """Queue a request. Raises RequestRefused, and keeps nothing of it, if it cannot run."""
@@ -135,8 +137,16 @@ class Scheduler:
                     self._manager.free(request)
         if any_finished:
             self._running = [request for request in self._running if request.block_ids]
+        started, self._started = self._started, []
+        num_preemptions, self._num_preemptions = self._num_preemptions, 0
         return StepFrame(
-            deltas, self._manager.take_events(), self.load(), num_prefill_tokens, num_decode_tokens
+            deltas,
+            self._manager.take_events(),
+            self.load(),
+            num_prefill_tokens,
+            num_decode_tokens,
+            started=started,
+            num_preemptions=num_preemptions,
         )
 
     def load(self) -> LoadSnapshot:
@@ -213,9 +223,9 @@ class Scheduler:
             request.num_computed_tokens = start
             if request.num_preemptions == 0:
                 request.num_cached_tokens = start
-                request.num_cross_user_tokens = self._manager.num_cross_user_tokens(
-                    request, len(cached_block_ids)
-                )
+                shares = self._manager.token_shares(request, len(cached_block_ids))
+                request.num_own_tokens, request.num_cross_user_tokens = shares
+                self._started.append(request.key)
             insort(self._running, request, key=_rank)
             prefills.append(Chunk(request, start, num_tokens, num_tokens == num_left))
             budget -= num_tokens
@@ -228,6 +238,7 @@ class Scheduler:
         self._manager.free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self._num_preemptions += 1
         self._enqueue(request)
         return request
 
@@ -270,4 +281,5 @@ class Scheduler:
             num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_written_tokens=max(0, num_full_block_tokens - request.num_cached_tokens),
             num_cross_user_tokens=request.num_cross_user_tokens,
+            num_own_tokens=request.num_own_tokens,
         )

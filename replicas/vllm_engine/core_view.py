@@ -5,14 +5,14 @@ scheduled. Everything else reads, but for `reset_tiers`. Works with an engine co
 only.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared as VllmAllBlocksCleared
 from vllm.distributed.kv_events import BlockRemoved as VllmBlockRemoved
 from vllm.distributed.kv_events import BlockStored as VllmBlockStored
 from vllm.v1.request import RequestStatus
 
-__all__ = ["CoreView", "VllmAllBlocksCleared", "VllmBlockRemoved", "VllmBlockStored"]
+__all__ = ["CoreView", "Started", "VllmAllBlocksCleared", "VllmBlockRemoved", "VllmBlockStored"]
 
 
 class _EventKeeper:
@@ -31,6 +31,14 @@ class _EventKeeper:
         pass
 
 
+class Started(NamedTuple):
+    """`num_found_tokens` were in the cache; of these a connector brought `num_external_tokens`."""
+
+    request: Any
+    num_found_tokens: int
+    num_external_tokens: int
+
+
 class CoreView:
     def __init__(self, llm_engine: Any) -> None:
         self._scheduler: Any = llm_engine.engine_core.engine_core.scheduler
@@ -40,7 +48,8 @@ class CoreView:
         self._scheduler.schedule = self._schedule_and_note
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
-        self._started: list[tuple[Any, int]] = []
+        self._started: list[Started] = []
+        self._num_preemptions = 0
 
     @property
     def num_attention_kinds(self) -> int:
@@ -89,11 +98,16 @@ class CoreView:
         self._num_prefill_tokens = self._num_decode_tokens = 0
         return computed
 
-    def take_started(self) -> list[tuple[Any, int]]:
-        """Requests first scheduled since the last call, and the tokens that each found in the cache."""
+    def take_started(self) -> list[Started]:
+        """Requests first scheduled since the last call."""
         started = self._started
         self._started = []
         return started
+
+    def take_num_preemptions(self) -> int:
+        """Of the steps since the last call."""
+        num_preemptions, self._num_preemptions = self._num_preemptions, 0
+        return num_preemptions
 
     def request(self, internal_id: str) -> Any:
         """vLLM's own request, as the scheduler keeps it."""
@@ -120,7 +134,11 @@ class CoreView:
         for new in output.scheduled_new_reqs:
             request = self._scheduler.requests[new.req_id]
             if request.num_preemptions == 0:
-                self._started.append((request, int(request.prefill_stats.num_cached_tokens)))
+                stats = request.prefill_stats
+                self._started.append(
+                    Started(request, int(stats.num_cached_tokens), int(stats.num_external_cached_tokens))
+                )
+        self._num_preemptions += len(output.preempted_req_ids or ())
         for internal_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[internal_id]
             # The scheduler counts them as computed already.

@@ -32,6 +32,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
+from replicas.kvcache.writers import Shares
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
     FinishReason,
@@ -51,7 +52,7 @@ from replicas.torch_engine.weights import files_fingerprint, tokenizer_bundle
 from replicas.toy_model import toy_model_path
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
-from replicas.vllm_engine.core_view import CoreView
+from replicas.vllm_engine.core_view import CoreView, Started
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
 from replicas.vllm_engine.translation import EventTranslator, Storer
 
@@ -77,14 +78,16 @@ _FINISH_REASONS = {
 class _Live:
     """A request that vLLM has. `inner` is vLLM's own; `num_expected_tokens` it would have to compute.
 
-    `num_found_tokens` were in the cache when it was first scheduled.
+    `num_found_tokens` were in the cache when it was first scheduled, `num_external_tokens` of them in a tier
+    below the device.
     """
 
     request: EngineRequest
     inner: Any
     num_expected_tokens: int
     num_found_tokens: int = 0
-    num_cross_user_tokens: int = 0
+    num_external_tokens: int = 0
+    shares: Shares = Shares(0, 0)
     has_output: bool = False
 
     @property
@@ -198,12 +201,20 @@ class VllmEngine:
         started = self._start(self._core.take_started())
         events = self._take_events()
         for live in started:  # after the events: what it found may have been computed in this very step
-            live.num_cross_user_tokens = self._count_cross_user(live)
+            live.shares = self._shares(live)
         deltas = [self._delta(output) for output in outputs]
         num_prefill_tokens, num_decode_tokens = self._core.take_computed()
         if must_step and not num_prefill_tokens + num_decode_tokens:
             time.sleep(_TRANSFER_PAUSE_SECONDS)
-        return StepFrame(deltas, events, self._load(), num_prefill_tokens, num_decode_tokens)
+        return StepFrame(
+            deltas,
+            events,
+            self._load(),
+            num_prefill_tokens,
+            num_decode_tokens,
+            started=[live.request.key for live in started],
+            num_preemptions=self._core.take_num_preemptions(),
+        )
 
     def reset_prefix_cache(self) -> bool:
         """A disk keeps what it has: nobody may tell it to forget."""
@@ -222,13 +233,14 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
         gc.collect()
 
-    def _start(self, started: Iterable[tuple[Any, int]]) -> list[_Live]:
+    def _start(self, started: Iterable[Started]) -> list[_Live]:
         """Note what requests found when they were first scheduled."""
         lives: list[_Live] = []
-        for inner, num_found_tokens in started:
+        for inner, num_found_tokens, num_external_tokens in started:
             live = self._live.get(inner.session_id)
             if live is not None:
                 live.num_found_tokens = num_found_tokens
+                live.num_external_tokens = num_external_tokens
                 lives.append(live)
         return lives
 
@@ -243,8 +255,8 @@ class VllmEngine:
             return None
         return Storer(live.request.user, live.num_prompt_tokens, live.num_found_tokens)
 
-    def _count_cross_user(self, live: _Live) -> int:
-        return self._cache.num_cross_user_tokens(
+    def _shares(self, live: _Live) -> Shares:
+        return self._cache.token_shares(
             live.inner.block_hashes,
             live.request.user,
             num_cached_tokens=live.num_found_tokens,
@@ -279,7 +291,9 @@ class VllmEngine:
             num_written_tokens=min(
                 int(output.num_cache_creation_tokens or 0), max(0, num_full_tokens - num_cached_tokens)
             ),
-            num_cross_user_tokens=live.num_cross_user_tokens,
+            num_cross_user_tokens=live.shares.cross_user,
+            num_own_tokens=live.shares.own,
+            num_slower_tier_tokens=min(live.num_external_tokens, num_prompt_tokens),
         )
 
     def _load(self) -> LoadSnapshot:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.kvcache.writers import BlockWriters
+from replicas.kvcache.writers import BlockWriters, Shares
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import NO_USER, UserTag
@@ -71,12 +71,12 @@ class EventTranslator:
         """A tier was emptied, of which vLLM says nothing."""
         return self.hashes.cleared(tier)
 
-    def num_cross_user_tokens(
+    def token_shares(
         self, hashes: Sequence[bytes], user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
-    ) -> int:
+    ) -> Shares:
         """Of a request with these blocks, as vLLM names them, that found so many tokens in the cache."""
         found = self.hashes.names(hashes[: num_cached_tokens // self._block_size])
-        return self._writers.num_cross_user_tokens(
+        return self._writers.token_shares(
             found, user, block_size=self._block_size, num_prompt_tokens=num_prompt_tokens
         )
 

@@ -136,7 +136,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         hits = self.twin.hits(pair.tokens)
         assert self.manager.find_cached(pair.request) == hits
         num_cached = len(hits) * self.manager.block_size
-        assert self.manager.num_cross_user_tokens(pair.request, len(hits)) == self.twin.cross_user_tokens(
+        assert self.manager.token_shares(pair.request, len(hits)).cross_user == self.twin.cross_user_tokens(
             pair.tokens, num_cached, len(tokens) - num_output, user
         )
         end = num_cached + max(1, int((len(tokens) - num_cached) * share))
@@ -195,7 +195,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for prefix in held:
             for reader in USERS:
                 expected = is_cross_user(reader, self.twin.writers[prefix])
-                assert writers.num_cross_user([self.hash_of(prefix)], reader) == expected
+                assert writers.shares([self.hash_of(prefix)], reader).cross_user == expected
 
     @invariant()
     def events_tell_what_is_held(self) -> None:

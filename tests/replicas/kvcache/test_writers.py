@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.kvcache.writers import BlockWriters
+from replicas.kvcache.writers import BlockWriters, Shares
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 
@@ -11,7 +11,7 @@ ANN, BOB = UserTag(b"ann"), UserTag(b"bob")
 
 
 def cross_user(writers: BlockWriters, user: UserTag) -> list[bool]:
-    return [bool(writers.num_cross_user([block_hash], user)) for block_hash in HASHES]
+    return [bool(writers.shares([block_hash], user).cross_user) for block_hash in HASHES]
 
 
 def test_only_what_another_known_user_wrote_is_cross_user() -> None:
@@ -22,7 +22,9 @@ def test_only_what_another_known_user_wrote_is_cross_user() -> None:
     assert cross_user(writers, BOB) == [True, True, False, False, False, False]
     assert cross_user(writers, ANN) == [False, False, True, False, False, False]
     assert cross_user(writers, NO_USER) == [False] * 6
-    assert writers.num_cross_user(HASHES, BOB) == 2
+    assert writers.shares(HASHES, BOB) == Shares(own=1, cross_user=2)
+    assert writers.shares(HASHES, ANN) == Shares(own=2, cross_user=1)
+    assert writers.shares(HASHES, NO_USER) == Shares(own=0, cross_user=0)
 
 
 def test_whoever_computes_a_copy_is_not_the_writer() -> None:
@@ -60,20 +62,19 @@ def test_a_bound_that_is_passed_again_and_again_holds() -> None:
         writers.wrote([BlockHash(number.to_bytes(16))], ANN)
         assert len(writers) <= 64
     newest = [BlockHash(number.to_bytes(16)) for number in range(940, 1000)]
-    assert writers.num_cross_user(newest, BOB) == 60
+    assert writers.shares(newest, BOB).cross_user == 60
 
 
 @pytest.mark.parametrize(
-    ("num_prompt_tokens", "num_tokens"), [(0, 0), (1, 0), (4, 0), (5, 1), (7, 3), (8, 4), (9, 4), (13, 5)]
+    ("num_prompt_tokens", "own", "cross_user"),
+    [(0, 0, 0), (1, 1, 0), (4, 4, 0), (5, 4, 1), (7, 4, 3), (8, 4, 4), (9, 5, 4), (13, 8, 5)],
 )
-def test_tokens_are_counted_up_to_the_prompts_end(num_prompt_tokens: int, num_tokens: int) -> None:
+def test_tokens_are_counted_up_to_the_prompts_end(num_prompt_tokens: int, own: int, cross_user: int) -> None:
     """Blocks of four: the second and the fourth are another user's, the third is the reader's."""
     writers = BlockWriters(6)
     writers.wrote(HASHES[:1], ANN)
     writers.wrote(HASHES[1:2], BOB)
     writers.wrote(HASHES[2:3], ANN)
     writers.wrote(HASHES[3:4], BOB)
-    counted = writers.num_cross_user_tokens(
-        HASHES[:4], ANN, block_size=4, num_prompt_tokens=num_prompt_tokens
-    )
-    assert counted == num_tokens
+    counted = writers.token_shares(HASHES[:4], ANN, block_size=4, num_prompt_tokens=num_prompt_tokens)
+    assert counted == Shares(own, cross_user)

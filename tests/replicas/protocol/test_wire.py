@@ -69,7 +69,7 @@ DELTAS = st.builds(
     key=st.builds(RequestKey, U64, U32),
     token_ids=TOKENS.map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
-    usage=st.none() | st.builds(frames.PromptUsage, U32, U32, U32, U32),
+    usage=st.none() | st.builds(frames.PromptUsage, U32, U32, U32, U32, U32, U32),
     # No logprobs and none so far are one thing on the wire.
     logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=3).map(tuple),
     refusal=st.none() | st.builds(frames.Refusal, st.sampled_from(RefusalCode), st.text(max_size=20)),

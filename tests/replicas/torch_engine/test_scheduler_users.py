@@ -18,7 +18,7 @@ def test_a_twin_in_the_same_step_reads_what_the_other_user_writes_in_it() -> Non
     assert [delta.usage for delta in frame.deltas] == [
         PromptUsage(18, 0, 16, 0),
         PromptUsage(18, 16, 0, 16),
-        PromptUsage(18, 16, 0, 0),
+        PromptUsage(18, 16, 0, 0, num_own_tokens=16),
     ]
 
 

@@ -141,7 +141,10 @@ def test_what_leaves_the_device_stays_in_the_host_and_comes_back(run: TieredRun)
     run.evict(Tier.DEVICE, hashes)
     assert run.tiers_of(hashes) == {(Tier.HOST,)}
     again = run.generate(prompt, max_tokens=5)
-    assert run.usage(again) == PromptUsage(300, 9 * block_size, 0)
+    num_tokens = 9 * block_size
+    assert run.usage(again) == PromptUsage(300, num_tokens, 0, num_slower_tier_tokens=num_tokens)
+    # Now it lies on the device again, and is read from there.
+    assert run.usage(run.generate(prompt, max_tokens=1)) == PromptUsage(300, num_tokens, 0)
     assert run.tokens(again) == run.tokens(first)
     assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}
 
@@ -155,7 +158,11 @@ def test_a_prefix_may_lie_in_two_tiers(run: TieredRun) -> None:
     run.generate(prompt_of(run.engine, 800, 1), max_tokens=1)
     assert run.tiers_of(hashes[:5]) == {(Tier.DEVICE, Tier.HOST)}
     assert run.tiers_of(hashes[-1:]) == {(Tier.HOST,)}
-    assert run.usage(run.generate(prompt, max_tokens=1)) == PromptUsage(300, 9 * block_size, 0)
+    num_left = sum(Tier.DEVICE in run.tiers_of([block_hash]).pop() for block_hash in hashes)
+    assert 5 <= num_left < 9
+    assert run.usage(run.generate(prompt, max_tokens=1)) == PromptUsage(
+        300, 9 * block_size, 0, num_slower_tier_tokens=(9 - num_left) * block_size
+    )
 
 
 def test_a_copy_that_is_reported_after_its_block_has_left_the_device_is_named(run: TieredRun) -> None:
@@ -265,12 +272,16 @@ def test_what_an_earlier_process_left_on_disk_is_found_and_named_when_it_comes_b
         run.evict(Tier.HOST, hashes)
         run.evict(Tier.DEVICE, hashes)
         assert run.tiers_of(hashes) == {(Tier.DISK,)}
-        assert run.usage(run.generate(prompt, max_tokens=1, user=BOB)) == PromptUsage(300, 288, 0, 288)
+        assert run.usage(run.generate(prompt, max_tokens=1, user=BOB)) == PromptUsage(
+            300, 288, 0, 288, num_slower_tier_tokens=288
+        )
         assert run.tiers_of(hashes) == {tuple(Tier)}
     engine.close()
     engine = build_tiered(tmp_path)
     for run in tiered_run(engine):
-        assert run.usage(run.generate(prompt, max_tokens=1, user=ANN)) == PromptUsage(300, 288, 0)
+        assert run.usage(run.generate(prompt, max_tokens=1, user=ANN)) == PromptUsage(
+            300, 288, 0, num_slower_tier_tokens=288
+        )
         assert run.tiers_of(hashes) == {(Tier.DEVICE, Tier.HOST)}, "of the disk, vLLM does not say"
         # Who computed it, this process cannot know: not who read it back first.
         assert run.usage(run.generate(prompt, max_tokens=1, user=BOB)) == PromptUsage(300, 288, 0)
