@@ -35,6 +35,7 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.registration import Registration
 from replicas.server import Identity, ReplicaServer
+from replicas.trace_points import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ class ReplicaHost:
         engine, bundle = await asyncio.to_thread(self._build, self._config)
         try:
             await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
-            self._parts = _Parts(self._config, self.epoch, engine, bundle, self)
+            tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
+            self._parts = _Parts(self._config, self.epoch, engine, bundle, self, tracing)
         except BaseException:
             engine.close()
             raise
@@ -216,15 +218,23 @@ class ReplicaHost:
             logger.error("the engine does not end its step; leaving it behind")
         await _farewell(parts.index.remove())
         await parts.close_clients()
+        await asyncio.to_thread(parts.tracing.close, FAREWELL_SECONDS)
 
 
 class _Parts:
     """The parts of one replica, wired to each other."""
 
     def __init__(
-        self, config: ReplicaConfig, epoch: Epoch, engine: Engine, bundle: TokenizerBundle, host: ReplicaHost
+        self,
+        config: ReplicaConfig,
+        epoch: Epoch,
+        engine: Engine,
+        bundle: TokenizerBundle,
+        host: ReplicaHost,
+        tracing: Tracing,
     ) -> None:
         self.card = engine.card
+        self.tracing = tracing
         self.metrics = ReplicaMetrics(CollectorRegistry())
         self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
         self.engine_loop = drive(
@@ -268,6 +278,7 @@ class _Parts:
             metrics=self.metrics,
             heartbeat_seconds=config.heartbeat_seconds,
             max_open_requests=config.max_running + config.max_waiting,
+            tracing=tracing,
         )
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -297,6 +308,20 @@ class _Parts:
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:
         logger.error("%s; stepping down", lost)
         host.fail(lost)
+
+
+def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
+    if config.otlp_endpoint is None:
+        return Tracing()
+    from replicas.tracing import SpanTracing  # here, since a replica without traces must not load the SDK
+
+    return SpanTracing(
+        config.otlp_endpoint,
+        config.trace_sample_ratio,
+        replica_id=config.replica_id,
+        epoch=epoch,
+        model=model,
+    )
 
 
 def _connect(url: str) -> "Redis":

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replicas.protocol.frames import LoadSnapshot, ServerFrame, TokenDelta
+from replicas.trace_points import NO_TRACE, SubmitTrace
 
 MAX_DELTAS_PER_MESSAGE = 4096
 """A message of so many deltas stays under a few MiB even with twenty logprobs each."""
@@ -36,6 +37,7 @@ class OpenRequest:
     wire_id: int
     choices: set[int]
     announcement_id: int | None = None
+    trace: SubmitTrace = NO_TRACE
 
 
 @dataclass(slots=True, eq=False)

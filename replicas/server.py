@@ -41,6 +41,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.router_stream import OpenRequest, RouterStream
+from replicas.trace_points import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         metrics: ReplicaMetrics,
         heartbeat_seconds: float,
         max_open_requests: int,
+        tracing: Tracing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -127,8 +129,10 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._metrics = metrics
         self._heartbeat_seconds = heartbeat_seconds
         self._max_open_requests = max_open_requests
+        self._tracing = tracing or Tracing()
         self._clock = clock
         self._request_ids = itertools.count(1)
+        self._num_frames = 0
         self._open: dict[int, OpenRequest] = {}
         self._streams: list[RouterStream] = []
         self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
@@ -195,12 +199,14 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
     def deliver(self, frame: StepFrame) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
         self._arrivals.take(frame.load, frame.last_request_id)
+        self._num_frames += 1
         for delta in frame.deltas:
             request_id, choice = delta.key
             request = self._open.get(request_id)
             if request is None or choice not in request.choices:
                 continue  # aborted while this was on its way
             self._end_announcement(request)
+            request.trace.delta(delta, self._num_frames)
             request.stream.put(
                 TokenDelta(
                     RequestKey(request.wire_id, choice),
@@ -315,7 +321,9 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         num_tokens = submit.num_expected_tokens or len(submit.token_ids)
         self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
         choices = {request.key.choice for request in requests}
-        request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices)
+        trace = self._tracing.taken(submit, self._num_frames)
+        request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices, trace=trace)
+        logger.debug("a request was taken request_id=%s id=%d", submit.origin_id, request_id)
         stream.open_ids[submit.request_id] = request_id
         self._idle.clear()
         self._announce(request, submit)
@@ -337,6 +345,8 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
         self._metrics.refusals.labels(refusal.code.value).inc()
+        self._tracing.refused(submit, refusal.code.value)
+        logger.debug("a request was refused request_id=%s code=%s", submit.origin_id, refusal.code.value)
         stream.submitted()
         for choice in range(min(submit.num_choices, MAX_CHOICES)):
             key = RequestKey(submit.request_id, choice)
@@ -375,6 +385,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         request.choices.discard(choice)
         if not request.choices:
             self._end_announcement(request)
+            request.trace.end(self._num_frames)
             self._arrivals.remove(request_id)
             del self._open[request_id]
             del request.stream.open_ids[request.wire_id]

@@ -1,0 +1,44 @@
+"""What a request says of itself while a replica serves it, for whoever traces it.
+
+Owns the moments. These classes do nothing; `tracing.py` makes spans of the same moments. Knows nothing of
+spans. A step has the number of its frame since the replica started.
+"""
+
+from replicas.protocol.frames import Submit, TokenDelta
+
+
+class SubmitTrace:
+    """One submit, from when it was taken to the end of its last choice."""
+
+    __slots__ = ()
+
+    def started(self, step: int, step_seconds: float) -> None:
+        """The engine says that this step, which took so long, was the first to compute anything of it."""
+
+    def delta(self, delta: TokenDelta, step: int) -> None:
+        """What one step added to one of its choices."""
+
+    def end(self, step: int) -> None:
+        """Every choice has ended, or was aborted. Called once, and last."""
+
+
+NO_TRACE = SubmitTrace()
+
+
+class Tracing:
+    """Makes traces that do nothing."""
+
+    def taken(self, submit: Submit, step: int) -> SubmitTrace:
+        """`step` is the last one before it came."""
+        return NO_TRACE
+
+    def refused(self, submit: Submit, reason: str) -> None:
+        """It was not taken."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Spans that no collector has seen, since the start."""
+        return 0
+
+    def close(self, timeout_seconds: float) -> None:
+        """Send what is left. Blocks for as long as that."""
