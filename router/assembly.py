@@ -8,10 +8,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 
 from replicas.protocol.keys import ReplicaRecord
@@ -22,8 +21,10 @@ from router.app import create_app
 from router.config import RouterConfig, read_secret
 from router.dispatch import Dispatcher
 from router.index_mirror import IndexMirror
+from router.loop_lag import LoopLag
 from router.membership import Membership, RegistrySource
-from router.metrics import RouterMetrics, index_families, membership_families
+from router.metrics import RouterMetrics
+from router.part_metrics import PartMetrics
 from router.prompt.catalog import ModelCatalog
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
@@ -65,7 +66,8 @@ class Router:
             on_adapters=self._catalog.set_adapters,
         )
         metrics = RouterMetrics(CollectorRegistry())
-        metrics.watch(self._fleet_families)
+        self._lag = LoopLag()
+        metrics.watch(self._read_parts)
         context = ApiContext(
             config=config,
             catalog=self._catalog,
@@ -81,6 +83,7 @@ class Router:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             tasks.create_task(self._membership.run(), name="membership")
+            tasks.create_task(self._lag.run(), name="loop lag")
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
         await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()))
@@ -104,6 +107,12 @@ class Router:
             self._tasks.create_task(mirror.run(), name=f"index of {model}")
         mirror.set_live(records)
 
-    def _fleet_families(self) -> Iterable[Metric]:
-        yield from membership_families(self._membership.statistics())
-        yield from index_families({name: mirror.statistics() for name, mirror in self._mirrors.items()})
+    def _read_parts(self, parts: PartMetrics) -> None:
+        table = self._table
+        replica_ids = [replica_id for model in table.models for replica_id in table.replica_ids(model)]
+        parts.read_membership(self._membership.statistics())
+        parts.read_loads(
+            table.loads.num_reserved, {replica_id: table.load(replica_id) for replica_id in replica_ids}
+        )
+        parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
+        parts.read_lag(self._lag.seconds)

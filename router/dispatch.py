@@ -13,6 +13,7 @@ attempt is dropped, since its cached tokens are an effect of the loss.
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -99,6 +100,8 @@ class Run:
 
     decision: Decision
     """Of the latest attempt."""
+    decision_seconds: float
+    """How long the table took for it."""
 
     def __init__(self, dispatcher: Dispatcher, generation: Generation) -> None:
         assert generation.num_choices >= 1
@@ -116,6 +119,7 @@ class Run:
         self._last_failure: RefusalCode | None = None
         self._num_waits = 0
         self._wait_until = 0.0
+        self._routing_seconds = 0.0
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -271,14 +275,17 @@ class Run:
         num_tokens = len(generation.token_ids) + len(self._choices[part[0]].token_ids)
         try:
             request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
+            started = time.perf_counter()
             # Also of a resumed choice only the prompt's blocks: what has been said since nobody else can ask.
-            return table.route(
+            routed = table.route(
                 generation.model,
                 request,
                 generation.block_hashes,
                 exclude=self._excluded,
                 adapter=generation.adapter,
             )
+            self._routing_seconds = time.perf_counter() - started
+            return routed
         except (NoReplicaAvailable, UnknownModel):
             # Unknown: a model can be asked for a moment before its first replica is routed to.
             return None
@@ -318,7 +325,7 @@ class Run:
             return
         routed.sent(inflight.request_id)
         self._count_attempt()
-        self.decision = routed.decision
+        self.decision, self.decision_seconds = routed.decision, self._routing_seconds
         attempt = Attempt(routed, client, inflight, part)
         self._attempts.append(attempt)
         self._num_unplaced -= len(part)

@@ -13,9 +13,32 @@
 HTTP status codes stand in `app.py` and `api/`, nowhere here.
 """
 
+import enum
+from typing import ClassVar
+
+
+class ErrorKind(enum.StrEnum):
+    """Why a request did not get its whole answer, for those who count."""
+
+    INVALID = "invalid"
+    CONTEXT_LENGTH = "context_length"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LARGE = "too_large"
+    TOO_SLOW = "too_slow"
+    METHOD = "method"
+    OVERLOADED = "overloaded"
+    NO_REPLICA = "no_replica"
+    FAILED = "failed"
+    CLIENT_GONE = "client_gone"
+    CUT_OFF = "cut_off"
+    """The router was stopped meanwhile."""
+    INTERNAL = "internal"
+
 
 class RouterError(Exception):
     """Base of the tree. `message` is fit for the client."""
+
+    kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -25,6 +48,8 @@ class RouterError(Exception):
 class InvalidRequest(RouterError):
     """`parameter` is the field's path in the request body (`messages[2].content`), `code` a stable word."""
 
+    kind = ErrorKind.INVALID
+
     def __init__(self, message: str, *, parameter: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
@@ -32,33 +57,39 @@ class InvalidRequest(RouterError):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    kind = ErrorKind.CONTEXT_LENGTH
+
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message, parameter=parameter, code="context_length_exceeded")
 
 
 class UnknownModel(RouterError):
-    pass
+    kind = ErrorKind.UNKNOWN_MODEL
 
 
 class BodyTooLarge(RouterError):
-    pass
+    kind = ErrorKind.TOO_LARGE
 
 
 class UploadTooSlow(RouterError):
-    pass
+    kind = ErrorKind.TOO_SLOW
 
 
 class Overloaded(RouterError):
+    kind = ErrorKind.OVERLOADED
+
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
 
 class NoReplicaAvailable(RouterError):
+    kind = ErrorKind.NO_REPLICA
+
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
 
 class GenerationFailed(RouterError):
-    pass
+    kind = ErrorKind.FAILED

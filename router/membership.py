@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
-from router.replica_client import ReplicaClient, ReplicaLost
+from router.replica_client import ReplicaClient, ReplicaLost, Traffic
 from router.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
 from router.routing.table import RoutingTable
 
@@ -49,12 +49,15 @@ OnAdapters = Callable[[str, Sequence[Adapter]], None]
 
 
 class MembershipStatistics(NamedTuple):
-    """`num_lost_streams` and `num_refused` count since the start; the others are as of now."""
+    """`num_known` and `num_routed` are as of now; the others count since the start."""
 
     num_known: int
     num_routed: int
     num_lost_streams: int
     num_refused: int
+    num_frames: int
+    num_submits: int
+    num_aborts: int
 
 
 class _Refused(Exception):
@@ -126,6 +129,7 @@ class Membership:
         self._models: dict[str, _Model] = {}
         self._num_lost_streams = 0
         self._num_refused = 0
+        self._traffic = Traffic()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -147,7 +151,15 @@ class Membership:
 
     def statistics(self) -> MembershipStatistics:
         num_routed = sum(member.is_routed for member in self._members.values())
-        return MembershipStatistics(len(self._members), num_routed, self._num_lost_streams, self._num_refused)
+        return MembershipStatistics(
+            num_known=len(self._members),
+            num_routed=num_routed,
+            num_lost_streams=self._num_lost_streams,
+            num_refused=self._num_refused,
+            num_frames=self._traffic.num_frames,
+            num_submits=self._traffic.num_submits,
+            num_aborts=self._traffic.num_aborts,
+        )
 
     def _apply(self, view: FleetView, tasks: asyncio.TaskGroup) -> None:
         for member in self.members():
@@ -214,6 +226,7 @@ class Membership:
                 self._table.update_load,
                 on_lost=lambda lost, member=member: self._lose(member, lost),  # type: ignore[misc]
                 stall_seconds=self._stall_seconds,
+                traffic=self._traffic,
             )
             try:
                 await self._connect(member, client)

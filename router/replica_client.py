@@ -9,6 +9,7 @@ connect again, `dispatch.py` what becomes of the requests.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
@@ -65,6 +66,15 @@ class Description(NamedTuple):
     bundle: TokenizerBundle | None
     replica_id: ReplicaId
     epoch: Epoch
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What has gone over streams to replicas, for as long as this router lives."""
+
+    num_frames: int = 0
+    num_submits: int = 0
+    num_aborts: int = 0
 
 
 class Mailbox:
@@ -144,6 +154,7 @@ class ReplicaClient:
         *,
         on_lost: Callable[["ReplicaClient"], None] | None = None,
         stall_seconds: float = 10.0,
+        traffic: Traffic | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.address = address
@@ -152,6 +163,7 @@ class ReplicaClient:
         self._on_load = on_load
         self._on_lost = on_lost
         self._stall_seconds = stall_seconds
+        self._traffic = Traffic() if traffic is None else traffic
         self._last_frame_time: float | None = None
         self._num_submits = 0
         self._inflight: dict[int, Inflight] = {}
@@ -211,6 +223,7 @@ class ReplicaClient:
             )
         )
         self._num_submits = request_id
+        self._traffic.num_submits += 1
         inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
         self._inflight[request_id] = inflight
         self._submits.append(message)
@@ -224,6 +237,7 @@ class ReplicaClient:
             return
         if choice is None or inflight.close_choice(choice):
             del self._inflight[request_id]
+        self._traffic.num_aborts += 1
         self._aborts.append(abort_to_wire(Abort(request_id, choice)))
         self._outbox_filled.set()
 
@@ -269,6 +283,7 @@ class ReplicaClient:
         try:
             async for message in call:
                 self.num_frames += 1
+                self._traffic.num_frames += 1
                 self._last_frame_time = time()
                 self._receive(message)
         except grpc.RpcError as error:

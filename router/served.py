@@ -4,26 +4,51 @@ Plain data for those who watch: metrics, logs, the live page. Whatever the end w
 nothing of who watches.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicas.protocol.frames import PromptUsage
+from router.errors import ErrorKind
 from router.generation import Generation
 from router.routing.decision import Decision
 
 CLIENT_GONE = 499
 """Not a status that anyone receives: it stands for a client that did not wait."""
 
+GAP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds in seconds by which the time between tokens is counted."""
+
+
+class TokenGaps:
+    """The time between arrivals of tokens, counted by GAP_BOUNDS: a long answer takes no more memory.
+
+    `num_tokens` are those that came after the first arrival; several may arrive together.
+    """
+
+    __slots__ = ("counts", "num_tokens", "total_seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GAP_BOUNDS) + 1)
+        self.num_tokens = 0
+        self.total_seconds = 0.0
+
+    def add(self, seconds: float, num_tokens: int) -> None:
+        self.counts[bisect_left(GAP_BOUNDS, seconds)] += 1
+        self.num_tokens += num_tokens
+        self.total_seconds += seconds
+
 
 @dataclass(frozen=True, slots=True)
 class ServedPrompt:
     """`decision` is that of the replica that answered first, or of the last attempt where none did; None:
-    there was none. `usage` is None where no token came."""
+    there was none. It took the router `decision_seconds`. `usage` is None where no token came."""
 
     generation: Generation
     decision: Decision | None
     usage: PromptUsage | None
     num_output_tokens: int
+    decision_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +57,8 @@ class ServedRequest:
 
     `model` is the name of the model or adapter, None where none was recognised. `status` is the one that the
     client got, or CLIENT_GONE; a stream that broke off has that of its error. `error` is the name of the
-    error's class.
+    error's class, `error_kind` what it comes down to. `token_gaps` are known of requests for one continuation
+    of one prompt.
     """
 
     request_id: str
@@ -42,12 +68,16 @@ class ServedRequest:
     error: str | None
     arrived_at: float
     """Seconds since 1970."""
+    read_seconds: float | None = None
+    """The whole body is there."""
     prepared_seconds: float | None
     """The prompt is tokenised and hashed."""
     first_token_seconds: float | None
     ended_seconds: float
     is_stream: bool
     prompts: tuple[ServedPrompt, ...]
+    error_kind: ErrorKind | None = None
+    token_gaps: TokenGaps | None = None
 
 
 Observer = Callable[[ServedRequest], None]

@@ -22,6 +22,9 @@ class Shares(NamedTuple):
     cross_user: int
 
 
+NOBODYS = Shares(0, 0)
+
+
 class BlockWriters:
     """Beyond `max_blocks` entries the oldest sixteenth is forgotten, and counts as nobody's."""
 
@@ -53,7 +56,7 @@ class BlockWriters:
     def shares(self, block_hashes: Iterable[BlockHash], user: UserTag) -> Shares:
         """How many of these blocks the user wrote, and how many another; nobody in particular is neither."""
         if user == NO_USER:
-            return Shares(0, 0)
+            return NOBODYS
         writers = [*map(self._writers.get, block_hashes, repeat(NO_USER))]
         num_own = writers.count(user)
         return Shares(num_own, len(writers) - num_own - writers.count(NO_USER))
@@ -61,7 +64,7 @@ class BlockWriters:
     def token_shares(
         self, block_hashes: Sequence[BlockHash], user: UserTag, *, block_size: int, num_prompt_tokens: int
     ) -> Shares:
-        """Of a prompt whose leading blocks are these: its tokens that lie in the user's and in others' blocks.
+        """Of a prompt whose leading blocks are these: its tokens in the user's own blocks and in others'.
 
         A resumed request hits blocks beyond its prompt, and one in which the prompt ends.
         """

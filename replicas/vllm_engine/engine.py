@@ -32,7 +32,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
-from replicas.kvcache.writers import Shares
+from replicas.kvcache.writers import NOBODYS, Shares
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
     FinishReason,
@@ -87,7 +87,7 @@ class _Live:
     num_expected_tokens: int
     num_found_tokens: int = 0
     num_external_tokens: int = 0
-    shares: Shares = Shares(0, 0)
+    shares: Shares = NOBODYS
     has_output: bool = False
 
     @property

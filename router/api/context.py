@@ -20,7 +20,7 @@ from router.config import RouterConfig
 from router.dispatch import DispatchStatistics
 from router.errors import Overloaded
 from router.generation import Generation
-from router.metrics import RouterMetrics, dispatch_families, token_cache_families
+from router.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.table import Preview
@@ -32,6 +32,8 @@ class Runs(Protocol):
 
     @property
     def decision(self) -> Decision: ...
+    @property
+    def decision_seconds(self) -> float: ...
     @property
     def replica_id(self) -> ReplicaId: ...
     async def __aenter__(self) -> "Runs": ...
@@ -67,9 +69,9 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         self.observers.append(self.metrics.observe)
-        self.metrics.in_flight.set_function(lambda: self.num_in_flight)
-        self.metrics.watch(lambda: dispatch_families(self.dispatcher.statistics()))
-        self.metrics.watch(lambda: token_cache_families(self.catalog))
+        self.metrics.watch(lambda parts: parts.read_in_flight(self.num_in_flight))
+        self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
+        self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

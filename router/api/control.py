@@ -85,8 +85,7 @@ class ControlRoutes:
         return _json(content, status)
 
     async def metrics(self, request: Request) -> Response:
-        self._context.metrics.refresh()
-        content = await asyncio.to_thread(self._context.metrics.render)
+        content = await self._context.metrics.scrape()
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     async def tokenize(self, request: Request) -> Response:

@@ -16,8 +16,8 @@ from router.api.context import ApiContext, Runs
 from router.api.http import ClientGone, Header, WhileConnected, client_request_id, send_whole
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import EVENT_STREAM_HEADERS, error_event
-from router.errors import RouterError
-from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
+from router.errors import ErrorKind, RouterError
+from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class GenerationEndpoint:
         exchange = _Exchange(self._context, send, request_id)
         try:
             if scope["method"] != "POST":
-                exchange.error = "MethodNotAllowed"
+                exchange.end_with("MethodNotAllowed", ErrorKind.METHOD)
                 error = method_not_allowed(scope["method"], scope["path"])
                 await exchange.fail(error, extra=[(b"allow", b"POST")])
             else:
@@ -52,19 +52,25 @@ class GenerationEndpoint:
         try:
             with context.in_flight():
                 body = await context.read_body(scope, receive)
+                exchange.has_read()
                 async with WhileConnected(receive):
                     answer = await self._prepare(context, body)
                     await exchange.run(answer)
             await exchange.finish(answer)
         except ClientGone as error:
-            exchange.status, exchange.error = CLIENT_GONE, type(error).__name__
+            exchange.status = CLIENT_GONE
+            exchange.end_with(type(error).__name__, ErrorKind.CLIENT_GONE)
         except RouterError as error:
-            exchange.error = type(error).__name__
+            exchange.end_with(type(error).__name__, error.kind)
             await exchange.fail(http_error(error))
         except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
-            exchange.error = "InternalError"
+            exchange.end_with("InternalError", ErrorKind.INTERNAL)
             logger.exception("request %s failed", exchange.request_id)
             await exchange.fail(INTERNAL_ERROR)
+        except BaseException as error:  # the server cancels what outlives its last moments
+            exchange.status = 503
+            exchange.end_with(type(error).__name__, ErrorKind.CUT_OFF)
+            raise
 
 
 class _Exchange:
@@ -73,21 +79,33 @@ class _Exchange:
     def __init__(self, context: ApiContext, send: Send, request_id: str) -> None:
         self.request_id = request_id
         self.status = 200
-        self.error: str | None = None
+        self._error: str | None = None
+        self._error_kind: ErrorKind | None = None
         self._context = context
         self._send = send
         self._answer: Answer | None = None
         self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
+        self._read_seconds: float | None = None
         self._prepared_seconds: float | None = None
+        self._gaps: TokenGaps | None = None
+        self._last_tokens = 0.0
         self._first_token_seconds: float | None = None
         self._is_streaming = False
         self._run_headers: list[Header] = []
+
+    def has_read(self) -> None:
+        self._read_seconds = self._context.clock() - self._arrived
+
+    def end_with(self, error: str, kind: ErrorKind) -> None:
+        self._error, self._error_kind = error, kind
 
     async def run(self, answer: Answer) -> None:
         self._answer = answer
         self._prepared_seconds = self._context.clock() - self._arrived
         if len(answer.prompts) == 1:
+            if len(answer.prompts[0].outputs) == 1:
+                self._gaps = TokenGaps()
             await self._run_prompt(answer, answer.prompts[0])
             return
         try:
@@ -102,21 +120,33 @@ class _Exchange:
 
     async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
         async with self._context.dispatcher.run(prompt.generation) as run:
-            prompt.decision = run.decision
+            prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
             async for batch in run:
                 if self._first_token_seconds is None:
                     self._start(run)
+                elif self._gaps is not None:
+                    self._note_gap(self._gaps, batch)
                 events = self._take(answer, prompt, run, batch)
                 if events:
                     await self._stream(events)
 
     def _start(self, run: Runs) -> None:
-        self._first_token_seconds = self._context.clock() - self._arrived
+        self._last_tokens = self._context.clock()
+        self._first_token_seconds = self._last_tokens - self._arrived
         self._run_headers = [
             (b"x-kvasir-replica", run.replica_id.encode()),
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
+
+    def _note_gap(self, gaps: TokenGaps, batch: Sequence[TokenDelta]) -> None:
+        num_tokens = 0
+        for delta in batch:
+            num_tokens += len(delta.token_ids)
+        if num_tokens:
+            now = self._context.clock()
+            gaps.add(now - self._last_tokens, num_tokens)
+            self._last_tokens = now
 
     def _take(self, answer: Answer, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""
@@ -129,7 +159,8 @@ class _Exchange:
                 continue
             is_first = not output.num_tokens
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
-                prompt.usage, prompt.decision = delta.usage, run.decision
+                prompt.usage = delta.usage
+                prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
             text = output.add(delta)
             if output.found_stop:
                 run.abort_choice(choice)
@@ -186,11 +217,14 @@ class _Exchange:
             route=route,
             model=None if answer is None else answer.model.name,
             status=self.status,
-            error=self.error,
+            error=self._error,
+            error_kind=self._error_kind,
             arrived_at=self._arrived_at,
+            read_seconds=self._read_seconds,
             prepared_seconds=self._prepared_seconds,
             first_token_seconds=self._first_token_seconds,
             ended_seconds=self._context.clock() - self._arrived,
+            token_gaps=self._gaps,
             is_stream=answer is not None and answer.stream,
             prompts=() if answer is None else tuple(_served(prompt) for prompt in answer.prompts),
         )
@@ -201,7 +235,9 @@ class _Exchange:
 
 def _served(prompt: Prompt) -> ServedPrompt:
     num_output_tokens = sum(output.num_tokens for output in prompt.outputs)
-    return ServedPrompt(prompt.generation, prompt.decision, prompt.usage, num_output_tokens)
+    return ServedPrompt(
+        prompt.generation, prompt.decision, prompt.usage, num_output_tokens, prompt.decision_seconds
+    )
 
 
 def _first(errors: BaseExceptionGroup[RouterError]) -> RouterError:

@@ -81,6 +81,7 @@ class ScriptedDispatcher:
 
 class ScriptedRun:
     decision = Decision(ReplicaId("replica-7"), 32, DecisionReason.OVERLAP, 0, ())
+    decision_seconds = 0.001
     replica_id = ReplicaId("replica-7")
 
     def __init__(self, dispatcher: ScriptedDispatcher, steps: list[Step]) -> None:

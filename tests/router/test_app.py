@@ -125,7 +125,8 @@ async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
     assert samples["router_cross_user_cached_tokens_total", "tiny"] == 10
     assert samples["router_cross_user_cached_tokens_total", "tiny-sql"] == 5
     assert samples["router_ttft_seconds_count", "tiny"] == 2
-    assert samples["router_decisions_total", "overlap"] == 3
+    assert samples["router_decisions_total", "0", "overlap", "tiny"] == 2
     assert samples["router_overlap_error_tokens_sum", "tiny"] == 32
+    assert samples["router_overlap_tokens_total", "tiny"] == 64
     assert samples[("router_in_flight",)] == 0
     assert "made up" not in text

@@ -157,7 +157,7 @@ async def test_registered_replicas_are_routed_to(world: World, registry: Registr
     assert set(world.records["toy"]) == {"r0", "r1"}
     client = world.membership.client(ReplicaId("r1"))
     assert client is not None and client.address == second.address
-    assert world.membership.statistics() == (2, 2, 0, 0)
+    assert world.membership.statistics()[:4] == (2, 2, 0, 0)
 
 
 async def test_heartbeats_tell_the_load_of_a_replica_whose_stream_has_fallen_silent(

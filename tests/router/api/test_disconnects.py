@@ -59,7 +59,7 @@ async def test_leaving_in_mid_stream_stops_the_generation(server: HttpServer) ->
     await server.wait_idle()
     server.context.metrics.refresh()
     counted = server.context.metrics.render().decode()
-    assert 'router_requests_total{code="499",model="tiny",route="chat_completions"} 1.0' in counted
+    assert 'router_requests_total{model="tiny",route="chat_completions",code="499"} 1.0' in counted
 
 
 async def test_leaving_while_several_prompts_run_stops_them_all(server: HttpServer) -> None:

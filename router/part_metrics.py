@@ -1,0 +1,132 @@
+"""PartMetrics: what a router's parts count for themselves, as Prometheus shall see it.
+
+Owns the names. Each `read_…` copies the numbers of one part, just before a scrape, on the event loop where
+that part lives. Knows nothing of requests.
+"""
+
+from collections.abc import Mapping
+
+from replicas.protocol.status import ReplicaId
+from router.dispatch import DispatchStatistics
+from router.index_mirror import MirrorStatistics
+from router.instruments import Distributions, Numbers
+from router.membership import MembershipStatistics
+from router.prompt.catalog import ModelCatalog
+from router.routing.load import ReplicaLoad
+
+
+class PartMetrics:
+    def __init__(self) -> None:
+        self.families: list[Numbers | Distributions] = []
+        self._in_flight = self._gauge("router_in_flight", "Requests being served")
+        self._lag = self._gauge(
+            "router_event_loop_lag_seconds",
+            "How late the event loop came to a task that was due, at worst within the last 10 to 20 seconds",
+        )
+        self._declare_dispatch()
+        self._declare_fleet()
+        self._declare_models()
+
+    def _declare_dispatch(self) -> None:
+        self._retries = self._counter("router_retries_total", "Submissions repeated before the first token")
+        self._resumes = self._counter("router_resumes_total", "Submissions that continued elsewhere")
+        self._lost_attempts = self._counter("router_lost_attempts_total", "Submissions lost")
+        self._runs = self._gauge("router_runs", "Generations in dispatch")
+        self._reservations = self._gauge(
+            "router_reservations", "Reservations of load that have not been given back"
+        )
+
+    def _declare_fleet(self) -> None:
+        self._replicas_known = self._gauge("router_replicas_known", "Replicas with a lease")
+        self._replicas = self._gauge("router_replicas", "Replicas that are routed to")
+        self._lost_streams = self._counter("router_lost_streams_total", "Streams lost")
+        self._refused = self._counter("router_refused_replicas_total", "Replicas refused")
+        self._frames = self._counter("router_frames_total", "Frames that came from replicas")
+        self._submits = self._counter("router_submits_total", "Submits sent to replicas")
+        self._aborts = self._counter("router_aborts_total", "Aborts sent to replicas")
+        self._replica_requests = self._gauge(
+            "router_replica_requests",
+            "Requests that run or wait at a replica, as far as this router can tell",
+            "replica",
+        )
+        self._replica_pending = self._gauge(
+            "router_replica_pending_tokens",
+            "Prompt tokens that a replica has yet to compute, as far as this router can tell",
+            "replica",
+        )
+
+    def _declare_models(self) -> None:
+        self._cache_bytes = self._gauge(
+            "router_token_cache_bytes", "Memory of encoded text segments", "model"
+        )
+        self._cache_hits = self._counter(
+            "router_token_cache_hits_total", "Text segments found encoded", "model"
+        )
+        self._cache_misses = self._counter(
+            "router_token_cache_misses_total", "Text segments encoded", "model"
+        )
+        self._entries = self._gauge("router_index_entries", "Pairs of replica and block hash", "model")
+        self._predictions = self._gauge(
+            "router_index_predictions", "Requests whose blocks are sent or announced", "model"
+        )
+        self._changes = self._counter("router_index_changes_total", "Index changes applied", "model")
+        self._resyncs = self._counter("router_index_resyncs_total", "Block sets read again", "model")
+        self._malformed = self._counter(
+            "router_index_malformed_total", "Changes that were unreadable", "model"
+        )
+        self._index_lag = self._gauge("router_index_lag_seconds", "How far the mirror lies behind", "model")
+
+    def read_in_flight(self, num_in_flight: int) -> None:
+        self._in_flight.of().value = num_in_flight
+
+    def read_lag(self, seconds: float) -> None:
+        self._lag.of().value = seconds
+
+    def read_dispatch(self, statistics: DispatchStatistics) -> None:
+        self._retries.of().value = statistics.num_retries
+        self._resumes.of().value = statistics.num_resumes
+        self._lost_attempts.of().value = statistics.num_lost
+        self._runs.of().value = statistics.num_running
+
+    def read_membership(self, statistics: MembershipStatistics) -> None:
+        self._replicas_known.of().value = statistics.num_known
+        self._replicas.of().value = statistics.num_routed
+        self._lost_streams.of().value = statistics.num_lost_streams
+        self._refused.of().value = statistics.num_refused
+        self._frames.of().value = statistics.num_frames
+        self._submits.of().value = statistics.num_submits
+        self._aborts.of().value = statistics.num_aborts
+
+    def read_loads(self, num_reserved: int, loads: Mapping[ReplicaId, ReplicaLoad]) -> None:
+        self._reservations.of().value = num_reserved
+        self._replica_requests.clear()
+        self._replica_pending.clear()
+        for replica_id, load in loads.items():
+            self._replica_requests.of(replica_id).value = load.num_requests
+            self._replica_pending.of(replica_id).value = load.num_pending_tokens
+
+    def read_token_caches(self, catalog: ModelCatalog) -> None:
+        for name in catalog.names():
+            statistics = catalog.get(name).tokenizer.cache.statistics()
+            self._cache_bytes.of(name).value = statistics.num_bytes
+            self._cache_hits.of(name).value = statistics.num_hits
+            self._cache_misses.of(name).value = statistics.num_misses
+
+    def read_index(self, mirrors: Mapping[str, MirrorStatistics]) -> None:
+        for name, statistics in mirrors.items():
+            self._entries.of(name).value = statistics.num_entries
+            self._predictions.of(name).value = statistics.num_predictions
+            self._changes.of(name).value = statistics.num_changes
+            self._resyncs.of(name).value = statistics.num_resyncs
+            self._malformed.of(name).value = statistics.num_malformed
+            self._index_lag.of(name).value = statistics.lag_seconds
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Numbers:
+        return self._add(Numbers("gauge", name, help_text, labels))
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Numbers:
+        return self._add(Numbers("counter", name, help_text, labels))
+
+    def _add(self, family: Numbers) -> Numbers:
+        self.families.append(family)
+        return family
