@@ -6,6 +6,9 @@ Owns what each figure means; whether a request was real or simulated is not know
   the requests that were answered whole.
 - Token hit rate: cached tokens / prompt tokens, over the requests whose usage is known. Cross-user hit rate:
   of the same prompt tokens, those in cached blocks that another user's request computed, where that is said.
+- Origins: cached tokens by who computed them, which add up to all of them. What no request of the tenant can
+  have left there counts as another tenant's, whatever the server calls it.
+- ITL: gaps between the events of an answer that carry tokens, over all gaps of the whole answers.
 - Good: answered whole and within every limit of the SLO. Whatever went wrong (refused, timed out, cut short)
   is a miss. Goodput: good requests per second of the run, from its first arrival to its last answer.
 - Imbalance over replicas: max / mean and the coefficient of variation.
@@ -107,6 +110,39 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Origins:
+    """The prompt tokens whose usage is known; those that were cached, by who had computed them."""
+
+    num_prompt_tokens: int = 0
+    num_own_tokens: int = 0
+    num_cross_user_tokens: int = 0
+    num_other_tenant_tokens: int = 0
+    num_unattributed_tokens: int = 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return (
+            self.num_own_tokens
+            + self.num_cross_user_tokens
+            + self.num_other_tenant_tokens
+            + self.num_unattributed_tokens
+        )
+
+    def share(self, num_tokens: int) -> float | None:
+        """Of the prompt tokens."""
+        return num_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
+
+    def __add__(self, other: "Origins") -> "Origins":
+        return Origins(
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_own_tokens + other.num_own_tokens,
+            self.num_cross_user_tokens + other.num_cross_user_tokens,
+            self.num_other_tenant_tokens + other.num_other_tenant_tokens,
+            self.num_unattributed_tokens + other.num_unattributed_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Rates are shares from 0 to 1; None where there is nothing to compute a figure from."""
 
@@ -118,8 +154,10 @@ class Report:
     num_output_tokens: int
     token_hit_rate: float | None
     cross_user_hit_rate: float | None
+    origins: Origins
     ttft: Distribution | None
     tpot: Distribution | None
+    itl: Distribution | None
     e2e: Distribution | None
     slo: Slo
     good_share: float
@@ -159,8 +197,10 @@ def make_report(
         num_output_tokens=sum(record.num_output_tokens for record in records),
         token_hit_rate=num_cached / num_measured_tokens if num_measured_tokens else None,
         cross_user_hit_rate=num_cross_user / num_cross_user_of if num_cross_user_of else None,
+        origins=sum(map(origins_of, measured), Origins()),
         ttft=_distribution([record.ttft_seconds for record in whole]),
         tpot=_distribution([record.tpot_seconds for record in whole]),
+        itl=_distribution([gap for record in whole for gap in record.itl_seconds]),
         e2e=_distribution([record.e2e_seconds for record in whole]),
         slo=slo,
         good_share=num_good / len(records) if records else 0.0,
@@ -176,6 +216,23 @@ def make_report(
         prediction=_prediction(measured),
         lateness=_distribution([record.lateness_seconds for record in records]),
     )
+
+
+def origins_of(record: RequestRecord) -> Origins:
+    """Of one request; nothing where its usage is not known."""
+    if record.num_cached_tokens is None:
+        return Origins()
+    left = record.num_cached_tokens
+    other_tenant = min(record.num_other_tenant_tokens or 0, left)
+    left -= other_tenant
+    cross_user = record.num_cross_user_tokens
+    own = record.num_own_tokens
+    if own is None and cross_user is not None:
+        own = record.num_cached_tokens - cross_user
+    own = min(own or 0, left)
+    left -= own
+    cross_user = min(cross_user or 0, left)
+    return Origins(record.num_input_tokens, own, cross_user, other_tenant, left - cross_user)
 
 
 def _within(value: float | None, limit: float | None) -> bool:

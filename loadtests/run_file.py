@@ -7,6 +7,7 @@ are sent nor what the figures mean. Whatever is wrong with a file is a RunFileEr
 import dataclasses
 import gzip
 import json
+import math
 import os
 import platform
 import subprocess
@@ -229,6 +230,8 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
     accepted = (int, float) if origin is float else origin
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise TypeError(f"{name} cannot be {value!r:.40}")
+    if origin is float and not math.isfinite(value):
+        raise TypeError(f"{name} is not finite")
     return float(value) if origin is float else value
 
 

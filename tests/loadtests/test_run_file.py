@@ -120,6 +120,7 @@ BAD = {
     "no records": changed(records=None),
     "totals in a list": changed(engine_totals=[1, 2, 3]),
     "not a number": changed().replace(b"1.0", b"NaN"),
+    "infinite": changed().replace(b"1.0", b"1e999"),
     "deep": b"[" * 100_000,
     "gzip cut": gzip.compress(changed())[:-20],
     "gzip damaged": gzip.compress(changed())[:12] + b"\xff" * 50,
