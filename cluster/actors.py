@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import PoolSpec
 from replicas.config import ReplicaConfig
+from replicas.protocol.logs import set_up_logs
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.vllm_engine.environment import VLLM_ENVIRONMENT
 
@@ -55,7 +56,9 @@ class ReplicaActor:
         # Here, since the controller and `kvasir up` import this file too, and need none of all that.
         from replicas.host import ReplicaHost
 
-        log_to(log_directory, config.replica_id)
+        file = None if log_directory is None else Path(log_directory) / f"{config.replica_id}.log"
+        fields = {"service": "replica", "replica": config.replica_id}
+        set_up_logs(config.log_format, config.log_level, file=file, fields=fields)
         self._host = ReplicaHost(config)
         self._outcome: ReplicaReport | StartFailure | None = None
         self._starting = asyncio.Lock()
@@ -90,15 +93,6 @@ class ReplicaActor:
 
     async def stop(self) -> None:
         await self._host.stop()
-
-
-def log_to(directory: str | None, name: str) -> None:
-    """Send this process's log to `directory/name.log`, or to standard error."""
-    handler = (
-        logging.StreamHandler() if directory is None else logging.FileHandler(Path(directory) / f"{name}.log")
-    )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | None) -> ReplicaHandle:

@@ -84,12 +84,16 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """All replicas that should exist. `log_directory` is for fleets on one machine; none means stderr."""
+    """All replicas that should exist. `log_directory` is for fleets on one machine; none means stderr.
+
+    `log_format` is the controller's; replicas have their own.
+    """
 
     pools: tuple[PoolSpec, ...]
     backoff: BackoffSpec = BackoffSpec()
     drain_seconds: float = 60.0
     log_directory: str | None = None
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]

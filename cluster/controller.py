@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ray.exceptions import RayError
 
@@ -18,6 +19,7 @@ from cluster import actors
 from cluster.actors import ReplicaHandle, ReplicaReport, StartFailure
 from cluster.config import FleetSpec, PoolSpec
 from cluster.plan import Action, ActionKind, ObservedReplica, count_early_deaths, plan
+from replicas.protocol.logs import set_up_logs
 from replicas.protocol.status import ReplicaId, ReplicaState, advance
 
 NUM_NOTES_KEPT = 200
@@ -78,7 +80,8 @@ class FleetController:
     """A Ray actor. `run` is the controller's life: whoever called it hears when it ends."""
 
     def __init__(self, spec: FleetSpec) -> None:
-        actors.log_to(spec.log_directory, "controller")
+        file = None if spec.log_directory is None else Path(spec.log_directory) / "controller.log"
+        set_up_logs(spec.log_format, file=file, fields={"service": "controller"})
         self._spec = spec
         self._members: dict[ReplicaId, Member] = {}
         self._stopping = False
@@ -167,7 +170,7 @@ class FleetController:
                 await self._note(f"{member.replica_id} is ready at {outcome.address}, epoch {outcome.epoch}")
                 cause = await member.actor.run_until_dead.remote()
         except (RayError, ValueError) as error:  # ValueError: its name in Ray is still taken
-            logger.info("%s: %s", member.replica_id, error)
+            logger.info("%s: %s", member.replica_id, error, extra={"replica": member.replica_id})
             cause = "its process ended" if isinstance(error, RayError) else str(error)
         await self._bury(member, cause)
 

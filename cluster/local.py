@@ -123,6 +123,7 @@ class LocalCluster:
         command += ["--redis-url", redis_url, "--policy", self._options.policy]
         command += ["--secret-file", str(self._directory.secret_file)]
         command += ["--index-stride", str(self._options.replica.index_stride)]
+        command += _shared_settings(self._options.replica)
         router = Service(
             "the router", command, self._directory.logs / "router.log", self._options.environment
         )
@@ -141,7 +142,9 @@ class LocalCluster:
             num_gpus=_gpu_share(head.num_gpus, num_replicas) if wants_gpu else 0.0,
             num_threads=max(1, len(os.sched_getaffinity(0)) // num_replicas),
         )
-        return FleetSpec((pool,), log_directory=str(self._directory.logs))
+        return FleetSpec(
+            (pool,), log_directory=str(self._directory.logs), log_format=self._options.replica.log_format
+        )
 
     async def _wait_ready(self, watch: FleetWatch, router: Service, router_url: str) -> None:
         with self._stage("replicas") as stage:
@@ -199,6 +202,17 @@ class LocalCluster:
         details: list[str] = []
         yield details
         self._say(f"{name:<9} {time.monotonic() - started:5.2f} s  {' '.join(details)}")
+
+
+def _shared_settings(replica: ReplicaConfig) -> list[str]:
+    """How processes log and where they send traces is set for replicas, and holds for the router too; what
+    is not set is left to the router's own environment."""
+    default, flags = ReplicaConfig(), []
+    for name in ("log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"):
+        value = getattr(replica, name)
+        if value != getattr(default, name):
+            flags += ["--" + name.replace("_", "-"), str(value)]
+    return flags
 
 
 def take_port(host: str, port: int) -> int:

@@ -16,13 +16,12 @@ import uvloop
 from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
 from replicas.errors import ReplicaError, StartupError
 from replicas.host import ReplicaHost
+from replicas.protocol.logs import set_up_logs
 from replicas.protocol.settings import SettingsError, load_settings
 from replicas.torch_engine.model_config import CheckpointError
 from replicas.vllm_engine.environment import vllm_environment
 
 logger = logging.getLogger(__name__)
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2
@@ -30,7 +29,7 @@ EXIT_NOT_STARTED = 2
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run until told to stop. 0: left in order; 1: died while serving; 2: did not start."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    set_up_logs()
     try:
         config = load_settings(
             ReplicaConfig,
@@ -39,6 +38,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             prefix=ENVIRONMENT_PREFIX,
             program="python -m replicas",
             description="Serve one model from one engine, for routers to find.",
+        )
+        set_up_logs(
+            config.log_format, config.log_level, fields={"service": "replica", "replica": config.replica_id}
         )
         if config.engine == "vllm":
             os.environ.update(vllm_environment(config.num_threads))

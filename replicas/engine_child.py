@@ -40,18 +40,19 @@ from replicas.engine_process import (
 )
 from replicas.engines import build_engine
 from replicas.loop import EngineLoop
+from replicas.protocol.logs import set_up_logs
 from replicas.vllm_engine.environment import vllm_environment
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [engine process] %(message)s"
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s [engine process] %(message)s"
 
 
 def main(arguments: Sequence[str]) -> int:
     """The argument is the file descriptor of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    set_up_logs(text_format=TEXT_FORMAT)
     connection: Connection[Any, Any] = Connection(int(arguments[0]))
     threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     engine = _build(connection)
@@ -86,6 +87,8 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
     """Build what the first question says, and answer it. None if there is no such engine."""
     question = _next(connection)
     assert isinstance(question, Build)
+    fields = {"service": "engine", "replica": question.config.replica_id}
+    set_up_logs(question.config.log_format, question.config.log_level, fields=fields, text_format=TEXT_FORMAT)
     if question.config.engine == "vllm":
         os.environ.update(vllm_environment(question.config.num_threads))
     try:

@@ -18,14 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import uvicorn
 import uvloop
 
+from replicas.protocol.logs import set_up_logs
 from replicas.protocol.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from router.http_protocol import protocol_with_deadline
 
 logger = logging.getLogger(__name__)
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2
@@ -37,7 +36,7 @@ KEEP_ALIVE_SECONDS = 75
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run until told to stop. 0: left in order; 1: died while serving; 2: did not start."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    set_up_logs()
     try:
         config = load_settings(
             RouterConfig,
@@ -47,6 +46,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             program="python -m router",
             description="Serve OpenAI's API from the replicas that hold the prompts' KV blocks.",
         )
+        set_up_logs(config.log_format, config.log_level, fields={"service": "router"})
         with listening(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, listener))
     except SettingsError as error:

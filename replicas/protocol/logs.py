@@ -43,9 +43,20 @@ def set_up_logs(
     `fields` are of the process, and in each of its JSON objects.
     """
     handler: logging.Handler
-    handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file)
+    handler = _StandardError() if file is None else logging.FileHandler(file)
     handler.setFormatter(JsonFormatter(fields or {}) if log_format == "json" else TextFormatter(text_format))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+
+
+class _StandardError(logging.Handler):
+    """Whatever that is at the time: programs that call ours may have replaced it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
 
 
 class TextFormatter(logging.Formatter):
