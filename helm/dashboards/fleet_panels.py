@@ -111,6 +111,20 @@ LOAD = (
         queries=(Query(quantile(0.9, "replica_step_seconds", "REPLICA", "replica"), "{{replica}}"),),
     ),
     Panel(
+        title="Tokens generated, by replica",
+        description="A replica that generates less than the others with as full a batch is slower: other "
+        "hardware, or something else on its machine.",
+        queries=(Query(rate("replica_generated_tokens_total", "REPLICA", "replica"), "{{replica}}"),),
+    ),
+    Panel(
+        title="Refused by replicas",
+        description="overloaded: max_waiting requests wait there already. draining: it is about to leave. "
+        "Routers try another replica before a client hears of either. The rest is refused for good.",
+        queries=(
+            Query(events("replica_refusals_total", "REPLICA", "replica, code"), "{{replica}} {{code}}"),
+        ),
+    ),
+    Panel(
         title="KV blocks that requests hold",
         description="Share of each replica's block pool. Near 100 % requests are preempted and computed "
         "again: fewer at a time (max_running), or more blocks.",
@@ -129,6 +143,15 @@ LIVES = (
         queries=(
             Query("sum by (state) (fleet_replicas{FLEET})", "{{state}}"),
             Query("sum(fleet_replicas_desired{FLEET})", "wanted"),
+        ),
+    ),
+    Panel(
+        title="Replicas, as routers see them",
+        description="Replicas with a lease, and those of them that each router sends requests to. If they "
+        "differ for long, a router cannot reach a replica, or refuses it; its log says why.",
+        queries=(
+            Query("router_replicas_known{ROUTER}", "{{router}} known"),
+            Query("router_replicas{ROUTER}", "{{router}} used"),
         ),
     ),
     Panel(
