@@ -84,6 +84,8 @@ class Replay:
                 e2e_seconds=ended - began,
                 error=error,
                 lateness_seconds=began - due,
+                user=request.user,
+                session=request.session,
             )
         else:
             self.records[number] = record_of(request, answer, error, answer.sent_seconds - due)
@@ -105,6 +107,11 @@ def record_of(request: TraceRequest, answer: Answer, error: str | None, lateness
         replica=answer.headers.get("x-kvasir-replica"),
         error=error,
         lateness_seconds=lateness,
+        user=request.user,
+        session=request.session,
+        reason=answer.headers.get("x-kvasir-reason"),
+        itl_seconds=answer.itl_seconds if error is None else (),
+        request_id=answer.headers.get("x-request-id"),
     )
 
 

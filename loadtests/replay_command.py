@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import inspect
 import json
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from loadtests.prompts import SAMPLE_WORDS, Prompts, token_alphabet
 from loadtests.replay import Replay, Target, show_progress
 from loadtests.report import RequestRecord, Slo, make_report
 from loadtests.report_table import render
+from loadtests.run_file import Run, RunFileError, RunInfo, Surroundings, surroundings, write_run
 from loadtests.workloads import (
     GENERATORS,
     Workload,
@@ -76,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the cluster's, for the ideal (default: 16)",
     )
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add(
+        "--run-file",
+        type=Path,
+        metavar="FILE",
+        help="keep every request's record there, for python -m loadtests.report_page (.json or .json.gz)",
+    )
 
 
 def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
@@ -101,10 +109,63 @@ def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> 
         f"{workload.name} to {cluster.model} at {url}: {len(workload.requests)} requests in "
         f"{workload.duration_seconds:.0f} s, {workload.num_input_tokens} prompt tokens as {kind}."
     )
+    origin = surroundings()
     was_interrupted = _run(replay, len(workload.requests))
     if was_interrupted:
         workload = first_requests(workload, replay.num_sent)
-    return _report(arguments, workload, replay.records, num_replicas, say, was_interrupted=was_interrupted)
+    status = _report(arguments, workload, replay.records, num_replicas, say, was_interrupted=was_interrupted)
+    if arguments.run_file is not None:
+        _write_run_file(arguments, workload, replay.records, num_replicas, origin)
+    return status
+
+
+def _write_run_file(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    records: dict[int, RequestRecord],
+    num_replicas: int | None,
+    origin: Surroundings,
+) -> None:
+    """The cluster is somebody's: its policy, its engine and its counters are not known here."""
+    num_warm_up = int(len(workload.requests) * arguments.warm_up)
+    info = RunInfo(
+        test="replay",
+        policy=None,
+        engine=None,
+        num_replicas=num_replicas,
+        workload={"name": workload.name, **_changed(arguments)},
+        seed=arguments.seed,
+        command=_command_line(sys.argv, arguments.api_key),
+        commit=origin.commit,
+        machine=origin.machine,
+        started_at=origin.started_at,
+        warmup_seconds=workload.requests[num_warm_up].arrival_seconds if num_warm_up else 0.0,
+    )
+    in_order = tuple(record for _, record in sorted(records.items()))
+    try:
+        write_run(Run(info, in_order, (), None), arguments.run_file)
+    except RunFileError as error:
+        raise ReplayError(str(error)) from error
+
+
+def _changed(arguments: argparse.Namespace) -> dict[str, object]:
+    """What makes the workload another one, as it was asked for."""
+    given = {
+        "qps": arguments.qps,
+        "set": " ".join(arguments.set) or None,
+        "limit": arguments.limit,
+        "speed": None if arguments.speed == 1 else arguments.speed,
+        "scale_tokens": None if arguments.scale_tokens == 1 else arguments.scale_tokens,
+        "text": arguments.text or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _command_line(words: Sequence[str], api_key: str | None) -> str:
+    """As typed, but for the key."""
+    program, *others = words
+    shown = [word.replace(api_key, "KEY") if api_key else word for word in others]
+    return shlex.join([Path(program).name, *shown])
 
 
 def _report(
@@ -126,7 +187,7 @@ def _report(
         settings = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(arguments).items()
-            if name not in ("api_key", "command", "json", "run_dir")
+            if name not in ("api_key", "command", "json", "run_dir", "run_file")
         }
         content = {
             "workload": workload.name,

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 class StreamCut(Exception):
@@ -23,7 +24,7 @@ class StreamCut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One timed answer. `usage` is the API's own object; `chunk_seconds` are the arrival times of events."""
+    """One timed answer. `usage` is the API's own object."""
 
     status: int
     sent_seconds: float
@@ -34,6 +35,8 @@ class Answer:
     num_events: int
     is_whole: bool
     """Not a stream, or one that ended with [DONE]."""
+    itl_seconds: tuple[float, ...] = ()
+    """Gaps between the events that carry text."""
 
     @property
     def ttft(self) -> float:
@@ -89,7 +92,7 @@ class Connection:
 
     async def _streamed(self, status: int, headers: dict[str, str], sent: float) -> Answer:
         assert self._reader is not None
-        first: float | None = None
+        text_seconds: list[float] = []
         num_events = 0
         usage: dict[str, object] = {}
         pending = b""
@@ -101,8 +104,8 @@ class Connection:
                 *events, pending = pending.split(b"\n\n")
                 for event in events:
                     num_events += 1
-                    if first is None and _carries_text(event):
-                        first = time.perf_counter()
+                    if _carries_text(event):
+                        text_seconds.append(time.perf_counter())
                     if b'"usage":{' in event:
                         usage = json.loads(event.removeprefix(b"data: "))["usage"]
                     is_whole = event == b"data: [DONE]"
@@ -110,9 +113,9 @@ class Connection:
         except (EOFError, OSError):
             was_cut = True
         done = time.perf_counter()
-        answer = Answer(
-            status, sent, done if first is None else first, done, usage, headers, num_events, is_whole
-        )
+        first = text_seconds[0] if text_seconds else done
+        gaps = tuple(later - earlier for earlier, later in pairwise(text_seconds))
+        answer = Answer(status, sent, first, done, usage, headers, num_events, is_whole, gaps)
         if was_cut:
             raise StreamCut(answer)
         return answer

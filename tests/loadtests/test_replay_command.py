@@ -15,6 +15,9 @@ import pytest
 
 from cluster.cli import main
 from loadtests.local_stack import LocalStack, local_stack
+from loadtests.report import Slo
+from loadtests.run_figures import figures_of
+from loadtests.run_file import read_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -69,6 +72,40 @@ def test_a_trace_finds_all_that_it_could_find(
     assert report["imbalance_requests"]["max_over_mean"] == 1.0
     assert report["prediction"]["mean_absolute_error"] < 32
     assert "100.0% of the ideal 49.8%" in capsys.readouterr().out
+
+
+def test_a_run_file_keeps_every_request_and_no_key(
+    stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = write_trace(tmp_path / "pairs.jsonl", count=10, gap_milliseconds=100, num_output_tokens=8)
+    words = [str(trace), "--url", stack.url, "--seed", "13", "--limit", "8", "--warm-up", "0.25"]
+    words += ["--api-key", "secret-1", "--run-file", str(tmp_path / "run.json.gz")]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/kvasir", "replay", *words])
+    _, content = replayed(tmp_path, words)
+    run = read_run(tmp_path / "run.json.gz")
+    assert (run.info.test, run.info.seed, run.info.num_replicas) == ("replay", 13, 1)
+    assert run.info.workload["limit"] == "8"
+    assert run.info.command.startswith("kvasir replay ")
+    assert "secret-1" not in run.info.command
+    assert len(run.records) == 8
+    figures = figures_of(run, Slo())
+    assert figures.num_warmup_requests == 2
+    assert figures.report.as_json() | {"lateness": None} == content["report"] | {"lateness": None}
+    record = run.records[-1]
+    assert (record.user, record.session) != (None, None)
+    assert record.reason and record.request_id and record.itl_seconds
+    assert abs(sum(record.itl_seconds) + (record.ttft_seconds or 0) - (record.e2e_seconds or 0)) < 1
+
+
+def test_a_run_file_that_cannot_be_written_is_said(
+    stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "pairs.jsonl", count=2, gap_milliseconds=10, num_output_tokens=2)
+    words = ["replay", str(trace), "--url", stack.url, "--run-file", str(tmp_path / "no" / "run.json")]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert "token hit rate" in printed.out, "the figures are not lost with the file"
+    assert "cannot be written" in printed.err
 
 
 def test_words_in_place_of_token_ids_share_prefixes_too(stack: LocalStack, tmp_path: Path) -> None:

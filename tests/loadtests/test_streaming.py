@@ -18,6 +18,24 @@ async def test_a_streamed_answer_is_whole_if_it_ends_with_done() -> None:
         await connection.close()
 
 
+async def test_gaps_are_between_events_that_carry_text() -> None:
+    async def slow(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(EVENT))
+        for event in (EVENT, EVENT, b'data: {"choices":[{"text":""}]}\n\n', b"data: [DONE]\n\n"):
+            await writer.drain()
+            await asyncio.sleep(0.03)
+            writer.write(chunk(event))
+        writer.write(b"0\r\n\r\n")
+
+    async with scripted_server(slow) as port:
+        connection = Connection("127.0.0.1", port)
+        answer = await connection.post("/v1/completions", b"{}")
+        assert len(answer.itl_seconds) == 2
+        assert min(answer.itl_seconds) > 0.02
+        assert sum(answer.itl_seconds) <= answer.done_seconds - answer.first_token_seconds
+        await connection.close()
+
+
 async def test_a_cut_stream_raises_with_what_had_come() -> None:
     async def cut(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(EVENT) + b"ff\r\n")
