@@ -75,6 +75,9 @@ class PartMetrics:
             "router_index_malformed_total", "Changes that were unreadable", "model"
         )
         self._index_lag = self._gauge("router_index_lag_seconds", "How far the mirror lies behind", "model")
+        self._index_connected = self._gauge(
+            "router_index_connected", "1 while the mirror follows Redis, else 0", "model"
+        )
 
     def read_in_flight(self, num_in_flight: int) -> None:
         self._in_flight.of().value = num_in_flight
@@ -120,6 +123,7 @@ class PartMetrics:
             self._resyncs.of(name).value = statistics.num_resyncs
             self._malformed.of(name).value = statistics.num_malformed
             self._index_lag.of(name).value = statistics.lag_seconds
+            self._index_connected.of(name).value = int(statistics.is_connected)
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Numbers:
         return self._add(Numbers("gauge", name, help_text, labels))
