@@ -34,6 +34,7 @@ from router.generation import Generation
 from router.replica_client import Mailbox, ReplicaClient, ReplicaLost
 from router.routing.decision import Decision, RoutingRequest
 from router.routing.table import Preview, RoutedRequest, RoutingTable
+from router.trace_points import NO_TRACE, RunTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,9 @@ class Dispatcher:
         self.num_resumes = 0
         self.num_lost = 0
 
-    def run(self, generation: Generation) -> "Run":
+    def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> "Run":
         """An async context manager; leaving it stops what still runs and gives everything back."""
-        return Run(self, generation)
+        return Run(self, generation, trace)
 
     def preview(self, generation: Generation) -> Preview:
         """Where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
@@ -103,11 +104,12 @@ class Run:
     decision_seconds: float
     """How long the table took for it."""
 
-    def __init__(self, dispatcher: Dispatcher, generation: Generation) -> None:
+    def __init__(self, dispatcher: Dispatcher, generation: Generation, trace: RunTrace) -> None:
         assert generation.num_choices >= 1
         self.num_attempts = 0
         self._dispatcher = dispatcher
         self._generation = generation
+        self._trace = trace
         self._choices = [Choice() for _ in range(generation.num_choices)]
         self._num_open = generation.num_choices
         self._num_unplaced = generation.num_choices
@@ -197,8 +199,7 @@ class Run:
             self._fail(attempt, self._choices[index], delta.refusal, visible=self._visible or bool(batch))
             return
         if not attempt.started:
-            attempt.started = True
-            attempt.routed.first_token()
+            attempt.first_token()
         choice = self._choices[index]
         choice.token_ids.extend(delta.token_ids)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
@@ -242,6 +243,7 @@ class Run:
     def _unplace(self, attempt: Attempt, choice: Choice, code: RefusalCode) -> None:
         self._excluded.add(attempt.replica_id)
         self._last_failure = code
+        attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")
         choice.attempt = None
         self._num_unplaced += 1
         attempt.num_open -= 1
@@ -301,6 +303,7 @@ class Run:
             sampling = replace(sampling, seed=(sampling.seed + part[0]) % 2**64)
         if output:
             token_ids = [*token_ids, *output]
+        trace = self._trace.attempt(routed.decision, is_resumed=bool(output))
         try:
             if client is None:
                 raise ReplicaLost(f"replica {replica_id} is not connected")
@@ -315,10 +318,14 @@ class Run:
                 num_output_tokens=len(output),
                 announcement=routed.announcement,
                 num_expected_tokens=len(token_ids) - routed.decision.overlap_tokens,
+                origin_id=self._trace.request_id,
+                trace_parent=trace.trace_parent,
                 mailbox=self._mailbox,
             )
         except BaseException as error:
             routed.__exit__(None, None, None)
+            trace.failed("not_connected")
+            trace.end()
             if not isinstance(error, ReplicaLost):
                 raise
             self._excluded.add(replica_id)
@@ -326,7 +333,7 @@ class Run:
         routed.sent(inflight.request_id)
         self._count_attempt()
         self.decision, self.decision_seconds = routed.decision, self._routing_seconds
-        attempt = Attempt(routed, client, inflight, part)
+        attempt = Attempt(routed, client, inflight, part, trace)
         self._attempts.append(attempt)
         self._num_unplaced -= len(part)
         for index in part:
@@ -348,6 +355,7 @@ class Run:
         seconds = retry.first_wait_seconds * doublings * self._dispatcher.rng.uniform(0.5, 1.5)
         self._num_waits += 1
         self._wait_until = now + seconds
+        self._trace.waits(seconds)
         self._excluded.clear()  # by then a replica may be back, or less busy
         return seconds
 
@@ -375,6 +383,7 @@ class Run:
         for attempt in self._attempts.copy():
             self._release(attempt)
         self._num_open = self._num_unplaced = 0
+        self._trace.end()
         self._dispatcher.num_running -= 1
 
 

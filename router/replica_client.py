@@ -196,6 +196,8 @@ class ReplicaClient:
         num_output_tokens: int = 0,
         announcement: Announcement = NO_ANNOUNCEMENT,
         num_expected_tokens: int = 0,
+        origin_id: str = "",
+        trace_parent: str = "",
         mailbox: Mailbox | None = None,
     ) -> Inflight:
         """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
@@ -220,6 +222,8 @@ class ReplicaClient:
                 announced_hashes=announcement.block_hashes,
                 announcement_id=announcement.announcement_id,
                 num_expected_tokens=num_expected_tokens,
+                origin_id=origin_id,
+                trace_parent=trace_parent,
             )
         )
         self._num_submits = request_id

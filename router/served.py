@@ -78,6 +78,7 @@ class ServedRequest:
     prompts: tuple[ServedPrompt, ...]
     error_kind: ErrorKind | None = None
     token_gaps: TokenGaps | None = None
+    trace_id: str | None = None
 
 
 Observer = Callable[[ServedRequest], None]

@@ -25,6 +25,7 @@ from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.table import Preview
 from router.served import Observer
+from router.trace_points import RunTrace, Tracing
 
 
 class Runs(Protocol):
@@ -46,7 +47,7 @@ class Runs(Protocol):
 
 
 class Dispatches(Protocol):
-    def run(self, generation: Generation) -> Runs: ...
+    def run(self, generation: Generation, trace: RunTrace) -> Runs: ...
     def preview(self, generation: Generation) -> Preview: ...
     def statistics(self) -> DispatchStatistics: ...
 
@@ -65,6 +66,7 @@ class ApiContext:
     clock: Callable[[], float] = time.perf_counter
     observers: list[Observer] = field(default_factory=list)
     """Told of each request to a route that generates, at its end."""
+    tracing: Tracing = field(default_factory=Tracing)
     num_in_flight: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 from replicas.protocol.frames import TokenDelta
 from router.api.answer import Answer, Prompt
 from router.api.context import ApiContext, Runs
-from router.api.http import ClientGone, Header, WhileConnected, client_request_id, send_whole
+from router.api.http import ClientGone, Header, WhileConnected, client_request_id, header, send_whole
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import EVENT_STREAM_HEADERS, error_event
 from router.errors import ErrorKind, RouterError
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
+from router.trace_points import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = client_request_id(scope) or self._context.new_id("req_")
-        exchange = _Exchange(self._context, send, request_id)
+        trace_parent = header(scope, b"traceparent")
+        trace = self._context.tracing.request(scope["method"], scope["path"], request_id, trace_parent)
+        exchange = _Exchange(self._context, send, trace)
         try:
             if scope["method"] != "POST":
                 exchange.end_with("MethodNotAllowed", ErrorKind.METHOD)
@@ -44,6 +47,7 @@ class GenerationEndpoint:
                 await self._serve(exchange, scope, receive)
         finally:
             served = exchange.served(self._route)
+            trace.end(served)
             for observe in self._context.observers:
                 observe(served)
 
@@ -65,7 +69,9 @@ class GenerationEndpoint:
             await exchange.fail(http_error(error))
         except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
             exchange.end_with("InternalError", ErrorKind.INTERNAL)
-            logger.exception("request %s failed", exchange.request_id)
+            logger.exception(
+                "a request failed request_id=%s trace_id=%s", exchange.request_id, exchange.trace.trace_id
+            )
             await exchange.fail(INTERNAL_ERROR)
         except BaseException as error:  # the server cancels what outlives its last moments
             exchange.status = 503
@@ -76,8 +82,9 @@ class GenerationEndpoint:
 class _Exchange:
     """One request's answer on its way out."""
 
-    def __init__(self, context: ApiContext, send: Send, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, context: ApiContext, send: Send, trace: RequestTrace) -> None:
+        self.request_id = trace.request_id
+        self.trace = trace
         self.status = 200
         self._error: str | None = None
         self._error_kind: ErrorKind | None = None
@@ -119,7 +126,7 @@ class _Exchange:
             raise _first(expected) from group
 
     async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
-        async with self._context.dispatcher.run(prompt.generation) as run:
+        async with self._context.dispatcher.run(prompt.generation, self.trace.run()) as run:
             prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
             async for batch in run:
                 if self._first_token_seconds is None:
@@ -214,6 +221,7 @@ class _Exchange:
         answer = self._answer
         return ServedRequest(
             request_id=self.request_id,
+            trace_id=self.trace.trace_id,
             route=route,
             model=None if answer is None else answer.model.name,
             status=self.status,

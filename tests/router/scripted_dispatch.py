@@ -10,6 +10,7 @@ from router.dispatch import DispatchStatistics
 from router.generation import Generation
 from router.routing.decision import Decision, DecisionReason
 from router.routing.table import Preview
+from router.trace_points import NO_TRACE, RunTrace
 
 NEVER = "never"
 """In a script: nothing more comes until the run is left."""
@@ -68,7 +69,7 @@ class ScriptedDispatcher:
         self.num_open = 0
         self.has_started = asyncio.Event()
 
-    def run(self, generation: Generation) -> "ScriptedRun":
+    def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> "ScriptedRun":
         self.generations.append(generation)
         return ScriptedRun(self, list(self.script(generation)))
 
