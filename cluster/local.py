@@ -276,7 +276,11 @@ def _models(url: str) -> list[str]:
 
 def summary(state: ClusterState, model: str) -> str:
     """What runs where, and three lines to try."""
-    lines = ["", f"router     {state.router_url}  pid {state.router_pid}", f"Redis      {state.redis_url}"]
+    lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
+    lines += [
+        f"page       {state.router_url}/  (the fleet, live, in a browser)",
+        f"Redis      {state.redis_url}",
+    ]
     lines += [
         f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
         for entry in state.replicas

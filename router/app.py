@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.api.access import AdminAccess
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.explaining import ExplainRoutes
 from router.api.http import ClientGone
+from router.api.live import Fleet, LiveRoutes
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
 from router.api.openai_shared import (
@@ -24,17 +26,25 @@ from router.api.openai_shared import (
     method_not_allowed,
     unknown_route,
 )
+from router.api.page import PageRoutes
 from router.api.serving import GenerationEndpoint, Prepare
 from router.errors import RouterError
 
 
-def create_app(context: ApiContext) -> ASGIApp:
+def create_app(context: ApiContext, fleet: Fleet | None = None) -> ASGIApp:
+    """With a fleet there is a page that shows it."""
     prepares: Mapping[str, Prepare] = {
         "/v1/chat/completions": prepare_chat,
         "/v1/completions": prepare_completion,
     }
+    access = AdminAccess(context.config.admin_access)
+    plain = ControlRoutes(context)
+    routes = [*plain.routes(), *ExplainRoutes(context, prepares).routes()]
+    routes += PageRoutes(access, plain.index).routes()
+    if fleet is not None:
+        routes += LiveRoutes(context, fleet).routes()
     control = Starlette(
-        routes=[*ControlRoutes(context).routes(), *ExplainRoutes(context, prepares).routes()],
+        routes=routes,
         exception_handlers={
             RouterError: _on_router_error,
             HTTPException: _on_http_exception,

@@ -6,7 +6,9 @@ signals or settings files: `__main__.py` brings those.
 
 import asyncio
 import logging
+import os
 import random
+import socket
 import time
 from collections.abc import Callable, Mapping
 
@@ -20,6 +22,7 @@ from router.api.context import ApiContext
 from router.app import create_app
 from router.config import RouterConfig, read_secret
 from router.dispatch import Dispatcher
+from router.fleet_source import FleetSource
 from router.index_mirror import IndexMirror
 from router.loop_lag import LoopLag
 from router.membership import Membership, RegistrySource
@@ -76,7 +79,8 @@ class Router:
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
         )
-        self.app = create_app(context)
+        name = f"{socket.gethostname()}, process {os.getpid()}"
+        self.app = create_app(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""

@@ -31,7 +31,7 @@ def explanation(
             "reason": decision.reason.value,
             "overlap_tokens": decision.overlap_tokens,
         },
-        "candidates": [_candidate(candidate) for candidate in _by_cost(decision)],
+        "candidates": candidates_by_cost(decision),
         "block_hashes": [
             {"num_tokens": (position + 1) * block_size, "hash": block_hashes[position].hex()}
             for position in positions
@@ -39,8 +39,10 @@ def explanation(
     }
 
 
-def _by_cost(decision: Decision) -> list[Candidate]:
-    return sorted(decision.candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
+def candidates_by_cost(decision: Decision) -> list[dict[str, Any]]:
+    """The cheapest first."""
+    by_cost = sorted(decision.candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
+    return [_candidate(candidate) for candidate in by_cost]
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

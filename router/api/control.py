@@ -49,7 +49,6 @@ class ControlRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/", self.index, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -60,6 +59,7 @@ class ControlRoutes:
         ]
 
     async def index(self, request: Request) -> Response:
+        """What a program gets at `/`."""
         return _json({"name": "kvasir", "models": self._names()})
 
     async def models(self, request: Request) -> Response:

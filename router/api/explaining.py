@@ -1,14 +1,17 @@
 """POST /explain/v1/…: what would become of a request, without running it.
 
-Owns the route. The body is that of the route that it is about, and goes through the same preparation.
+Owns the route, which is open to whoever may see the page at `/`. The body is that of the route that it is
+about, and goes through the same preparation.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.openai_shared import encode_json
 from router.api.serving import Prepare
@@ -23,8 +26,9 @@ class ExplainRoutes:
         self._prepares = prepares
 
     def routes(self) -> list[Route]:
+        guard = [Middleware(AdminGuard, access=AdminAccess(self._context.config.admin_access))]
         return [
-            Route("/explain" + path, self._endpoint(prepare), methods=["POST"])
+            Route("/explain" + path, self._endpoint(prepare), methods=["POST"], middleware=guard)
             for path, prepare in self._prepares.items()
         ]
 

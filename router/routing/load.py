@@ -172,6 +172,11 @@ class LoadBook:
         book = self._books.get(replica_id)
         return ReplicaLoad() if book is None else book.view()
 
+    def latest(self, replica_id: ReplicaId) -> tuple[LoadSnapshot, int] | None:
+        """What the replica last said, and how many of this router's requests that does not count yet."""
+        book = self._books.get(replica_id)
+        return None if book is None else (book.snapshot, book.num_on_the_way)
+
     def _book(self, replica_id: ReplicaId) -> _ReplicaBook:
         book = self._books.get(replica_id)
         if book is None:

@@ -1,0 +1,105 @@
+"""Who may see a router's inner life: the page at `/`, its data, and explanations.
+
+Owns the rule and the refusal. All of these tell whether a prefix is cached, which is nobody's business but
+the operator's.
+
+By default a client must be on loopback *and* have asked for loopback by name: a page of somebody else's
+that a browser on this machine has open can point its own name here (DNS rebinding), but then the Host
+header has that name. What a proxy forwards comes from loopback too, and says so in its headers. A page of
+another site may link here, and nothing else.
+"""
+
+import enum
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api.http import send_whole
+from router.api.openai_shared import HttpError
+
+
+class AdminAccess(enum.StrEnum):
+    LOOPBACK = "loopback"
+    EVERYONE = "everyone"
+    NOBODY = "nobody"
+
+
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
+_FORWARDED = (b"forwarded", b"via", b"x-real-ip")
+
+
+def refusal_of(access: AdminAccess, scope: Scope) -> HttpError | None:
+    """None for whoever is let in."""
+    if access is AdminAccess.EVERYONE or (access is AdminAccess.LOOPBACK and _is_local(scope)):
+        return None
+    return _REFUSALS[access]
+
+
+def _is_local(scope: Scope) -> bool:
+    peer = scope.get("client")
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    hosts = [value for name, value in headers if name == b"host"]
+    if peer is None or not _is_loopback(peer[0]) or len(hosts) != 1:
+        return False
+    if any(name in _FORWARDED or name.startswith(b"x-forwarded-") for name, _ in headers):
+        return False
+    if _is_cross_site(dict(headers)):
+        return False
+    host = _HOST.fullmatch(hosts[0].decode("latin-1"))
+    if host is None:
+        return False
+    name = host["v6"] or host["name"]
+    return name.lower() == "localhost" or _is_loopback(name)
+
+
+def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
+    """Browsers say so. To follow a link is no more than to type the address."""
+    return headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-dest") != b"document"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+_HOW = "start the router with admin_access=everyone (--admin-access, KVASIR_ROUTER_ADMIN_ACCESS)"
+
+_REFUSALS = {
+    AdminAccess.LOOPBACK: HttpError(
+        403,
+        "This is open to clients on the router's own machine that address it as localhost or 127.0.0.1; to"
+        f" open it to everyone who can reach the port, {_HOW}.",
+        "permission_error",
+        None,
+        "admin_access",
+    ),
+    AdminAccess.NOBODY: HttpError(
+        403,
+        "This is switched off here; to open it, start the router with admin_access=loopback or"
+        " admin_access=everyone (--admin-access, KVASIR_ROUTER_ADMIN_ACCESS).",
+        "permission_error",
+        None,
+        "admin_access",
+    ),
+}
+
+
+class AdminGuard:
+    """ASGI middleware of a route: lets in who is admitted, and refuses the others."""
+
+    def __init__(self, app: ASGIApp, access: AdminAccess) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = refusal_of(self._access, scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await send_whole(send, refusal.status, refusal.headers(), refusal.body())

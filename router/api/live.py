@@ -1,0 +1,178 @@
+"""GET /live/…: the fleet, the prefixes and the last decisions as JSON, for the page at `/`.
+
+Owns the routes, and that they cost little: nothing is computed unless somebody asks, what was computed is
+told to everybody who asks within the same moment, and long walks let others run in between. Shapes are
+`router/live_view.py`'s.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.status import ReplicaId
+from router import live_view
+from router.api.access import AdminAccess, AdminGuard
+from router.api.context import ApiContext
+from router.api.openai_shared import HttpError, encode_json
+from router.index_mirror import MirrorStatistics
+from router.live import Live
+from router.live_view import ReplicaView
+from router.sightings import Node
+
+STATE_SECONDS = 0.5
+PREFIXES_SECONDS = 1.5
+"""So long an answer is told again instead of being made anew."""
+
+TURN_SECONDS = 0.002
+"""So long one turn of the event loop is used for looking up who holds what."""
+
+
+class Fleet(Protocol):
+    """Where the page looks. `overlaps` has leading blocks of a chain by replica, for a model's name."""
+
+    @property
+    def name(self) -> str: ...
+    def replicas(self) -> Sequence[ReplicaView]: ...
+    def overlaps(self, model: str, block_hashes: Sequence[BlockHash], /) -> Mapping[ReplicaId, int]: ...
+    def mirrors(self) -> Mapping[str, MirrorStatistics]: ...
+
+
+class _Kept:
+    """An answer that is made at most once in a while, by one asker at a time."""
+
+    def __init__(self, seconds: float, make: Callable[[], Awaitable[Any]]) -> None:
+        self._seconds = seconds
+        self._make = make
+        self._lock = asyncio.Lock()
+        self._content: bytes | None = None
+        self._made_at = 0.0
+
+    async def get(self) -> bytes:
+        async with self._lock:
+            if self._content is None or time.monotonic() - self._made_at >= self._seconds:
+                self._content = encode_json(await self._make())
+                self._made_at = time.monotonic()
+            return self._content
+
+
+class LiveRoutes:
+    """What is seen from now on is kept, unless nobody may ask for it."""
+
+    def __init__(self, context: ApiContext, fleet: Fleet) -> None:
+        self._context = context
+        self._fleet = fleet
+        self._access = AdminAccess(context.config.admin_access)
+        live = self._live = Live(lambda model: context.catalog.get(model).card.block_size)
+        if self._access is not AdminAccess.NOBODY:
+            context.observers.append(live.observe)
+        self._started_at = context.wall_clock()
+        self._state = _Kept(STATE_SECONDS, self._make_state)
+        self._prefixes = {
+            "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(live.sightings.most_used)),
+            "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(live.sightings.recent)),
+        }
+
+    def routes(self) -> list[Route]:
+        guard = [Middleware(AdminGuard, access=self._access)]
+        return [
+            Route("/live/state", self.state, methods=["GET"], middleware=guard),
+            Route("/live/prefixes", self.prefixes, methods=["GET"], middleware=guard),
+            Route("/live/decisions", self.decisions, methods=["GET"], middleware=guard),
+            Route("/live/decisions/{number:int}", self.decision, methods=["GET"], middleware=guard),
+        ]
+
+    async def state(self, request: Request) -> Response:
+        return _json(await self._state.get())
+
+    async def prefixes(self, request: Request) -> Response:
+        kept = self._prefixes.get(request.query_params.get("order", "used"))
+        if kept is None:
+            return _refuse(HttpError(400, "'order' is used or recent.", "invalid_request_error", "order"))
+        return _json(await kept.get())
+
+    async def decisions(self, request: Request) -> Response:
+        """Those after the number `after`; only the last ones are kept, and only some are told."""
+        after = request.query_params.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 16):
+            return _refuse(HttpError(400, "'after' is a number.", "invalid_request_error", "after"))
+        recent = self._live.recent
+        rows: list[dict[str, Any]] = []
+        for decision in recent.decisions(int(after)):
+            if len(rows) == live_view.MAX_DECISIONS:
+                break
+            rows.append(live_view.decision_data(decision))
+        return _json(encode_json({"num_decisions": recent.num_decisions, "decisions": rows}))
+
+    async def decision(self, request: Request) -> Response:
+        decision = self._live.recent.decision(request.path_params["number"])
+        if decision is None:
+            return _refuse(HttpError(404, "This decision is not kept any more.", "invalid_request_error"))
+        return _json(encode_json(live_view.explained_data(decision)))
+
+    async def _make_state(self) -> dict[str, Any]:
+        now = self._context.wall_clock()
+        start, slots = self._live.recent.slots(now)
+        replicas = self._fleet.replicas()
+        return {
+            "now": now,
+            "router": {
+                "name": self._fleet.name,
+                "since": self._started_at,
+                "policy": self._context.config.policy,
+                "in_flight": self._context.num_in_flight,
+            },
+            "index": [
+                {
+                    "model": model,
+                    "entries": mirror.num_entries,
+                    "predictions": mirror.num_predictions,
+                    "lag_seconds": mirror.lag_seconds,
+                    "is_connected": mirror.is_connected,
+                }
+                for model, mirror in self._fleet.mirrors().items()
+            ],
+            "num_replicas": len(replicas),
+            "replicas": live_view.replicas_data(replicas, slots),
+            "slots": live_view.slots_data(start, slots),
+            "num_decisions": self._live.recent.num_decisions,
+        }
+
+    async def _make_prefixes(self, choose: Callable[[int], list[Node]]) -> dict[str, Any]:
+        sightings = self._live.sightings
+        nodes = choose(live_view.MAX_NODES)
+        rows = [live_view.node_data(node) for node in nodes]
+        # What is looked up is taken now: while others run, the tree changes.
+        ends = [
+            (node.number, node.root().place.model, node.block_size, node.chain())
+            for node in live_view.frontier(nodes)
+        ]
+        depths = {}
+        turn_began = time.monotonic()
+        for number, model, block_size, chain in ends:
+            held = self._fleet.overlaps(model, chain)
+            depths[number] = {replica_id: blocks * block_size for replica_id, blocks in held.items()}
+            if time.monotonic() - turn_began > TURN_SECONDS:
+                await asyncio.sleep(0)
+                turn_began = time.monotonic()
+        live_view.add_holders(rows, depths)
+        return {
+            "now": self._context.wall_clock(),
+            "nodes": rows,
+            "num_nodes": sightings.num_nodes,
+            "num_forgotten": sightings.num_forgotten,
+        }
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, headers={"cache-control": "no-store"}, media_type="application/json")
+
+
+def _refuse(error: HttpError) -> Response:
+    return Response(error.body(), error.status, media_type="application/json")

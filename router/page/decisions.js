@@ -1,0 +1,156 @@
+// The last decisions, newest first; each can be opened to see what was weighed.
+
+import { bar, cell, clock, count, element, isInUse, keyed, labelled, milliseconds, setAttribute, setBar, setText } from "./dom.js";
+
+const MOST_ROWS = 60;
+
+const REASONS = {
+  only_replica: "no other replica was ready",
+  overlap: "nobody held more of the prompt",
+  home: "first of the bucket's affinity order",
+  spill: "home, and whoever held more of the prompt, were too busy",
+  policy: "the routing policy said so",
+};
+
+const REMARKS = {
+  new: "new here",
+  elsewhere: "held elsewhere",
+  gone: "held before, gone",
+  stale: "less than the index said",
+  namespace: "other namespace",
+  short: "less than a block",
+};
+
+const rows = document.getElementById("decisions");
+const note = document.getElementById("decisions-note");
+const heldButton = document.getElementById("held");
+const open = new Set();
+let shown = [];
+let held = [];
+let newest = 0;
+
+heldButton.addEventListener("click", () => {
+  open.clear();
+  rows.parentElement.scrollTop = 0;
+  release();
+});
+
+export const newestNumber = () => newest;
+
+export function showDecisions(answer) {
+  for (const decision of answer.decisions) newest = Math.max(newest, decision.number);
+  held = [...answer.decisions, ...held].slice(0, MOST_ROWS);
+  setText(note, newest ? `${count(answer.num_decisions)} since the router started` : "No request has been answered yet.");
+  // Whoever reads a line must not have it move away.
+  if (open.size || isInUse(rows) || rows.parentElement.scrollTop > 0) {
+    heldButton.hidden = held.length === 0;
+    setText(heldButton, `Show ${held.length === MOST_ROWS ? `${MOST_ROWS} or more` : held.length} new`);
+  } else release();
+}
+
+export function forgetDecisions() {
+  newest = 0;
+  shown = [];
+  held = [];
+  open.clear();
+  release();
+}
+
+function release() {
+  shown = [...held, ...shown].slice(0, MOST_ROWS);
+  held = [];
+  heldButton.hidden = true;
+  keyed(rows, shown, (decision) => decision.number, create, () => {});
+}
+
+function create(decision) {
+  const isFailed = decision.error !== null;
+  const details = element("div", { class: "details", id: `decision-${decision.number}`, hidden: true });
+  const button = element(
+    "button",
+    { type: "button", class: "link time", "aria-expanded": "false", "aria-controls": details.id, "aria-label": `Request ${decision.number} at ${clock(decision.at)}: explain` },
+    clock(decision.at),
+  );
+  const origin = bar("origin");
+  const cached = decision.cached_tokens ?? 0;
+  const cross = decision.cross_user_tokens ?? 0;
+  const own = decision.own_tokens ?? 0;
+  setBar(origin, [["cross", cross], ["own", own], ["unattributed", cached - cross - own], ["computed", decision.cached_tokens === null ? 0 : decision.prompt_tokens - cached]], decision.prompt_tokens);
+  const remark = isFailed ? element("span", { class: "failed" }, `${decision.status} ${decision.error}`) : element("span", {}, REMARKS[decision.finding] ?? "");
+  const number = (label, value) => labelled("number", label, element("span", { class: "value" }, value === null ? "–" : count(value)));
+  const line = element(
+    "div",
+    { class: "row", role: "row" },
+    cell("request", button),
+    cell("user", decision.user === null ? element("span", { class: "none" }, "no user") : element("span", { class: "tag" }, decision.user)),
+    cell("to cut", decision.replica ?? "–"),
+    cell("reason", decision.reason ?? "–"),
+    cell("origins", origin),
+    number("expected", decision.expected_tokens),
+    number("cached", decision.cached_tokens),
+    number("tokens", decision.prompt_tokens),
+    labelled("number", "TTFT", element("span", { class: "value" }, milliseconds(decision.ttft_ms))),
+    cell("remark cut", remark),
+  );
+  const toggle = () => explain(decision.number, button, details);
+  line.addEventListener("click", toggle);
+  return element("div", { class: "entry" }, line, details);
+}
+
+async function explain(number, button, details) {
+  const isOpen = open.has(number);
+  setAttribute(button, "aria-expanded", String(!isOpen));
+  details.hidden = isOpen;
+  if (isOpen) {
+    open.delete(number);
+    return;
+  }
+  open.add(number);
+  if (details.childElementCount) return;
+  const answer = await fetch(`/live/decisions/${number}`).catch(() => null);
+  const body = answer === null ? null : await answer.json().catch(() => null);
+  if (answer === null || !answer.ok || body === null) {
+    details.replaceChildren(element("p", {}, body?.error?.message ?? "The router does not answer."));
+    open.delete(number);
+    return;
+  }
+  details.replaceChildren(...explained(body));
+}
+
+function explained(decision) {
+  const facts = [
+    ["request", decision.request_id],
+    ["route", decision.route],
+    ["model", decision.adapter ? `${decision.model} (adapter)` : decision.model],
+    ["namespace", decision.tenant === "default" ? "no salt" : decision.tenant],
+    ["prompt_cache_key", decision.key ?? "none"],
+    ["place in the affinity order", decision.rank === null ? "–" : decision.rank === 0 ? "home" : `${decision.rank + 1}th`],
+    ["output tokens", count(decision.output_tokens)],
+    ["whole answer", milliseconds(decision.ended_ms)],
+  ];
+  const list = element("dl", {});
+  for (const [name, value] of facts) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, String(value))));
+  const parts = [];
+  if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${REASONS[decision.reason] ?? decision.reason}.`));
+  for (const finding of decision.findings) parts.push(element("p", {}, finding.text));
+  if (decision.candidates.length) parts.push(candidates(decision));
+  return [...parts, list];
+}
+
+function candidates(decision) {
+  const titles = ["Compared", "Rank", "Overlap", "Requests", "Pending", "Wait", "Prefill", "Delay", "Copy", "Cost"];
+  const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
+  const body = decision.candidates.map((candidate) => {
+    const seconds = ["wait", "prefill", "delay", "copy", "cost"].map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));
+    const values = [candidate.rank, count(candidate.overlap_tokens), count(candidate.num_requests), count(candidate.num_pending_tokens), ...seconds];
+    const isChosen = candidate.replica === decision.replica;
+    return element(
+      "tr",
+      { class: isChosen ? "chosen" : null },
+      element("th", { scope: "row" }, isChosen ? `${candidate.replica} (chosen)` : candidate.replica),
+      ...values.map((value) => element("td", {}, String(value))),
+    );
+  });
+  const table = element("table", { class: "candidates" }, element("thead", {}, head), element("tbody", {}, ...body));
+  return element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Candidates and their costs" }, table);
+}
