@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat, explain, where, replay, simulate.
+"""The `kvasir` command: up, down, status, chat, explain, where, replay, loadtest, simulate.
 
 Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "explain": _explain,
         "where": _where,
         "replay": _replay,
+        "loadtest": _loadtest,
         "simulate": _simulate,
     }
     if words and not words[0].startswith("-") and words[0] not in commands:
@@ -87,6 +88,13 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
     )
     if command == "replay":
         _add_replay(replay)
+    loadtest = commands.add_parser(
+        "loadtest",
+        allow_abbrev=False,
+        help="the same traffic under several policies, side by side",
+    )
+    if command == "loadtest":
+        _add_loadtest(loadtest)
     simulate = commands.add_parser(
         "simulate", parents=[common], allow_abbrev=False, help="try policies and fleet sizes in virtual time"
     )
@@ -143,6 +151,16 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     except ModuleNotFoundError as error:
         raise ClusterError(
             f"replay is part of a checkout of Kvasir; there is no {error.name} here"
+        ) from error
+    add_arguments(parser)
+
+
+def _add_loadtest(parser: argparse.ArgumentParser) -> None:
+    try:
+        from loadtests.loadtest_plan import add_arguments
+    except ModuleNotFoundError as error:
+        raise ClusterError(
+            f"loadtest is part of a checkout of Kvasir; there is no {error.name} here"
         ) from error
     add_arguments(parser)
 
@@ -237,6 +255,15 @@ def _replay(arguments: argparse.Namespace) -> int:
     try:
         return run(arguments, _router_url(arguments), _say)
     except ReplayError as error:
+        raise ClusterError(str(error)) from error
+
+
+def _loadtest(arguments: argparse.Namespace) -> int:
+    from loadtests.loadtest_command import LoadtestError, run
+
+    try:
+        return run(arguments, _say)
+    except LoadtestError as error:
         raise ClusterError(str(error)) from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from loadtests.run_file import Run, read_run
 from loadtests.workloads import GENERATORS
 
+END_SECONDS = 20.0
 LOCUSTFILE = Path(__file__).resolve().parent / "locustfile.py"
 
 
@@ -56,7 +57,12 @@ def run_headless(
     output.unlink(missing_ok=True)
     lines: list[str] = []
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is for whoever called; Locust is asked to end once, here
     ) as child:
         assert child.stdout is not None
         try:
@@ -65,11 +71,20 @@ def run_headless(
                 if on_line is not None:
                     on_line(lines[-1])
         except BaseException:
-            child.terminate()
+            _end(child)
             raise
     if not output.is_file():
         raise LoadTestFailed("\n".join(lines[-20:]))
     return read_run(output)
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    """Let it write down what it has measured so far; somebody must read what it says meanwhile."""
+    child.terminate()
+    try:
+        child.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
 
 
 def headless_command(

@@ -1,0 +1,127 @@
+"""A cluster for one run of a load test: `kvasir up` as a child, on free ports, with empty caches.
+
+Owns its run directory and its end: whatever happens, no process, port or file of it is left. Knows the
+cluster as any user does, by its state file, and nothing of what is sent to it.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cluster.errors import StartFailed
+from cluster.processes import death_with_parent, kill_marked
+from cluster.run_directory import ClusterState, RunDirectory
+
+START_SECONDS = 300.0
+STOP_SECONDS = 20.0
+METRICS_SETTING = "--set=metrics_port=0"
+A_METRIC = b"replica_prompt_tokens_total"
+
+
+@dataclass(frozen=True, slots=True)
+class FreshCluster:
+    directory: RunDirectory
+    state: ClusterState
+    start_seconds: float
+    """What it took to come up."""
+
+
+@contextlib.contextmanager
+def fresh_cluster(words: Sequence[str], logs: Path) -> Iterator[FreshCluster]:
+    """`words` follow `kvasir up`. If it does not come up, its logs are left in `logs`. Raises StartFailed."""
+    began = time.monotonic()
+    directory = RunDirectory(Path(tempfile.mkdtemp(prefix="kvasir-loadtest-")))
+    said = directory.path / "up.log"
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        process = _start(words, directory, said)
+        state = _wait_ready(process, directory, said, logs)
+        yield FreshCluster(directory, state, time.monotonic() - began)
+    finally:
+        if process is not None:
+            _stop(process)
+        kill_marked(directory.path, directory.ray_directory)
+        shutil.rmtree(directory.ray_directory, ignore_errors=True)
+        shutil.rmtree(directory.path, ignore_errors=True)
+
+
+def _start(words: Sequence[str], directory: RunDirectory, said: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-P", "-m", "cluster.cli", "up", "--port", "0"]
+    command += ["--run-dir", str(directory.path), METRICS_SETTING, *words]
+    # A Redis that others use would bring what they have cached, and keep what is cached here.
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    with said.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the load test, which then ends the cluster
+            preexec_fn=death_with_parent(signal.SIGTERM),
+        )
+
+
+def _wait_ready(
+    process: "subprocess.Popen[bytes]", directory: RunDirectory, said: Path, logs: Path
+) -> ClusterState:
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        state = directory.read_state()
+        if state is not None and state.ready:
+            return state
+        time.sleep(0.05)
+    cause = f"it was not ready within {START_SECONDS:g} s" if process.poll() is None else _last_words(said)
+    with contextlib.suppress(OSError):
+        shutil.copytree(directory.logs, logs, dirs_exist_ok=True)
+        shutil.copy(said, logs)
+    raise StartFailed(f"the cluster did not come up: {cause}; logs are in {logs}")
+
+
+def _last_words(said: Path) -> str:
+    lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("kvasir: ").rstrip(".") if lines else "it ended without a word"
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def replica_metrics(state: ClusterState) -> list[str]:
+    """Where each replica tells its counters, as NAME=URL."""
+    found = []
+    for entry in state.replicas:
+        assert entry.pid is not None, "the cluster is ready"
+        listening = [
+            each.laddr.port
+            for each in psutil.Process(entry.pid).net_connections("tcp4")
+            if each.status == psutil.CONN_LISTEN
+        ]
+        urls = (f"http://127.0.0.1:{port}/metrics" for port in listening)
+        found += [f"{entry.replica_id}={url}" for url in urls if _has_metrics(url)][:1]
+    return found
+
+
+def _has_metrics(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=1) as response:
+            return A_METRIC in response.read()
+    except OSError:
+        return False

@@ -1,0 +1,172 @@
+"""The load tests that `kvasir loadtest` knows by name: what is sent, to how large a cluster, what may fail.
+
+Owns their sizes. On the simulated engine they are made for two cores: four replicas whose caches together
+hold what the traffic shares, while no single one does; a rate at which the caches decide and the load
+generator is in time. Engines that really compute get two replicas, half the tenants and less traffic. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SIMULATED = "simulated"
+OVERLOAD = frozenset({"refused 429", "refused 503"})
+"""What a cluster may say that has more to do than its queues hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTest:
+    """`qps` and `parameters` are the workload's (a trace has a pace, and no `qps`), `options` the locustfile's."""
+
+    summary: str
+    workload: str
+    qps: float | None
+    cache_tokens: int
+    """What the cache of one replica holds."""
+    parameters: Mapping[str, int | float] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    kill_at: tuple[float, ...] = ()
+    """When a replica is killed, as shares of the duration."""
+    expected_errors: frozenset[str] = frozenset()
+    computed_share: float = 0.2
+    """Of the rate, on an engine that computes on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of a test is run."""
+
+    num_replicas: int
+    qps: float | None
+    parameters: Mapping[str, int | float]
+    cache_tokens: int
+    duration_seconds: float
+    warmup_seconds: float
+
+
+CROSS_USER = {"num_tenants": 28, "system_tokens": 2000}
+
+NAMED_TESTS: Mapping[str, NamedTest] = {
+    "cross-user": NamedTest(
+        summary="Users of many tenants, each under one of the tenant's two long system prompts.",
+        workload="cross-user",
+        qps=16.0,
+        cache_tokens=32768,
+        parameters=CROSS_USER,
+    ),
+    "chat": NamedTest(
+        summary="Conversations of several turns under their tenants' system prompts.",
+        workload="chat",
+        qps=3.0,
+        cache_tokens=24576,
+        parameters={"num_tenants": 16, "system_tokens": 1000, "question_tokens": 120, "answer_tokens": 48},
+    ),
+    "agent": NamedTest(
+        summary="Agents that send a growing prompt again with every tool's result, each under its own key.",
+        workload="agent",
+        qps=1.0,
+        cache_tokens=32768,
+        parameters={
+            "num_tenants": 12,
+            "tools_tokens": 1500,
+            "system_tokens": 800,
+            "mean_result_tokens": 200,
+            "most_tokens": 6000,
+        },
+    ),
+    "rag": NamedTest(
+        summary="Questions about two of a tenant's documents, in any order, so that few share both.",
+        workload="rag",
+        qps=10.0,
+        cache_tokens=32768,
+        parameters={"num_tenants": 4, "documents_per_prompt": 2, "document_tokens": 800},
+    ),
+    "no-reuse": NamedTest(
+        summary="The control: no two prompts begin alike, and no policy can do anything about it.",
+        workload="no-reuse",
+        qps=10.0,
+        cache_tokens=24576,
+        parameters={"prompt_tokens": 1000},
+    ),
+    "mixed": NamedTest(
+        summary="All of the above at once, over small caches.",
+        workload="mixed",
+        qps=14.0,
+        cache_tokens=10240,
+    ),
+    "trace": NamedTest(
+        summary="A recorded trace in Mooncake's format, its prompts and answers a tenth as long.",
+        workload="trace",
+        qps=None,
+        cache_tokens=65536,
+        options={"scale-tokens": "0.1", "speed": "4"},
+    ),
+    "replica-kill": NamedTest(
+        summary="cross-user, while one replica after another is killed and comes back empty.",
+        workload="cross-user",
+        qps=12.0,
+        cache_tokens=32768,
+        parameters=CROSS_USER,
+        options={"shape": "replica-kill"},
+        kill_at=(1 / 3, 2 / 3),
+        expected_errors=OVERLOAD,
+    ),
+    "burst": NamedTest(
+        summary="cross-user, whose rate goes up eightfold in bursts.",
+        workload="cross-user",
+        qps=8.0,
+        cache_tokens=32768,
+        parameters=CROSS_USER,
+        options={"shape": "burst"},
+        expected_errors=OVERLOAD,
+    ),
+    "ramp": NamedTest(
+        summary="cross-user, whose rate rises ninefold from beginning to end.",
+        workload="cross-user",
+        qps=14.0,
+        cache_tokens=32768,
+        parameters=CROSS_USER,
+        options={"shape": "ramp"},
+        expected_errors=OVERLOAD,
+    ),
+    "day": NamedTest(
+        summary="cross-user, whose rate follows a day: low, high at noon, low again.",
+        workload="cross-user",
+        qps=14.0,
+        cache_tokens=32768,
+        parameters=CROSS_USER,
+        options={"shape": "day"},
+    ),
+}
+
+SIMULATED_SETTINGS: Mapping[str, str] = {"simulated_hardware": "h100x4-70b"}
+"""Prefills that last long enough to be seen next to what a busy two-core machine adds."""
+
+
+def size_of(test: NamedTest, engine: str, *, is_quick: bool) -> Size:
+    """Unless told otherwise. A quick one has a smaller fleet for fewer tenants, and shows less."""
+    if is_quick:
+        return Size(
+            num_replicas=2,
+            qps=None if test.qps is None else test.qps * 0.75,
+            parameters=_with_tenants(test.parameters, 4),
+            cache_tokens=test.cache_tokens // 2,
+            duration_seconds=8.0,
+            warmup_seconds=1.0,
+        )
+    if engine != SIMULATED:
+        return Size(
+            num_replicas=2,
+            qps=None if test.qps is None else test.qps * test.computed_share,
+            parameters=_with_tenants(test.parameters, 2),
+            cache_tokens=test.cache_tokens,
+            duration_seconds=60.0,
+            warmup_seconds=10.0,
+        )
+    return Size(4, test.qps, test.parameters, test.cache_tokens, 60.0, 8.0)
+
+
+def _with_tenants(parameters: Mapping[str, int | float], divisor: int) -> dict[str, int | float]:
+    return {
+        name: max(1, int(value) // divisor) if name == "num_tenants" else value
+        for name, value in parameters.items()
+    }
