@@ -19,8 +19,8 @@ class SpanTracing(Tracing):
     def __init__(
         self, endpoint: str, sample_ratio: float, *, replica_id: str, epoch: str, model: str
     ) -> None:
-        resource = {"service.name": "kvasir-replica", "service.instance.id": f"{replica_id}:{epoch}"}
-        self._export = SpanExport(endpoint, sample_ratio, resource=resource)
+        instance = f"{replica_id}:{epoch}"
+        self._export = SpanExport(endpoint, sample_ratio, service="kvasir-replica", instance=instance)
         self._attributes: Attributes = {"kvasir.replica": replica_id, "gen_ai.request.model": model}
 
     def taken(self, submit: Submit, step: int) -> SubmitTrace:

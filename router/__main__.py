@@ -115,6 +115,7 @@ async def serve(config: RouterConfig, listener: socket.socket) -> None:
         logger.info("listening on http://%s:%d", host, port)
         await server.serve(sockets=[listener])
         following.cancel()
+    await router.close()
 
 
 if __name__ == "__main__":

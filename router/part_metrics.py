@@ -23,6 +23,9 @@ class PartMetrics:
             "router_event_loop_lag_seconds",
             "How late the event loop came to a task that was due, at worst within the last 10 to 20 seconds",
         )
+        self._dropped_spans = self._counter(
+            "router_dropped_spans_total", "Spans that no trace collector took"
+        )
         self._declare_dispatch()
         self._declare_fleet()
         self._declare_models()
@@ -84,6 +87,9 @@ class PartMetrics:
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds
+
+    def read_dropped_spans(self, count: int) -> None:
+        self._dropped_spans.of().value = count
 
     def read_dispatch(self, statistics: DispatchStatistics) -> None:
         self._retries.of().value = statistics.num_retries

@@ -4,6 +4,8 @@ Owns which spans there are and what they say: numbers, ids, names of ours and re
 has written. Imported only where traces are switched on.
 """
 
+import os
+import socket
 import time
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
@@ -23,9 +25,9 @@ ERROR = Status(StatusCode.ERROR)
 
 
 class SpanTracing(Tracing):
-    def __init__(self, endpoint: str, sample_ratio: float, *, instance: str) -> None:
-        resource = {"service.name": "kvasir-router", "service.instance.id": instance}
-        self._export = SpanExport(endpoint, sample_ratio, resource=resource)
+    def __init__(self, endpoint: str, sample_ratio: float) -> None:
+        instance = f"{socket.gethostname()}:{os.getpid()}"
+        self._export = SpanExport(endpoint, sample_ratio, service="kvasir-router", instance=instance)
 
     def request(self, method: str, path: str, request_id: str, trace_parent: bytes | None) -> RequestTrace:
         known_method = method if method in METHODS else "_OTHER"

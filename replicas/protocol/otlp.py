@@ -8,7 +8,7 @@ traces are switched on.
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -43,14 +43,15 @@ class SpanExport:
         endpoint: str,
         sample_ratio: float,
         *,
-        resource: Mapping[str, str],
+        service: str,
+        instance: str,
         send_seconds: float = SEND_SECONDS,
     ) -> None:
         self._exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=send_seconds)
         self._processor = _BoundedProcessor(self._exporter)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
-            resource=Resource.create(dict(resource)),
+            resource=Resource.create({"service.name": service, "service.instance.id": instance}),
             shutdown_on_exit=False,  # it would wait for a collector that is away
         )
         self._provider.add_span_processor(self._processor)
