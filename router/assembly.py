@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
+from router.access_log import log_request
 from router.api.context import ApiContext
 from router.app import create_app
 from router.config import RouterConfig, read_secret
@@ -31,8 +32,12 @@ from router.part_metrics import PartMetrics
 from router.prompt.catalog import ModelCatalog
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
+from router.trace_points import Tracing
 
 logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 2.0
+"""How long a trace collector may take for the last spans."""
 
 
 class Router:
@@ -44,6 +49,7 @@ class Router:
         self, config: RouterConfig, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
+        self._tracing = _open_tracing(config)
         self._mirrors: dict[str, IndexMirror] = {}
         self._tasks: asyncio.TaskGroup | None = None
         try:
@@ -71,6 +77,7 @@ class Router:
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
         metrics.watch(self._read_parts)
+        metrics.watch(lambda parts: parts.read_dropped_spans(self._tracing.num_dropped))
         context = ApiContext(
             config=config,
             catalog=self._catalog,
@@ -78,7 +85,10 @@ class Router:
             metrics=metrics,
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
+            tracing=self._tracing,
         )
+        if config.log_requests:
+            context.observers.append(log_request)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.app = create_app(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
@@ -88,6 +98,10 @@ class Router:
             self._tasks = tasks
             tasks.create_task(self._membership.run(), name="membership")
             tasks.create_task(self._lag.run(), name="loop lag")
+
+    async def close(self) -> None:
+        """Send what is left to tell. Call it when the last request has ended."""
+        await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
         await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()))
@@ -120,3 +134,11 @@ class Router:
         )
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
         parts.read_lag(self._lag.seconds)
+
+
+def _open_tracing(config: RouterConfig) -> Tracing:
+    if config.otlp_endpoint is None:
+        return Tracing()
+    from router.tracing import SpanTracing  # here, since a router without traces must not load the SDK
+
+    return SpanTracing(config.otlp_endpoint, config.trace_sample_ratio)
