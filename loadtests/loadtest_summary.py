@@ -108,8 +108,8 @@ def doubts(run_set: RunSet) -> list[str]:
             if report.lateness.p99 > max(LATE_SECONDS, LATE_SHARE * report.ttft.p50):
                 late = in_units(report.lateness.p99, "s")
                 found.append(
-                    f"{each.name}: the load generator was late by {late} at p99; the machine had too much to do, "
-                    "and its times show that too."
+                    f"{each.name}: the load generator was late by {late} at p99: too much for this machine, "
+                    "which the times show too."
                 )
     return found
 

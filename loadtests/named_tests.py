@@ -15,7 +15,7 @@ OVERLOAD = frozenset({"refused 429", "refused 503"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTest:
-    """`qps` and `parameters` are the workload's (a trace has a pace, and no `qps`), `options` the locustfile's."""
+    """`qps` and `parameters` are the workload's, `options` the locustfile's. A trace has no `qps`."""
 
     summary: str
     workload: str
