@@ -37,6 +37,11 @@ class Arrivals:
             )
         return self._load
 
+    @property
+    def num_requests(self) -> int:
+        """Those that the engine has not counted yet, each choice for itself."""
+        return self._num_requests
+
     def add(self, request_id: int, *, num_requests: int, num_tokens: int) -> None:
         """The engine has been given a request that would compute `num_tokens` of its prompt."""
         self._arrivals[request_id] = _Arrival(num_requests, num_tokens)

@@ -182,7 +182,7 @@ class ReplicaHost:
         config = self._config
         try:
             if config.metrics_port is not None:
-                endpoint = metrics_endpoint(parts.metrics, config.host, config.metrics_port)
+                endpoint = metrics_endpoint(parts.metrics.registry, config.host, config.metrics_port)
                 self.metrics_port = await stack.enter_async_context(endpoint)
             port = await parts.server.start(config.host, config.port)
         except OSError as error:
@@ -268,6 +268,7 @@ class _Parts:
             heartbeat_seconds=config.heartbeat_seconds,
             set_ttl_seconds=set_ttl_seconds,
             on_lost=lambda lost: self._step_down(host, lost),
+            metrics=self.metrics,
         )
         self.server = ReplicaServer(
             Identity(replica_id, epoch, self.card, bundle),
@@ -302,7 +303,7 @@ class _Parts:
 
     def _deliver(self, frame: StepFrame, step_seconds: float) -> None:
         self.index.observe(frame.events)  # first: with a request's first delta its blocks are stored
-        self.server.deliver(frame)
+        self.server.deliver(frame, step_seconds)
         self.metrics.observe(frame, step_seconds)
 
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:

@@ -9,7 +9,14 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import StepFrame
+
+WAIT_SECONDS_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+"""Bounds that the router's `router_ttft_seconds` has too, so that the two can be laid upon each other."""
 
 STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -54,6 +61,8 @@ class ReplicaMetrics:
         )
         self.total_blocks = Gauge("replica_total_blocks", "KV blocks that there are", registry=registry)
         self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
+        self._add_request_metrics(registry)
+        self._add_cache_metrics(registry)
         self._add_index_metrics(registry)
         # vLLM's names for the same two numbers, so that its dashboards work unchanged.
         self._vllm_queries = Counter(
@@ -61,6 +70,52 @@ class ReplicaMetrics:
         )
         self._vllm_hits = Counter(
             "vllm:prefix_cache_hits_total", "Prompt tokens found in the cache", registry=registry
+        )
+
+    def _add_request_metrics(self, registry: CollectorRegistry) -> None:
+        self.ttft_seconds = Histogram(
+            "replica_ttft_seconds",
+            "From a request's arrival here to its first token",
+            buckets=WAIT_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "replica_queue_seconds",
+            "From a request's arrival here to the first step that computes anything of it",
+            buckets=WAIT_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.submits = Counter("replica_submits_total", "Requests that routers have sent", registry=registry)
+        self.aborts = Counter(
+            "replica_aborts_total", "Aborts of requests that had not ended yet", registry=registry
+        )
+        self.frames = Counter("replica_frames_total", "Frames sent to routers", registry=registry)
+        self.arrived = Gauge(
+            "replica_arrived_requests",
+            "Requests that have come and that the engine has not counted yet",
+            registry=registry,
+        )
+        self.lease_renewals = Counter(
+            "replica_lease_renewals_total", "Heartbeats that renewed the lease", registry=registry
+        )
+        self.lease_failures = Counter(
+            "replica_lease_failures_total",
+            "Heartbeats that did not: Redis was away, or another process has the lease",
+            registry=registry,
+        )
+
+    def _add_cache_metrics(self, registry: CollectorRegistry) -> None:
+        self.preemptions = Counter(
+            "replica_preemptions_total", "Times that a running request lost its blocks", registry=registry
+        )
+        self.evicted_blocks = Counter(
+            "replica_evicted_blocks_total", "Cached blocks that were forgotten", ["tier"], registry=registry
+        )
+        self._evicted = {tier: self.evicted_blocks.labels(tier.value) for tier in Tier}
+        self.slower_tier_tokens = Counter(
+            "replica_slower_tier_tokens_total",
+            "Cached prompt tokens that were read back from a tier below the device",
+            registry=registry,
         )
 
     def _add_index_metrics(self, registry: CollectorRegistry) -> None:
@@ -94,13 +149,19 @@ class ReplicaMetrics:
         if step_seconds > 0:
             self.steps.inc()
             self.step_seconds.observe(step_seconds)
-        prompt = cached = cross_user = generated = 0
+        if frame.num_preemptions:
+            self.preemptions.inc(frame.num_preemptions)
+        for event in frame.events:
+            if isinstance(event, BlockRemoved):
+                self._evicted[event.tier].inc(len(event.block_hashes))
+        prompt = cached = cross_user = slower_tier = generated = 0
         for delta in frame.deltas:
             generated += len(delta.token_ids)
             if delta.usage is not None:
                 prompt += delta.usage.num_prompt_tokens
                 cached += delta.usage.num_cached_tokens
                 cross_user += delta.usage.num_cross_user_tokens
+                slower_tier += delta.usage.num_slower_tier_tokens
             if delta.refusal is not None:
                 self.refusals.labels(delta.refusal.code.value).inc()
         self.generated_tokens.inc(generated)
@@ -110,6 +171,7 @@ class ReplicaMetrics:
             self.cached_tokens.inc(cached)
             self._vllm_hits.inc(cached)
             self.cross_user_tokens.inc(cross_user)
+            self.slower_tier_tokens.inc(slower_tier)
         load = frame.load
         self.running.set(load.num_running)
         self.waiting.set(load.num_waiting)
@@ -120,9 +182,9 @@ class ReplicaMetrics:
 
 
 @asynccontextmanager
-async def metrics_endpoint(metrics: ReplicaMetrics, host: str, port: int) -> AsyncIterator[int]:
+async def metrics_endpoint(registry: CollectorRegistry, host: str, port: int) -> AsyncIterator[int]:
     """Serve /metrics from a thread while the block runs; yields the port. Raises OSError if it is taken."""
-    server, thread = start_http_server(port, host, metrics.registry)
+    server, thread = start_http_server(port, host, registry)
     try:
         yield server.server_port
     finally:

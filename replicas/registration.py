@@ -19,6 +19,7 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError, WatchError
 
 from replicas.errors import LeaseLost
+from replicas.metrics import ReplicaMetrics
 from replicas.protocol.keys import (
     MODELS_KEY,
     ReplicaRecord,
@@ -57,6 +58,7 @@ class Registration:
         heartbeat_seconds: float,
         set_ttl_seconds: float,
         on_lost: Callable[[LeaseLost], None],
+        metrics: ReplicaMetrics,
     ) -> None:
         self._redis = redis
         self._model = model
@@ -70,6 +72,7 @@ class Registration:
         self._heartbeat_seconds = heartbeat_seconds
         self._set_ttl_ms = int(set_ttl_seconds * 1000)
         self._on_lost = on_lost
+        self._metrics = metrics
         self._due = asyncio.Event()
         self._due.set()
         self._registered = asyncio.Event()
@@ -92,13 +95,16 @@ class Registration:
                     if not await self._beat():
                         continue
             except LeaseLost as lost:
+                self._metrics.lease_failures.inc()
                 self._on_lost(lost)
                 return
             except (RedisError, OSError) as error:
+                self._metrics.lease_failures.inc()
                 if not self._is_redis_away:
                     logger.warning("cannot reach Redis; serving on without it error=%r", error)
                 self._is_redis_away = True
             else:
+                self._metrics.lease_renewals.inc()
                 if self._is_redis_away:
                     logger.info("Redis is back")
                 self._is_redis_away = False

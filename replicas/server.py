@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from replicas.arrivals import Arrivals
 from replicas.engine import EngineRequest, expand
+from replicas.grpc_options import SERVER_OPTIONS
 from replicas.loop import ENGINE_FAILED
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol import replica_pb2 as pb
@@ -42,6 +43,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.router_stream import OpenRequest, RouterStream
 from replicas.trace_points import Tracing
+from replicas.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -51,23 +53,6 @@ MAX_CHOICES = 128
 """The most continuations of one prompt; each costs a batch slot, and the wire would allow four billion."""
 
 HASHES_PER_BLOCK_LIST = 65_536
-
-SERVER_OPTIONS: Sequence[tuple[str, int]] = (
-    # A tokenizer bundle of a large vocabulary is tens of MiB, a frame of long prompts a few; 4 MiB, the
-    # default, is too little for both.
-    ("grpc.max_send_message_length", 64 * 2**20),
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    # A router whose machine vanished says nothing: pings find out, and its requests are freed.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Routers ping us for the same reason; the default (300 s) would end their connection as abuse.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    # One Serve stream per router process and a few short calls: more on one connection is a bug or worse.
-    ("grpc.max_concurrent_streams", 128),
-    # Two replicas on one port would each get half of the connections; the second must fail instead.
-    ("grpc.so_reuseport", 0),
-)
 
 
 class EngineInbox(Protocol):
@@ -127,6 +112,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._list_blocks = list_blocks
         self._on_drain = on_drain
         self._metrics = metrics
+        self._waits = Waits(metrics, clock)
         self._heartbeat_seconds = heartbeat_seconds
         self._max_open_requests = max_open_requests
         self._tracing = tracing or Tracing()
@@ -136,6 +122,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._open: dict[int, OpenRequest] = {}
         self._streams: list[RouterStream] = []
         self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
+        metrics.arrived.set_function(lambda: self._arrivals.num_requests)
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -196,10 +183,11 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         await self._server.stop(grace_seconds)
         self._server = None
 
-    def deliver(self, frame: StepFrame) -> None:
+    def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
         self._arrivals.take(frame.load, frame.last_request_id)
         self._num_frames += 1
+        self._waits.take(frame, step_seconds)
         for delta in frame.deltas:
             request_id, choice = delta.key
             request = self._open.get(request_id)
@@ -284,6 +272,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
                 frame = wire.client_frame_from_wire(message)
             except ValueError as error:
                 return _StreamEnd(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._metrics.submits.inc(len(frame.submits))
             for submit in frame.submits:
                 self._submit(stream, submit)
             for abort in frame.aborts:
@@ -300,6 +289,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
                 return
             try:
                 await context.write(wire.server_frame_to_wire(stream.take()))
+                self._metrics.frames.inc()
             except grpc.aio.BaseError:
                 return  # the router has gone; gRPC cancels the whole call in a moment
 
@@ -319,6 +309,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             return
         stream.submitted()
         num_tokens = submit.num_expected_tokens or len(submit.token_ids)
+        self._waits.begin(request_id)
         self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
         choices = {request.key.choice for request in requests}
         trace = self._tracing.taken(submit, self._num_frames)
@@ -357,6 +348,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         request_id = stream.open_ids.get(abort.request_id)
         if request_id is None:
             return  # it has ended meanwhile
+        self._metrics.aborts.inc()
         request = self._open[request_id]
         choices = request.choices if abort.choice is None else request.choices & {abort.choice}
         for choice in list(choices):
@@ -386,6 +378,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         if not request.choices:
             self._end_announcement(request)
             request.trace.end(self._num_frames)
+            self._waits.end(request_id)
             self._arrivals.remove(request_id)
             del self._open[request_id]
             del request.stream.open_ids[request.wire_id]

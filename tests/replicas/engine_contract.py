@@ -163,6 +163,15 @@ class EngineContract(CrossUserContract):
         hit = run.generate(prompt, max_tokens=1)
         assert run.usage(hit) == PromptUsage(length, cached, full - cached)
 
+    def test_each_request_is_said_to_have_started_once_before_it_answers(self, run: Run) -> None:
+        keys = [run.add(prompt_of(run.engine, 30 * n, n), max_tokens=3) for n in range(1, 5)]
+        started: list[RequestKey] = []
+        while run.engine.has_work():
+            frame = run.step()
+            started += frame.started
+            assert {delta.key for delta in frame.deltas} <= set(started)
+        assert sorted(started) == keys
+
     def test_a_longer_prompt_hits_the_blocks_that_it_shares(self, run: Run) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 4 * block)

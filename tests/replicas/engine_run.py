@@ -70,7 +70,9 @@ class Run:
 
     def usage(self, key: RequestKey) -> PromptUsage:
         (usage,) = [delta.usage for delta in self.deltas[key] if delta.usage is not None]
-        assert 0 <= usage.num_cross_user_tokens <= usage.num_cached_tokens <= usage.num_prompt_tokens
+        assert min(usage.num_cross_user_tokens, usage.num_own_tokens) >= 0
+        assert usage.num_cross_user_tokens + usage.num_own_tokens <= usage.num_cached_tokens
+        assert 0 <= usage.num_slower_tier_tokens <= usage.num_cached_tokens <= usage.num_prompt_tokens
         return usage
 
     def finish_reason(self, key: RequestKey) -> FinishReason | None:

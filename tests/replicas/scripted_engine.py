@@ -82,6 +82,7 @@ class ScriptedEngine:
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("scripted failure")
         num_prefill = 0
+        started = [key for key, running in self._running.items() if running.num_done == 0]
         deltas = []
         for running in list(self._running.values()):
             if running.num_done == 0:
@@ -94,6 +95,7 @@ class ScriptedEngine:
             load=LoadSnapshot(num_running=len(self._running), num_total_blocks=self.card.num_blocks),
             num_prefill_tokens=num_prefill,
             num_decode_tokens=len(deltas) if not num_prefill else 0,
+            started=started,
         )
 
     def reset_prefix_cache(self) -> bool:

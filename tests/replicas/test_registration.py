@@ -6,7 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from replicas.metrics import ReplicaMetrics
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
@@ -33,6 +35,7 @@ class Lease:
         self._server = server
         self.num_beats = 0
         self.must_pause = False
+        self.metrics = ReplicaMetrics(CollectorRegistry())
         self.registration = Registration(
             redis,
             MODEL,
@@ -44,6 +47,7 @@ class Lease:
             heartbeat_seconds=0.02,
             set_ttl_seconds=10,
             on_lost=lambda lost: None,
+            metrics=self.metrics,
         )
 
     def _record(self) -> ReplicaRecord:
@@ -54,6 +58,10 @@ class Lease:
         return ReplicaRecord(
             REPLICA, Epoch("1-one"), "127.0.0.1:1", ReplicaState.READY, "digest", 0, LoadSnapshot()
         )
+
+
+def counted(lease: Lease, name: str) -> float:
+    return lease.metrics.registry.get_sample_value(name) or 0.0
 
 
 @asynccontextmanager
@@ -85,6 +93,8 @@ async def test_a_heartbeat_in_whose_middle_redis_hangs_is_given_up(
         num_beats = lease.num_beats
         while lease.num_beats < num_beats + 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        assert counted(lease, "replica_lease_failures_total") >= 1
+        assert counted(lease, "replica_lease_renewals_total") >= 2
         redis = connect(own_redis.url)
         assert await read_record(redis, MODEL, REPLICA) is not None
         await redis.aclose()

@@ -64,8 +64,8 @@ class Harness:
         self.drains = 0
         self.address = ""
         self.blocks = [BlockHash(bytes([n]) * 16) for n in range(5)]
-        metrics = ReplicaMetrics(CollectorRegistry())
-        self.bridge = FrameBridge(asyncio.get_running_loop(), lambda frame, _: self.server.deliver(frame))
+        self.metrics = metrics = ReplicaMetrics(CollectorRegistry())
+        self.bridge = FrameBridge(asyncio.get_running_loop(), lambda *frame: self.server.deliver(*frame))
         self.loop = EngineLoop(self.engine, self.bridge.put, lambda _: None)
         self.server = ReplicaServer(
             Identity(
@@ -82,6 +82,11 @@ class Harness:
 
     def _on_drain(self) -> None:
         self.drains += 1
+
+    def sample(self, name: str) -> float:
+        value = self.metrics.registry.get_sample_value(name)
+        assert value is not None, name
+        return value
 
     async def until_engine_is_empty(self) -> None:
         await until(lambda: not self.engine.has_work() and not self.server.num_requests)
@@ -152,6 +157,27 @@ async def test_deltas_that_wait_together_go_out_as_one_message(
         frame = await client.read()
     assert frame is not None
     assert {delta.key.request_id for delta in frame.deltas} == {1, 2, 3}
+
+
+async def test_what_routers_send_and_get_is_counted(client: RouterClient, harness: Harness) -> None:
+    harness.engine.gate.clear()
+    await client.send(submit(1, num_choices=2, max_tokens=10**6), submit(2, max_tokens=10**6))
+    await until(lambda: len(harness.engine.added) == 3)
+    assert harness.sample("replica_arrived_requests") == 3
+    await client.send(Abort(1, choice=0), Abort(99))
+    await until(lambda: harness.sample("replica_aborts_total") == 1)
+    harness.engine.gate.set()
+    await until(lambda: harness.sample("replica_ttft_seconds_count") == 2)
+    await client.send(Abort(1), Abort(2))
+    await harness.until_engine_is_empty()
+    await client.send(submit(3), submit(4, [1] * 10**4))  # the second is refused
+    await client.finish((3, 0), (4, 0))
+    assert harness.sample("replica_submits_total") == 4
+    assert harness.sample("replica_aborts_total") == 3
+    assert harness.sample("replica_arrived_requests") == 0
+    assert harness.sample("replica_frames_total") >= 2
+    assert harness.sample("replica_ttft_seconds_count") == 3
+    assert harness.sample("replica_queue_seconds_count") == 3
 
 
 async def test_an_idle_stream_hears_the_load_at_once_and_with_every_heartbeat(client: RouterClient) -> None:

@@ -304,6 +304,14 @@ class TestPreemption:
             assert tokens_of(deltas, request_id) == tokens_of(alone.run(), request_id)
         assert [delta.usage for delta in deltas if delta.usage] == [PromptUsage(20, 0, 20)] * 2
 
+    def test_a_preemption_is_counted_and_starts_nothing_anew(self) -> None:
+        crowd = self.crowded()
+        frames = []
+        while crowd.scheduler.has_work():
+            frames.append(crowd.step())
+        assert sum(frame.num_preemptions for frame in frames) >= 1
+        assert not any(frame.started for frame in frames)  # both ran already
+
     def test_a_prompt_that_runs_out_of_blocks_half_way_steps_back_itself(self) -> None:
         crowd = model(num_blocks=11, max_batched_tokens=8)
         add(crowd, 1, 15, max_tokens=20)
