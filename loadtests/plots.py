@@ -15,9 +15,9 @@ from itertools import pairwise
 
 Point = tuple[float, float]
 
-CHARACTER_WIDTH = 6.3
+CHARACTER_WIDTH = 7.2
 LINE_HEIGHT = 14.0
-"""Of a label, in units of the drawing."""
+"""Of a label, in units of the drawing: bold, in a wide face."""
 NUM_PLACES = 24
 """So many places along a line are tried for its label."""
 
@@ -205,10 +205,7 @@ def _shade(frame: Frame) -> list[str]:
     left, top = frame.place(frame.x.low, frame.y.high)
     right, bottom = frame.place(frame.shaded_until, frame.y.low)
     size = f'width="{_n(right - left)}" height="{_n(bottom - top)}"'
-    parts = [f'<rect class="warmup" x="{_n(left)}" y="{_n(top)}" {size}/>']
-    if right - left > 8 * CHARACTER_WIDTH:
-        parts.append(f'<text class="note" x="{_n(left + 4)}" y="{_n(top + 11)}">warm-up</text>')
-    return parts
+    return [f'<rect class="warmup" x="{_n(left)}" y="{_n(top)}" {size}/>']
 
 
 def _axes(frame: Frame) -> list[str]:

@@ -109,7 +109,7 @@ def _goodput(run_set: RunSet) -> str:
         Line(_class_of(number, run_set), tuple((_middle(each), each.goodput) for each in found), variant.name)
         for number, (variant, found) in enumerate(zip(run_set.variants, bins, strict=True))
     ]
-    explanation = "By when they ended"
+    explanation = "By when they ended" + _shade_note(run_set)
     return _figure(
         "Good answers per second over time",
         explanation,
@@ -129,6 +129,10 @@ def _middle(time_bin: TimeBin) -> float:
 
 def _warmup(run_set: RunSet) -> float:
     return max(run.run.info.warmup_seconds for variant in run_set.variants for run in variant.runs)
+
+
+def _shade_note(run_set: RunSet) -> str:
+    return "; shaded: warm-up" if _warmup(run_set) else ""
 
 
 def _hits(run_set: RunSet) -> list[str]:
@@ -155,7 +159,8 @@ def _hits(run_set: RunSet) -> list[str]:
         edges = [*(each.start_seconds for each in found), _end(found[-1])]
         drawing = stacked_plot(frame, edges, layers, has_labels=True)
         title = f"Token hit rate over time: {variant.name}"
-        figures.append(_figure(title, "By whose request computed the blocks", shown, drawing, lines=False))
+        explanation = "By whose request computed the blocks" + _shade_note(run_set)
+        figures.append(_figure(title, explanation, shown, drawing, lines=False))
     return figures
 
 

@@ -64,9 +64,11 @@ class Reconciled:
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
+    """Of the requests whose usage is not known: what became of them, and the length of their prompts."""
+
     sums: tuple[Reconciled, ...]
-    errors: dict[str, int]
-    """Of the requests whose usage is not known, by what became of them."""
+    silent: dict[str, int]
+    num_silent_prompt_tokens: int
 
     @property
     def verdict(self) -> str:
@@ -76,14 +78,20 @@ class Reconciliation:
             return "Requests and engines count the same, to the token."
         amounts = ", ".join(f"{each.difference:+d} {each.what} tokens" for each in differing)
         text = f"The engines' counters differ from the sums over the requests by {amounts}"
-        if not self.errors:
+        if not self.silent:
             return text + ", and every request said what it used: the records do not explain it."
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.errors.items())
-        if all(each.difference > 0 for each in differing):
-            return text + f", because these ended without saying what they used: {kinds}."
-        return (
-            text + f"; these ended without saying what they used: {kinds}, which explains no lower counter."
-        )
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.silent.items())
+        if any(each.difference < 0 for each in differing):
+            return (
+                text
+                + f"; these ended without saying what they used: {kinds}, which explains no lower counter."
+            )
+        if max(each.difference for each in differing) > self.num_silent_prompt_tokens:
+            most = self.num_silent_prompt_tokens
+            return (
+                text + f"; these ended without saying what they used: {kinds}, and had {most} prompt tokens."
+            )
+        return text + f", because these ended without saying what they used: {kinds}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +223,7 @@ def _reconciliation(records: Sequence[RequestRecord], totals: EngineTotals | Non
     if totals is None:
         return None
     measured = [record for record in records if record.num_cached_tokens is not None]
-    silent = Counter(record.error or "answered" for record in records if record.num_cached_tokens is None)
+    silent = [record for record in records if record.num_cached_tokens is None]
     return Reconciliation(
         sums=(
             Reconciled("prompt", sum(each.num_input_tokens for each in measured), totals.num_prompt_tokens),
@@ -228,5 +236,6 @@ def _reconciliation(records: Sequence[RequestRecord], totals: EngineTotals | Non
                 totals.num_cross_user_tokens,
             ),
         ),
-        errors=dict(silent.most_common()),
+        silent=dict(Counter(record.error or "answered" for record in silent).most_common()),
+        num_silent_prompt_tokens=sum(record.num_input_tokens for record in silent),
     )

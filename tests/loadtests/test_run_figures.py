@@ -148,6 +148,8 @@ def test_a_difference_is_said_to_the_token_and_with_what_explains_it() -> None:
     explained = said((whole, lost), more)
     assert "+100 prompt tokens, +48 cached tokens, because" in explained
     assert explained.endswith("used: 1 timed out.")
+    too_much = replace(more, num_prompt_tokens=totals.num_prompt_tokens + 101)
+    assert said((whole, lost), too_much).endswith("1 timed out, and had 100 prompt tokens.")
     assert "the records do not explain it" in said((whole,), more)
     assert "-1 prompt tokens" in said((whole, lost), less)
     assert "explains no lower counter" in said((whole, lost), less)
