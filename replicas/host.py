@@ -68,6 +68,7 @@ class ReplicaHost:
         self._supervisor: asyncio.Task[None] | None = None
         self._parts: _Parts | None = None
         self.metrics_port: int | None = None
+        """Of its Prometheus endpoint, if it has one."""
 
     @property
     def state(self) -> ReplicaState:
@@ -78,6 +79,11 @@ class ReplicaHost:
         """Where routers reach it: host:port. Known once it has started."""
         assert self._address is not None, "the replica has not started"
         return self._address
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where its metrics are: host:port."""
+        return None if self.metrics_port is None else _address(self._config.host, self.metrics_port)
 
     async def start(self) -> None:
         """Return when routers may come. Raises StartupError, CheckpointError or SettingsError.
@@ -187,7 +193,7 @@ class ReplicaHost:
             port = await parts.server.start(config.host, config.port)
         except OSError as error:
             raise StartupError(f"cannot listen: {error}") from error
-        self._address = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
+        self._address = _address(config.host, port)
         parts.engine_loop.start()
 
     async def _become_ready(self, parts: "_Parts") -> None:
@@ -281,6 +287,7 @@ class _Parts:
             max_open_requests=config.max_running + config.max_waiting,
             tracing=tracing,
         )
+        self.metrics.dropped_spans.read = lambda: tracing.num_dropped
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -323,6 +330,10 @@ def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
         epoch=epoch,
         model=model,
     )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _connect(url: str) -> "Redis":

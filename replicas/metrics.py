@@ -4,10 +4,12 @@ Owns the names and the HTTP port. Knows nothing of where the numbers come from b
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import StepFrame
@@ -19,6 +21,18 @@ WAIT_SECONDS_BUCKETS = (
 """Bounds that the router's `router_ttft_seconds` has too, so that the two can be laid upon each other."""
 
 STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class DroppedSpans(Collector):
+    """Reads a number that another thread counts."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], int] = lambda: 0
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "replica_dropped_spans", "Spans that no trace collector took", value=self.read()
+        )
 
 
 class ReplicaMetrics:
@@ -90,6 +104,8 @@ class ReplicaMetrics:
             "replica_aborts_total", "Aborts of requests that had not ended yet", registry=registry
         )
         self.frames = Counter("replica_frames_total", "Frames sent to routers", registry=registry)
+        self.dropped_spans = DroppedSpans()
+        registry.register(self.dropped_spans)
         self.arrived = Gauge(
             "replica_arrived_requests",
             "Requests that have come and that the engine has not counted yet",

@@ -187,6 +187,9 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
         self._arrivals.take(frame.load, frame.last_request_id)
         self._num_frames += 1
+        for request_id, _ in frame.started:
+            if (begun := self._open.get(request_id)) is not None:
+                begun.trace.started(self._num_frames, step_seconds)
         self._waits.take(frame, step_seconds)
         for delta in frame.deltas:
             request_id, choice = delta.key
