@@ -1,6 +1,6 @@
 """A report as text for a terminal. Owns the wording and the units."""
 
-from loadtests.report import Distribution, Imbalance, Report, Slo
+from loadtests.report import Distribution, Imbalance, Origins, Report, Slo
 from loadtests.workloads import IdealHits
 
 
@@ -12,8 +12,10 @@ def render(report: Report, ideal: IdealHits | None = None) -> str:
         ("requests", f"{report.num_requests} in {report.duration_seconds:.1f} s, {_errors(report)}"),
         ("token hit rate", _hit_rate(report.token_hit_rate, ideal_hit_rate)),
         ("cross-user hit rate", _hit_rate(report.cross_user_hit_rate, ideal_cross_user)),
+        ("hits by origin", _origins(report.origins)),
         ("TTFT", _times(report.ttft)),
         ("TPOT", _times(report.tpot)),
+        ("ITL", _times(report.itl)),
         ("E2E", _times(report.e2e)),
         (
             "goodput",
@@ -41,6 +43,16 @@ def _hit_rate(rate: float | None, ideal: float | None) -> str:
     if not ideal:
         return f"{rate:.1%} of prompt tokens"
     return f"{rate:.1%} of prompt tokens, {rate / ideal:.1%} of the ideal {ideal:.1%}"
+
+
+def _origins(origins: Origins) -> str:
+    named = (
+        ("own", origins.num_own_tokens),
+        ("other users'", origins.num_cross_user_tokens),
+        ("other tenants'", origins.num_other_tenant_tokens),
+        ("writer unknown", origins.num_unattributed_tokens),
+    )
+    return ", ".join(f"{name} {origins.share(tokens):.1%}" for name, tokens in named if origins.share(tokens))
 
 
 def _times(times: Distribution | None) -> str:

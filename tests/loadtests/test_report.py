@@ -156,3 +156,17 @@ def test_the_table_gives_hits_as_a_share_of_the_ideal() -> None:
 def test_a_report_can_be_written_as_json() -> None:
     report = make_report([answered(), failed("timed out")])
     assert json.loads(json.dumps(report.as_json()))["errors"] == {"timed out": 1}
+
+
+def test_the_table_splits_hits_by_who_had_computed_them() -> None:
+    def line(*records: RequestRecord) -> list[str]:
+        return [
+            each for each in render(make_report(records)).splitlines() if each.startswith("hits by origin")
+        ]
+
+    assert line(answered()) == ["hits by origin      own 30.0%, other users' 10.0%"]
+    assert line(answered(num_cross_user_tokens=None)) == ["hits by origin      writer unknown 40.0%"]
+    assert line(answered(num_other_tenant_tokens=5)) == [
+        "hits by origin      own 30.0%, other users' 5.0%, other tenants' 5.0%"
+    ]
+    assert line(answered(num_cached_tokens=0, num_cross_user_tokens=0)) == []
