@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from replicas.protocol.settings import build
 from router.api.context import ApiContext
+from router.api.live import Fleet
 from router.app import create_app
 from router.config import RouterConfig
 from router.http_protocol import protocol_with_deadline
@@ -47,7 +48,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def http_server(**settings: object) -> AsyncIterator[HttpServer]:
+async def http_server(fleet: Fleet | None = None, **settings: object) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
     context = ApiContext(
         config=build(RouterConfig, settings),
@@ -57,7 +58,7 @@ async def http_server(**settings: object) -> AsyncIterator[HttpServer]:
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
     )
-    async with listening(create_app(context), context.config) as port:
+    async with listening(create_app(context, fleet), context.config) as port:
         yield HttpServer(port, context, dispatcher)
 
 
