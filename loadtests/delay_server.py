@@ -34,18 +34,32 @@ class DelayServer:
     ttft_seconds: list[float] = field(default_factory=list)
     """From the request's last byte until its first token was written."""
     itl_seconds: list[float] = field(default_factory=list)
+    most_in_flight: int = 0
+    stop: Callable[[], None] = lambda: None
+    """While it runs: no connection from now on, and none of those that there are."""
+    _num_in_flight: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while not writer.is_closing():
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-                if head.startswith("get "):
-                    await self._models(writer)
-                    continue
-                length = int(head.split("content-length: ")[1].split("\r\n")[0])
-                body = json.loads(await reader.readexactly(length))
-                await self._answer(body, writer)
-        writer.close()
+        """One connection."""
+        try:
+            with contextlib.suppress(EOFError, OSError, asyncio.CancelledError):
+                while not writer.is_closing():
+                    await self._exchange(reader, writer)
+        finally:
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        if head.startswith("get "):
+            return await self._models(writer)
+        length = int(head.split("content-length: ")[1].split("\r\n")[0])
+        body = json.loads(await reader.readexactly(length))
+        self._num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+        try:
+            await self._answer(body, writer)
+        finally:
+            self._num_in_flight -= 1
 
     async def _models(self, writer: asyncio.StreamWriter) -> None:
         content = json.dumps({"data": [{"id": MODEL, "max_model_len": 8192}]}).encode()
@@ -99,6 +113,7 @@ def running(server: DelayServer) -> Iterator[DelayServer]:
     async def serve() -> None:
         listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
         server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        server.stop = stop
         started.set()
         await ended.wait()
         listener.close()
@@ -106,6 +121,11 @@ def running(server: DelayServer) -> Iterator[DelayServer]:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # transports close a step later
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            loop.call_soon_threadsafe(ended.set)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
@@ -113,7 +133,7 @@ def running(server: DelayServer) -> Iterator[DelayServer]:
     try:
         yield server
     finally:
-        loop.call_soon_threadsafe(ended.set)
+        stop()
         thread.join()
         loop.close()
 

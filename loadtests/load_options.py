@@ -111,11 +111,9 @@ class LoadOptions:
         given: dict[str, Any] = {}
         for setting in self.parameters.replace(",", " ").split():
             name, equals, text = setting.partition("=")
-            if not equals or name not in known or name in ("seed", "qps", "duration_seconds"):
-                names = ", ".join(each for each in known if each not in ("seed", "qps", "duration_seconds"))
-                raise OptionsError(
-                    f"--set takes NAME=VALUE of {self.workload}, not {setting}; it has {names}."
-                )
+            if not equals or name not in known or name in HAVE_OPTIONS:
+                names = ", ".join(each for each in known if each not in HAVE_OPTIONS)
+                raise OptionsError(f"--set takes NAME=VALUE, not {setting}; {self.workload} has {names}.")
             try:
                 given[name] = type(known[name].default)(text)
             except ValueError as error:

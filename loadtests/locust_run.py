@@ -18,7 +18,7 @@ LOCUSTFILE = Path(__file__).resolve().parent / "locustfile.py"
 
 
 class LoadTestFailed(Exception):
-    """Locust wrote no run file; the message is the end of what it said."""
+    """No run file was written; the message says why, as far as Locust did."""
 
 
 def run_headless(
@@ -74,7 +74,7 @@ def run_headless(
             _end(child)
             raise
     if not output.is_file():
-        raise LoadTestFailed("\n".join(lines[-20:]))
+        raise LoadTestFailed(_reason(lines))
     return read_run(output)
 
 
@@ -113,3 +113,9 @@ def headless_command(
         is_parameter = name in parameters and name != "qps"
         command.append(f"--set={name}={value}" if is_parameter else f"--{name}={value}")
     return command
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The errors in Locust's log; without any, the end of all that it said."""
+    errors = [line.partition("/ERROR/")[2].partition(": ")[2] for line in lines if "/ERROR/" in line]
+    return "\n".join(errors or lines[-20:])

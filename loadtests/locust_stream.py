@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import gevent
@@ -57,7 +58,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -75,7 +76,7 @@ class _Event(msgspec.Struct):
     id: str | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
