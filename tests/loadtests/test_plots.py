@@ -85,6 +85,8 @@ def test_an_ecdf_says_how_many_samples_were_at_most_that(seed: int) -> None:
         low, high = (sum(sample <= each for sample in samples) / len(samples) for each in near)
         assert low - 0.01 <= y <= high + 0.01
     assert ecdf([], room) == ()
+    alike = [samples[0]] * 9 + [samples[0] * 1.0001]
+    assert [y for _, y in ecdf(alike, room)][-1] == 1.0, "samples in one place count all"
 
 
 def test_a_line_goes_through_its_points() -> None:
@@ -134,6 +136,13 @@ def test_a_label_without_room_is_left_to_the_legend() -> None:
     crowd = [Line(f"v{number}", ((0.0, number), (10.0, number)), "long " * 30) for number in range(3)]
     drawing = ET.fromstring(line_plot(frame(), crowd))
     assert not [text for text in drawing.iter("text") if "label" in text.get("class", "")]
+
+
+def test_no_label_lies_on_another_line() -> None:
+    lines = [Line(f"v{y}", ((0.0, y), (10.0, y)), "a name") for y in range(11)]
+    drawing = ET.fromstring(line_plot(frame(), lines))
+    labels = [text.get("class", "") for text in drawing.iter("text") if "label" in text.get("class", "")]
+    assert labels == [], "between any two of them is less room than a label takes"
 
 
 def test_the_warm_up_is_shaded_to_its_end_and_no_further_than_the_plot() -> None:

@@ -86,6 +86,9 @@ def test_the_page_holds_every_run_and_every_figure(runs: list[tuple[str, Run]]) 
     for run_set in sets:
         assert any(verdict(run_set) in text for text in found.texts)
         for variant in run_set.variants:
+            for named in variant.runs:
+                assert named.figures.reconciliation is not None
+                assert named.figures.reconciliation.verdict in found.texts
             for figure in FIGURES:
                 if (spread := variant.spread(figure)) is not None:
                     assert in_units(spread.median, figure.unit) in found.texts, figure.label
