@@ -68,6 +68,7 @@ class ScriptedDispatcher:
         self.aborted: list[int] = []
         self.num_open = 0
         self.has_started = asyncio.Event()
+        self.is_silent = False
 
     def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> "ScriptedRun":
         self.generations.append(generation)
@@ -111,6 +112,7 @@ class ScriptedRun:
         if isinstance(step, Exception):
             raise step
         if isinstance(step, str):
+            self._dispatcher.is_silent = True
             await asyncio.Event().wait()
         return [delta for delta in step if delta.key.choice not in self._aborted]
 
