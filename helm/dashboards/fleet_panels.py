@@ -190,15 +190,19 @@ LIVES = (
         ),
     ),
     Panel(
-        title="Controller",
-        description="How long a look at the fleet takes, and how many failed. Errors here stop repairs, not "
-        "serving.",
-        unit="s",
+        title="What Ray gives",
+        description="Machines that are alive, and replicas that Ray would not even make: see whether the "
+        "machines have the CPUs and GPUs that a replica asks for.",
         queries=(
-            Query(quantile(0.9, "fleet_reconcile_seconds", "FLEET"), "p90"),
-            Query(events("fleet_reconcile_errors_total", "FLEET"), "errors"),
-            Query("sum(fleet_ray_nodes{FLEET})", "Ray nodes"),
+            Query("sum(fleet_ray_nodes{FLEET})", "nodes"),
+            Query(events("fleet_reconcile_errors_total", "FLEET"), "not made"),
         ),
+    ),
+    Panel(
+        title="The controller's look at the fleet, p90",
+        description="Observing, planning, setting about it. Slow looks delay repairs, not requests.",
+        unit="s",
+        queries=(Query(quantile(0.9, "fleet_reconcile_seconds", "FLEET"), "p90"),),
     ),
 )
 

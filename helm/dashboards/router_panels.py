@@ -190,6 +190,15 @@ ITSELF = (
         ),
     ),
     Panel(
+        title="Spans dropped",
+        description="Spans that no trace collector took: see whether otlp_endpoint answers. Requests do not "
+        "wait for it.",
+        queries=(
+            Query(events("router_dropped_spans_total", "ROUTER", "router"), "{{router}}"),
+            Query("sum(increase(replica_dropped_spans_total{FLEET}[$__rate_interval]))", "all replicas"),
+        ),
+    ),
+    Panel(
         title="Token cache, memory",
         description="Bounded by tokenizer_cache_bytes, for each model and router.",
         unit="bytes",
