@@ -40,6 +40,7 @@ class ReplicaReport:
     pid: int
     address: str
     epoch: Epoch
+    metrics_address: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class ReplicaActor:
 
     def __init__(self, config: ReplicaConfig, log_directory: str | None) -> None:
         # Here, since the controller and `kvasir up` import this file too, and need none of all that.
+        import replicas.protocol.lean_redis  # noqa: F401
         from replicas.host import ReplicaHost
 
         file = None if log_directory is None else Path(log_directory) / f"{config.replica_id}.log"
@@ -76,7 +78,8 @@ class ReplicaActor:
         except Exception as error:
             logger.exception("the replica did not start")
             return StartFailure(str(error) or repr(error))
-        return ReplicaReport(os.getpid(), self._host.address, self._host.epoch)
+        host = self._host
+        return ReplicaReport(os.getpid(), host.address, host.epoch, host.metrics_address)
 
     async def run_until_dead(self) -> str:
         """Pending while the replica lives: the controller's sentinel. Ends with what killed the engine."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import uvloop
 
+import replicas.protocol.lean_redis  # noqa: F401
 from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
 from replicas.errors import ReplicaError, StartupError
 from replicas.host import ReplicaHost

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import uvicorn
 import uvloop
 
+import replicas.protocol.lean_redis  # noqa: F401
 from replicas.protocol.logs import set_up_logs
 from replicas.protocol.settings import SettingsError, load_settings
 from router.assembly import Router
