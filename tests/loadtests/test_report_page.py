@@ -39,6 +39,7 @@ POOR = {
     "no usage": (SILENT,) * 3,
     "one request": (SILENT,),
     "no time": (INSTANT,),
+    "answered at once": (replace(INSTANT, arrival_seconds=9.0),),
     "warm-up only": (replace(SILENT, arrival_seconds=1.0),),
 }
 

@@ -106,6 +106,7 @@ BAD = {
     ),
     "missing column": changed(records={"columns": ["arrival_seconds"], "rows": [[1]]}),
     "short row": changed(records={"columns": ["arrival_seconds", "num_input_tokens"], "rows": [[1]]}),
+    "long row": changed(records={"columns": ["arrival_seconds", "num_input_tokens"], "rows": [[1, 2, 3]]}),
     "a text for a number": changed(
         records={"columns": ["arrival_seconds", "num_input_tokens"], "rows": [[1, "2"]]}
     ),
