@@ -86,7 +86,8 @@ class PoolSpec:
 class FleetSpec:
     """All replicas that should exist. `log_directory` is for fleets on one machine; none means stderr.
 
-    `log_format` is the controller's; replicas have their own.
+    `log_format` is the controller's; replicas have their own. So are `metrics_host` and `metrics_port`, where
+    it serves /metrics: port 0 takes a free one, None is no endpoint.
     """
 
     pools: tuple[PoolSpec, ...]
@@ -94,6 +95,8 @@ class FleetSpec:
     drain_seconds: float = 60.0
     log_directory: str | None = None
     log_format: str = "text"
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]

@@ -13,16 +13,22 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ray
+from prometheus_client import CollectorRegistry
 from ray.exceptions import RayError
 
 from cluster import actors
 from cluster.actors import ReplicaHandle, ReplicaReport, StartFailure
 from cluster.config import FleetSpec, PoolSpec
+from cluster.metrics import FleetMetrics, pool_name
 from cluster.plan import Action, ActionKind, ObservedReplica, count_early_deaths, plan
+from replicas.metrics import metrics_endpoint
 from replicas.protocol.logs import set_up_logs
 from replicas.protocol.status import ReplicaId, ReplicaState, advance
 
 NUM_NOTES_KEPT = 200
+NODES_SECONDS = 15.0
+"""Time between looks at the machines that Ray has."""
 STOP_SECONDS = 3.0
 """How long a replica may take to say goodbye before it is killed."""
 
@@ -48,6 +54,7 @@ class FleetView:
     version: int
     replicas: tuple[ReplicaView, ...]
     notes: tuple[str, ...]
+    metrics_address: str | None
 
 
 @dataclass(slots=True)
@@ -89,18 +96,45 @@ class FleetController:
         self._notes: deque[tuple[int, str]] = deque(maxlen=NUM_NOTES_KEPT)
         self._version = 0
         self._changed = asyncio.Condition()
+        self._metrics = FleetMetrics(CollectorRegistry())
+        self._metrics_address: str | None = None
 
     async def run(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._serve_metrics(stack)
+            await self._run()
+
+    async def _serve_metrics(self, stack: contextlib.AsyncExitStack) -> None:
+        self._metrics.see(self._spec, ())
+        host, port = self._spec.metrics_host, self._spec.metrics_port
+        if port is not None:
+            bound = await stack.enter_async_context(metrics_endpoint(self._metrics.registry, host, port))
+            self._metrics_address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        counting = asyncio.create_task(self._count_nodes())
+        stack.callback(counting.cancel)
+
+    async def _count_nodes(self) -> None:
+        while True:
+            try:
+                nodes = await asyncio.to_thread(ray.nodes)
+            except RayError:
+                logger.warning("Ray does not say which machines it has", exc_info=True)
+            else:
+                self._metrics.ray_nodes.set(sum(bool(node["Alive"]) for node in nodes))
+            await asyncio.sleep(NODES_SECONDS)
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for replica_id, actor in (await asyncio.to_thread(actors.find)).items():
                 await self._note(f"found {replica_id}, which runs already")
                 self._adopt(Member(replica_id, actor=actor), None, tasks)
             while not self._stopping:
                 self._wake.clear()
-                observed = tuple(member.observed() for member in self._members.values())
-                decided = plan(self._spec, observed, time.monotonic())
-                for action in decided.actions:
-                    await self._execute(action, tasks)
+                with self._metrics.reconcile_seconds.time():
+                    observed = tuple(member.observed() for member in self._members.values())
+                    decided = plan(self._spec, observed, time.monotonic())
+                    for action in decided.actions:
+                        await self._execute(action, tasks)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(decided.wake_in_seconds):
                         await self._wake.wait()
@@ -112,6 +146,7 @@ class FleetController:
         """From now on, keep the fleet as `spec` says."""
         self._spec = spec
         self._wake.set()
+        self._see()
 
     async def view(self, seen_version: int | None = None) -> FleetView:
         """The fleet, as soon as it is newer than `seen_version`; None takes it as it is."""
@@ -120,7 +155,7 @@ class FleetController:
             await self._changed.wait_for(lambda: self._version > seen)
             notes = tuple(note for version, note in self._notes if version > seen)
             replicas = tuple(self._members[name].view() for name in sorted(self._members))
-            return FleetView(self._version, replicas, notes)
+            return FleetView(self._version, replicas, notes, self._metrics_address)
 
     async def stop_fleet(self) -> None:
         """End every replica, politely but soon, and start none again. `run` ends with the last."""
@@ -141,6 +176,10 @@ class FleetController:
             case ActionKind.START | ActionKind.REPLACE:
                 fresh = Member(action.replica_id, member.num_early_deaths if member else 0)
                 self._adopt(fresh, self._spec.pool_of(action.replica_id), tasks)
+                pool = pool_name(self._spec, action.replica_id)
+                self._metrics.starts.labels(pool).inc()
+                if action.kind is ActionKind.REPLACE:
+                    self._metrics.restarts.labels(pool).inc()
             case ActionKind.DRAIN:
                 assert member is not None
                 member.move(ReplicaState.DRAINING)
@@ -157,22 +196,34 @@ class FleetController:
 
     async def _live(self, member: Member, pool: PoolSpec | None) -> None:
         """From the creation of its actor, unless it has one already, to its end, whatever the end is."""
+        actor = member.actor
+        is_new = actor is None
         try:
-            if member.actor is None:
+            if actor is None:
                 assert pool is not None, "only replicas of a pool are started"
-                member.actor = await actors.launch(pool, member.replica_id, self._spec.log_directory)
-            outcome = await member.actor.start.remote()
+                actor = member.actor = await self._launch(pool, member.replica_id)
+            outcome = await actor.start.remote()
             if isinstance(outcome, StartFailure):
                 member.refused_to_start, cause = True, outcome.sentence
             else:
                 member.report = outcome
+                if is_new:
+                    assert pool is not None
+                    self._metrics.start_seconds.labels(pool.name).observe(time.monotonic() - member.since)
                 member.move(ReplicaState.READY)
                 await self._note(f"{member.replica_id} is ready at {outcome.address}, epoch {outcome.epoch}")
-                cause = await member.actor.run_until_dead.remote()
+                cause = await actor.run_until_dead.remote()
         except (RayError, ValueError) as error:  # ValueError: its name in Ray is still taken
             logger.info("%s: %s", member.replica_id, error, extra={"replica": member.replica_id})
             cause = "its process ended" if isinstance(error, RayError) else str(error)
         await self._bury(member, cause)
+
+    async def _launch(self, pool: PoolSpec, replica_id: ReplicaId) -> ReplicaHandle:
+        try:
+            return await actors.launch(pool, replica_id, self._spec.log_directory)
+        except (RayError, ValueError):
+            self._metrics.reconcile_errors.inc()
+            raise
 
     async def _bury(self, member: Member, cause: str) -> None:
         await asyncio.to_thread(actors.remove, member.replica_id, member.actor)
@@ -182,6 +233,7 @@ class FleetController:
             served = time.monotonic() - member.since if member.state is ReplicaState.READY else None
             member.num_early_deaths = count_early_deaths(member.num_early_deaths, served, self._spec.backoff)
             member.cause = cause
+            self._metrics.failures.labels(pool_name(self._spec, member.replica_id)).inc()
         member.move(ReplicaState.STOPPED)
         self._wake.set()
         await self._note(f"{member.replica_id} has ended" + (f": {member.cause}" if member.cause else ""))
@@ -202,8 +254,13 @@ class FleetController:
                 await member.actor.stop.remote()
         await asyncio.to_thread(actors.remove, member.replica_id, member.actor)
 
+    def _see(self) -> None:
+        members = self._members.values()
+        self._metrics.see(self._spec, ((member.replica_id, member.state) for member in members))
+
     async def _note(self, text: str) -> None:
         logger.info("%s", text)
+        self._see()
         async with self._changed:
             self._version += 1
             self._notes.append((self._version, text))

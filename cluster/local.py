@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec
 from cluster.controller import FleetView
@@ -25,6 +26,7 @@ from cluster.processes import Service, kill_marked
 from cluster.ray_head import RayHead, start_ray, stop_ray
 from cluster.redis_server import PrivateRedis
 from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
+from cluster.scrape_targets import scrape_targets
 from replicas.config import ReplicaConfig
 
 ROUTER_START_SECONDS = 60.0
@@ -137,13 +139,20 @@ class LocalCluster:
         wants_gpu = config.engine in ("torch", "vllm") and config.device != "cpu"
         pool = PoolSpec(
             num_replicas,
-            replica=replace(config, redis_url=redis_url),
+            replica=replace(
+                config,
+                redis_url=redis_url,
+                metrics_port=0 if config.metrics_port is None else config.metrics_port,
+            ),
             num_cpus=0.01,
             num_gpus=_gpu_share(head.num_gpus, num_replicas) if wants_gpu else 0.0,
             num_threads=max(1, len(os.sched_getaffinity(0)) // num_replicas),
         )
         return FleetSpec(
-            (pool,), log_directory=str(self._directory.logs), log_format=self._options.replica.log_format
+            (pool,),
+            log_directory=str(self._directory.logs),
+            log_format=self._options.replica.log_format,
+            metrics_port=0,
         )
 
     async def _wait_ready(self, watch: FleetWatch, router: Service, router_url: str) -> None:
@@ -155,7 +164,7 @@ class LocalCluster:
             stage.append(f"{router_url} (pid {router.pid})")
         assert self._state is not None
         self._write(replace(self._state, ready=True))
-        self._say(summary(self._state, models[0]))
+        self._say(summary(self._state, models[0], self._directory.targets_file))
 
     def _on_view(self, view: FleetView) -> None:
         assert self._state is not None
@@ -166,17 +175,19 @@ class LocalCluster:
                 pid=replica.report.pid if replica.report else None,
                 address=replica.report.address if replica.report else None,
                 epoch=replica.report.epoch if replica.report else None,
+                metrics_address=replica.report.metrics_address if replica.report else None,
             )
             for replica in view.replicas
         ]
         if self._state.ready:
             for note in view.notes:
                 self._say(f"fleet     {note}")
-        self._write(replace(self._state, replicas=tuple(entries)))
+        self._write(replace(self._state, replicas=tuple(entries), controller_metrics=view.metrics_address))
 
     def _write(self, state: ClusterState) -> None:
         self._state = state
         self._directory.write_state(state)
+        self._directory.write_targets(scrape_targets(state))
 
     async def _keep(self, service: Service) -> None:
         backoff = BackoffSpec()
@@ -274,7 +285,7 @@ def _models(url: str) -> list[str]:
         return []
 
 
-def summary(state: ClusterState, model: str) -> str:
+def summary(state: ClusterState, model: str, targets_file: Path) -> str:
     """What runs where, and three lines to try."""
     lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
     lines += [
@@ -285,6 +296,7 @@ def summary(state: ClusterState, model: str) -> str:
         f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
         for entry in state.replicas
     ]
+    lines += [f"metrics    {state.router_url}/metrics; for Prometheus (file_sd): {targets_file}"]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     url = f"{state.router_url}/v1"
     lines += [

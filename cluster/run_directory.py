@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class ReplicaEntry:
     pid: int | None
     address: str | None
     epoch: str | None
+    metrics_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class ClusterState:
     block_size: int
     ready: bool
     replicas: tuple[ReplicaEntry, ...] = ()
+    controller_metrics: str | None = None
 
 
 class RunDirectory:
@@ -59,6 +61,11 @@ class RunDirectory:
     @property
     def secret_file(self) -> Path:
         return self.path / "secret"
+
+    @property
+    def targets_file(self) -> Path:
+        """For Prometheus: where metrics are."""
+        return self.path / "prometheus_targets.json"
 
     @property
     def _state_file(self) -> Path:
@@ -104,9 +111,10 @@ class RunDirectory:
             file.write(secrets.token_hex(32) + "\n")
 
     def write_state(self, state: ClusterState) -> None:
-        fresh = self._state_file.with_suffix(".new")
-        fresh.write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
-        fresh.replace(self._state_file)
+        _replace(self._state_file, dataclasses.asdict(state))
+
+    def write_targets(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        _replace(self.targets_file, groups)
 
     def read_state(self) -> ClusterState | None:
         """None if there is none, or none that this version can read."""
@@ -118,7 +126,15 @@ class RunDirectory:
     def forget(self) -> None:
         """Remove what speaks of a running cluster. Logs stay."""
         self._state_file.unlink(missing_ok=True)
+        self.targets_file.unlink(missing_ok=True)
         self.secret_file.unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: Any) -> None:
+    """Whoever reads it finds the old content or the new."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(content, indent=2) + "\n")
+    fresh.replace(path)
 
 
 def _lock_within(descriptor: int, seconds: float) -> bool:

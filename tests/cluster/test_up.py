@@ -1,5 +1,6 @@
 """A local cluster as a whole: real Ray, real Redis, real router, simulated engines."""
 
+import json
 import os
 import signal
 import socket
@@ -54,6 +55,35 @@ def test_a_request_goes_to_a_replica(running: KvasirCommand) -> None:
     response = complete(running)
     assert response.status_code == 200, response.text
     assert response.headers["x-kvasir-replica"] in epochs(running)
+
+
+def scraped(command: KvasirCommand) -> dict[str, str]:
+    """Every target's metrics, by its job and replica."""
+    groups = json.loads(command.directory.targets_file.read_text())
+    return {
+        group["labels"]["job"] + group["labels"].get("replica", ""): httpx.get(
+            f"http://{target}/metrics", trust_env=False
+        ).text
+        for group in groups
+        for target in group["targets"]
+    }
+
+
+def test_one_file_says_where_everybodys_metrics_are(running: KvasirCommand) -> None:
+    assert str(running.directory.targets_file) in output(running)
+    found = scraped(running)
+    assert set(found) == {
+        *("kvasir-router", "kvasir-controller"),
+        *("kvasir-replicareplica-0", "kvasir-replicareplica-1"),
+    }
+    assert 'router_replica_requests{replica="replica-1"} 0.0' in found["kvasir-router"]
+    assert "replica_lease_renewals_total" in found["kvasir-replicareplica-1"]
+    controller = found["kvasir-controller"]
+    assert 'fleet_replicas{pool="replica",state="ready"} 2.0' in controller
+    assert 'fleet_replicas_desired{pool="replica"} 2.0' in controller
+    assert 'fleet_replica_starts_total{pool="replica"} 2.0' in controller
+    assert 'fleet_replica_start_seconds_count{pool="replica"} 2.0' in controller
+    assert "fleet_ray_nodes 1.0" in controller
 
 
 def test_status_shows_every_replica_with_its_blocks(running: KvasirCommand) -> None:

@@ -1,0 +1,77 @@
+"""FleetMetrics: what the fleet controller tells Prometheus.
+
+Owns the names. Pools come from the spec, states from the state table, so there are few labels. Knows
+nothing of Ray, nor of how replicas are kept alive.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from cluster.config import FleetSpec
+from replicas.protocol.status import ReplicaId, ReplicaState
+
+START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
+
+RECONCILE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+
+class FleetMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        pool = ["pool"]
+        self._replicas = Gauge("fleet_replicas", "Replicas by state", ["pool", "state"], registry=registry)
+        self._desired = Gauge("fleet_replicas_desired", "Replicas that should exist", pool, registry=registry)
+        self.starts = Counter("fleet_replica_starts_total", "Starts of replicas", pool, registry=registry)
+        self.restarts = Counter(
+            "fleet_replica_restarts_total",
+            "Starts of replicas in place of one that had ended",
+            pool,
+            registry=registry,
+        )
+        self.failures = Counter(
+            "fleet_replica_failures_total",
+            "Replicas that ended, or did not start, though nobody wanted it",
+            pool,
+            registry=registry,
+        )
+        self.start_seconds = Histogram(
+            "fleet_replica_start_seconds",
+            "From the decision to start a replica until it was ready",
+            pool,
+            buckets=START_BUCKETS,
+            registry=registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "fleet_reconcile_seconds",
+            "Time of one look at the fleet: observe, plan, set about it",
+            buckets=RECONCILE_BUCKETS,
+            registry=registry,
+        )
+        self.reconcile_errors = Counter(
+            "fleet_reconcile_errors_total",
+            "Replicas that Ray would not even make",
+            registry=registry,
+        )
+        self.ray_nodes = Gauge("fleet_ray_nodes", "Machines that are alive in Ray", registry=registry)
+        self._pools: set[str] = set()
+
+    def see(self, spec: FleetSpec, members: Iterable[tuple[ReplicaId, ReplicaState]]) -> None:
+        """The fleet as it should be, and as it is."""
+        tally = Tally((pool_name(spec, replica_id), state) for replica_id, state in members)
+        desired = {pool.name: pool.num_replicas for pool in spec.pools}
+        # A pool that was shown once is shown for good: nothing of it is a number too.
+        self._pools |= desired.keys() | {pool for pool, _ in tally}
+        for pool in self._pools:
+            self._desired.labels(pool).set(desired.get(pool, 0))
+            for metric in (self.starts, self.restarts, self.failures):
+                metric.labels(pool)  # from zero on, or the first one is no increase
+            for state in ReplicaState:
+                self._replicas.labels(pool, state.value).set(tally[pool, state])
+
+
+def pool_name(spec: FleetSpec, replica_id: ReplicaId) -> str:
+    """The replica's pool, even if the spec has no place for it any more."""
+    pool = spec.pool_of(replica_id)
+    return replica_id.rpartition("-")[0] if pool is None else pool.name
