@@ -8,15 +8,19 @@ difference of the medians to the same prompts sent straight to the replica over 
 
     python -m loadtests.bench_router                  latency and throughput
     python -m loadtests.bench_router --soak 100000    memory over that many requests
+    python -m loadtests.bench_router --traces 1       with spans of every request sent to a sink
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from loadtests.figures import cpu_seconds, milliseconds, percentiles, print_header, resident_bytes
 from loadtests.local_stack import LocalStack, local_stack
@@ -167,6 +171,29 @@ async def soak(stack: LocalStack, count: int) -> None:
     print(f"    slope of the second half: {slope:+.2f} MiB per 100,000 requests")
 
 
+@contextlib.contextmanager
+def trace_sink() -> Iterator[str]:
+    """A collector that takes spans and forgets them."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 async def run(arguments: argparse.Namespace, stack: LocalStack) -> None:
     if arguments.soak:
         await soak(stack, arguments.soak)
@@ -199,6 +226,7 @@ def main() -> None:
         "--requests", type=int, default=4000, help="requests per measurement at concurrency 64"
     )
     parser.add_argument("--soak", type=int, default=0, help="measure memory over this many requests instead")
+    parser.add_argument("--traces", type=float, help="share of requests that are traced; none: no traces")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--hardware", default="instant", help="cost model of the simulated engine")
     arguments = parser.parse_args()
@@ -209,10 +237,20 @@ def main() -> None:
         "num_blocks": 65536,
         "model_name": "toy",
     }
-    with local_stack(
-        num_replicas=arguments.replicas, replica_settings=settings, router_core=0, other_core=1
-    ) as stack:
-        asyncio.run(run(arguments, stack))
+    with trace_sink() as sink:
+        traces = (
+            {}
+            if arguments.traces is None
+            else {"otlp_endpoint": sink, "trace_sample_ratio": arguments.traces}
+        )
+        with local_stack(
+            num_replicas=arguments.replicas,
+            replica_settings=settings | traces,
+            router_settings=traces,
+            router_core=0,
+            other_core=1,
+        ) as stack:
+            asyncio.run(run(arguments, stack))
 
 
 if __name__ == "__main__":
