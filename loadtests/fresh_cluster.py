@@ -83,9 +83,9 @@ def _wait_ready(
             return state
         time.sleep(0.05)
     cause = f"it was not ready within {START_SECONDS:g} s" if process.poll() is None else _last_words(said)
-    with contextlib.suppress(OSError):
-        shutil.copytree(directory.logs, logs, dirs_exist_ok=True)
-        shutil.copy(said, logs)
+    logs.mkdir(parents=True, exist_ok=True)
+    for log in (said, *directory.logs.glob("*.log")):
+        shutil.copy(log, logs)
     raise StartFailed(f"the cluster did not come up: {cause}; logs are in {logs}")
 
 

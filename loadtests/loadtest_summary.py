@@ -62,19 +62,24 @@ def sentence(run_set: RunSet) -> str | None:
     """What our policy, or the last one, made of the traffic next to the first; None if there is only one."""
     if len(run_set.variants) < 2:
         return None
-    ours = next((each for each in run_set.variants if each.name == OUR_POLICY), run_set.variants[-1])
+    others = run_set.variants[1:]
+    ours = next((each for each in others if _policy(each) == OUR_POLICY), others[-1])
     base = run_set.baseline
-    return f"{ours.name} answered the same traffic {_hits(ours, base)}{_first_tokens(ours, base)}."
+    return f"{_policy(ours)} answered the same traffic {_hits(ours, base)}{_first_tokens(ours, base)}."
+
+
+def _policy(variant: Variant) -> str:
+    return variant.runs[0].run.info.policy or variant.name
 
 
 def _hits(ours: Variant, base: Variant) -> str:
     figure = _BY_LABEL["Token hit rate"]
     if (found := ratio(figure, ours, base)) is not None:
-        return f"with {_number(found)} times the hits of {base.name} {_both(figure, ours, base)}"
+        return f"with {_number(found)} times the hits of {_policy(base)} {_both(figure, ours, base)}"
     spread = ours.spread(figure)
     if spread is None or spread.median == 0:
-        return f"without a hit, as {base.name} did"
-    return f"with hits where {base.name} had none {_both(figure, ours, base)}"
+        return f"without a hit, as {_policy(base)} did"
+    return f"with hits where {_policy(base)} had none {_both(figure, ours, base)}"
 
 
 def _first_tokens(ours: Variant, base: Variant) -> str:

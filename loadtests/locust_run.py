@@ -5,6 +5,7 @@ asyncio code can share one with it. Knows nothing of workloads or of figures.
 """
 
 import inspect
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ def run_headless(
 
 def _end(child: "subprocess.Popen[str]") -> None:
     """Let it write down what it has measured so far; somebody must read what it says meanwhile."""
-    child.terminate()
+    child.send_signal(signal.SIGINT)  # while a shape runs, Locust dies of SIGTERM on the spot
     try:
         child.communicate(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
