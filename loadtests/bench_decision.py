@@ -4,8 +4,9 @@ Calls the parts of a decision as the router does, in one process and without a n
 prompt of 4,096 tokens, its bucket, the overlaps, the decision, reservation and prediction, and giving
 all of it back. Times are CPU seconds of the thread, so that other work on the machine counts little.
 Prompts are cold (nobody holds anything of them), warm (one replica holds seven eighths) or hot (besides,
-every replica holds the first half). Then the rate at which the index takes in changes, and its memory in
-fresh processes.
+every replica holds the first half). Whatever somebody holds, this router has hashed before. Then the rate
+at which the index takes in changes, how long the event loop stands still when a replica comes or goes, and
+the index's memory in fresh processes.
 
     python -m loadtests.bench_decision
 """
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loadtests.figures import percentiles, print_header, resident_bytes
@@ -26,9 +27,12 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import IndexChange, decode_change, encode_change
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from router.prompt.chains import ChainHasher
 from router.routing.bucket import bucket_of
 from router.routing.cost import CostParameters
 from router.routing.decision import Replicas, RoutingRequest
+from router.routing.holders import StagedHashes
+from router.routing.levels import Overlaps
 from router.routing.overlap import ChangeOutcome, PrefixIndex
 from router.routing.policies import POLICIES
 from router.routing.table import RoutingTable
@@ -43,6 +47,7 @@ NUM_HELD = NUM_TOKENS * 7 // 8
 NUM_EVERYWHERE = NUM_TOKENS // 2
 BATCH = 10
 HASHES_PER_CHANGE = 8
+HASHES_PER_SCAN = 2048
 STAGES = ("hash", "bucket", "overlap", "decide", "reserve+predict", "release")
 
 
@@ -109,15 +114,26 @@ def timed(stage: Callable[[], object], times: list[float]) -> None:
     times.append((time.thread_time() - started) / BATCH)
 
 
+def practised_hasher(batch: Sequence[Prompt], block_size: int) -> ChainHasher:
+    """It has hashed what somebody holds, so often that it knows it whole."""
+    hasher = ChainHasher()
+    for _ in range(8):
+        for prompt in batch:
+            if prompt.holders:
+                hasher.hash_blocks(ROOT, prompt.token_ids[:NUM_HELD], block_size)
+    return hasher
+
+
 def measure_batch(table: RoutingTable, batch: Sequence[Prompt], block_size: int) -> list[float]:
     """CPU seconds per prompt of each stage, and of the whole."""
+    hasher = practised_hasher(batch, block_size)
     replicas = Replicas(table.replica_ids(MODEL), table.load)
     index, policy, rng = table.index(MODEL), POLICIES["kvasir"], random.Random(1)
     times: list[float] = []
     hashes: list[list[BlockHash]] = []
     buckets: list[bytes] = []
-    overlaps: list[dict[ReplicaId, int]] = []
-    timed(lambda: hashes.extend(hash_blocks(ROOT, each.token_ids, block_size) for each in batch), times)
+    overlaps: list[Overlaps] = []
+    timed(lambda: hashes.extend(hasher.hash_blocks(ROOT, it.token_ids, block_size) for it in batch), times)
     timed(
         lambda: buckets.extend(bucket_of(ROOT, None, each.token_ids, None, block_size) for each in batch),
         times,
@@ -210,6 +226,52 @@ def measure_apply(num_hashes: int, num_changes: int) -> None:
         )
 
 
+def longest(calls: Iterable[object]) -> tuple[float, int]:
+    """Seconds of the longest of the calls that are made in going on, and how many there were."""
+    seconds, count = 0.0, 0
+    started = time.thread_time()
+    for count, _ in enumerate(calls, 1):  # noqa: B007
+        ended = time.thread_time()
+        seconds, started = max(seconds, ended - started), ended
+    return seconds, count
+
+
+def once(call: Callable[[], object]) -> Iterator[None]:
+    call()
+    yield
+
+
+def measure_stalls(num_hashes: int) -> None:
+    """What the event loop does in one go when a replica comes or goes, each hash being at two of eight."""
+    print(f"\nlongest calls, {num_hashes:,} hashes in the index, each at two of 8 replicas")
+    rng = random.Random(9)
+    index = PrefixIndex(16, INDEX_STRIDE)
+    gone, other, *_ = replica_ids = [ReplicaId(f"replica-{number}") for number in range(8)]
+    quarters = [random_hashes(rng, num_hashes // 4) for _ in range(4)]
+    for number, replica_id in enumerate(replica_ids):
+        index.replace(replica_id, EPOCH, quarters[number // 2])
+
+    def show(what: str, calls: Iterable[object]) -> None:
+        seconds, count = longest(calls)
+        print(f"{what:55} {seconds * 1e3:7.2f} ms in one of {count}")
+
+    def read(staged: StagedHashes, hashes: Sequence[BlockHash]) -> Iterator[None]:
+        for start in range(0, len(hashes), HASHES_PER_SCAN):
+            staged.add(hashes[start : start + HASHES_PER_SCAN])
+            yield
+
+    show(f"forget a replica with {index.num_stored(gone):,} hashes", once(lambda: index.forget(gone)))
+    show("sweep a slice of what it left", iter(index.sweep, False))
+    staged = index.stage()
+    show(f"read {HASHES_PER_SCAN} hashes of a replica that comes", read(staged, quarters[0]))
+    show("put it in its place", once(lambda: index.replace(gone, EPOCH, staged)))
+    change = IndexChange(other, EPOCH, 1, tuple(random_hashes(rng, 8)), cleared=True)
+    show("apply a change that clears a replica", once(lambda: index.apply(change)))
+    show("sweep a slice of what it left", iter(index.sweep, False))
+    fresh = random_hashes(rng, num_hashes)
+    show(f"read {HASHES_PER_SCAN} hashes that nobody has", read(index.stage(), fresh))
+
+
 def measure_memory_here(num_hashes: int, num_replicas: int, num_holders: int) -> None:
     """In a process that does nothing else: RSS of so many hashes, each at `num_holders` replicas."""
     rng = random.Random(5)
@@ -260,6 +322,7 @@ def main() -> None:
     print_header("Routing decision")
     measure_decisions(arguments.batches, arguments.hashes, arguments.block_size)
     measure_apply(arguments.hashes, arguments.changes)
+    measure_stalls(arguments.memory_hashes)
     measure_memory(arguments.memory_hashes)
 
 

@@ -29,6 +29,7 @@ from redis.exceptions import RedisError, ResponseError
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
 from replicas.protocol.status import Epoch, ReplicaId
+from router.routing.holders import StagedHashes
 from router.routing.overlap import ChangeOutcome, PrefixIndex
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ MAX_BACKOFF_SECONDS = 2.0
 
 ENTRIES_PER_READ = 256
 HASHES_PER_SCAN = 2048
+SLICES_PER_READ = 8
 ENTRIES_TO_LOOK_BACK = 64
 
 
@@ -174,6 +176,7 @@ class IndexMirror:
             while True:
                 await self._read_sets(client)
                 await self._follow(client)
+                self._sweep()
                 if time.monotonic() >= audit_due:
                     await self._audit(client)
                     audit_due = time.monotonic() + self._audit_seconds
@@ -204,6 +207,12 @@ class IndexMirror:
             for entry_id, fields in entries:
                 self._apply(fields)
                 self._position = StreamId.parse(entry_id)
+
+    def _sweep(self) -> None:
+        """A little of what replicas have left behind, even while nothing changes."""
+        for _ in range(SLICES_PER_READ):
+            if not self._index.sweep():
+                return
 
     def _apply(self, fields: Mapping[bytes, bytes]) -> None:
         try:
@@ -237,16 +246,16 @@ class IndexMirror:
         newest = max(record.last_change, await self._newest_change(client, replica_id, epoch))
         if contained.epoch == epoch:
             newest = max(newest, contained.number)
-        members = await self._scan(client, blocks_key(self._model, replica_id, epoch))
-        current = self._live.get(replica_id)
-        if current is None or current.epoch != epoch:
-            return  # it went, or came back as another, while we read
-        self._num_resyncs += 1
-        if BLOCKS_MARKER in members:
-            hashes = [BlockHash(member) for member in members if len(member) == HASH_BYTES]
-            self._index.replace(replica_id, epoch, hashes, last_change=newest)
-        elif self._index.epoch(replica_id) != epoch:
-            self._index.replace(replica_id, epoch, (), last_change=newest)
+        with self._index.stage() as staged:
+            is_there = await self._scan(client, blocks_key(self._model, replica_id, epoch), staged)
+            current = self._live.get(replica_id)
+            if current is None or current.epoch != epoch:
+                return  # it went, or came back as another, while we read
+            self._num_resyncs += 1
+            if is_there:
+                self._index.replace(replica_id, epoch, staged, last_change=newest)
+            elif self._index.epoch(replica_id) != epoch:
+                self._index.replace(replica_id, epoch, (), last_change=newest)
 
     async def _newest_change(self, client: "Redis", replica_id: ReplicaId, epoch: Epoch) -> int:
         """The newest change of this replica near the stream's end; 0 if there is none.
@@ -263,16 +272,18 @@ class IndexMirror:
                     continue
         return 0
 
-    async def _scan(self, client: "Redis", key: str) -> set[bytes]:
-        """All members, in bites that neither Redis nor our event loop chokes on."""
-        members: set[bytes] = set()
+    async def _scan(self, client: "Redis", key: str, staged: StagedHashes) -> bool:
+        """In bites that neither Redis nor our event loop chokes on. False: there is no such set."""
+        is_there = False
         cursor = 0
         while True:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 cursor, some = await client.sscan(key, cursor, count=HASHES_PER_SCAN)
-            members.update(cast("list[bytes]", some))
+            members = cast("list[bytes]", some)
+            is_there = is_there or BLOCKS_MARKER in members
+            staged.add(BlockHash(member) for member in members if len(member) == HASH_BYTES)
             if cursor == 0:
-                return members
+                return is_there
 
     async def _audit(self, client: "Redis") -> None:
         """Compare places, change numbers and sizes with Redis; have read again what differs."""

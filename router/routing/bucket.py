@@ -68,11 +68,6 @@ class AffinityRanking:
     def __contains__(self, replica_id: object) -> bool:
         return replica_id in self._positions
 
-    def only(self, replica_ids: Iterable[ReplicaId]) -> list[ReplicaId]:
-        """Those of `replica_ids` that are ranked, as they come."""
-        positions = self._positions
-        return [replica_id for replica_id in replica_ids if replica_id in positions]
-
     def of(self, bucket: bytes) -> "AffinityOrder":
         scores = self._seeds ^ np.uint64(int.from_bytes(bucket[-8:], "little"))
         scores ^= scores >> _SHIFTS[0]
@@ -111,10 +106,17 @@ class AffinityOrder:
 
     def ranks(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
         """The place of each of these."""
-        scores = self._scores
-        own = scores[[self._positions[replica_id] for replica_id in replica_ids]]
-        ranks: list[int] = np.count_nonzero(scores < own[:, np.newaxis], axis=1).tolist()
+        own = self._scores[self._places(replica_ids)]
+        ranks: list[int] = (self._scores < own[:, np.newaxis]).sum(axis=1).tolist()
         return ranks
+
+    def scores(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
+        """In the same order as their ranks, and sooner found than these."""
+        scores: list[int] = self._scores[self._places(replica_ids)].tolist()
+        return scores
+
+    def _places(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
+        return [self._positions[replica_id] for replica_id in replica_ids]
 
 
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))

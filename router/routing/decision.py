@@ -6,7 +6,6 @@ plain data in, plain data out.
 
 import enum
 import heapq
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from replicas.protocol.status import ReplicaId
 from router.routing.bucket import AffinityOrder, AffinityRanking
 from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
+from router.routing.levels import Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
@@ -49,11 +49,13 @@ class RoutingRequest:
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
     """Those that may serve. A load is looked up when it is asked for: in a large fleet few are."""
 
-    __slots__ = ("_load_of", "ranking")
+    __slots__ = ("_load_of", "_mask", "_slots", "ranking")
 
     def __init__(self, replica_ids: Iterable[ReplicaId], load_of: Callable[[ReplicaId], ReplicaLoad]) -> None:
         self.ranking = AffinityRanking(replica_ids)
         self._load_of = load_of
+        self._slots: Slots | None = None
+        self._mask = 0
 
     def __getitem__(self, replica_id: ReplicaId) -> ReplicaLoad:
         if replica_id not in self.ranking:
@@ -68,6 +70,12 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 
     def __contains__(self, replica_id: object) -> bool:
         return replica_id in self.ranking
+
+    def mask(self, slots: Slots) -> int:
+        """The bits that they have there."""
+        if self._slots is not slots:
+            self._slots, self._mask = slots, slots.mask(self)
+        return self._mask
 
     def without(self, excluded: Collection[ReplicaId]) -> "Replicas":
         return Replicas((replica_id for replica_id in self if replica_id not in excluded), self._load_of)
@@ -95,7 +103,7 @@ class Decision:
 def decide(
     request: RoutingRequest,
     replicas: Replicas,
-    overlaps: Mapping[ReplicaId, int],
+    overlaps: Overlaps,
     parameters: CostParameters,
     rng: "random.Random",
 ) -> Decision:
@@ -141,15 +149,12 @@ def everybody(request: RoutingRequest, replicas: Replicas) -> list[Considered]:
 def weigh(
     request: RoutingRequest,
     considered: Collection[Considered],
-    overlaps: Mapping[ReplicaId, int],
+    overlaps: Overlaps,
     rates: FleetRates,
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
     """What each would cost. The deepest overlap is the deepest of those considered."""
-    overlapping = [
-        overlap_tokens(request, overlaps[replica_id]) if replica_id in overlaps else 0
-        for _, replica_id, _ in considered
-    ]
+    overlapping = [overlap_tokens(request, overlaps.depth(replica_id)) for _, replica_id, _ in considered]
     deepest = max(overlapping)
     return tuple(
         Candidate(
@@ -172,7 +177,7 @@ def weigh(
 def _considered(
     request: RoutingRequest,
     replicas: Replicas,
-    overlaps: Mapping[ReplicaId, int],
+    overlaps: Overlaps,
     parameters: CostParameters,
     rng: "random.Random",
 ) -> list[Considered]:
@@ -193,7 +198,7 @@ def _considered(
 def _deepest(
     replicas: Replicas,
     order: AffinityOrder,
-    overlaps: Mapping[ReplicaId, int],
+    overlaps: Overlaps,
     chosen: Collection[ReplicaId],
     count: int,
     rng: "random.Random",
@@ -202,18 +207,19 @@ def _deepest(
 
     The equals are a random draw where there are many: a prefix may lie in every cache of the fleet.
     """
-    depth = overlaps.__getitem__
-    holders = sorted(replicas.ranking.only(overlaps), key=depth, reverse=True)
-    num_drawn = DRAWN_PER_CHOSEN * count + len(chosen)
-    if len(holders) > num_drawn:
-        least = -depth(holders[num_drawn - 1])
-        start = bisect_left(holders, least, key=lambda replica_id: -depth(replica_id))
-        end = bisect_right(holders, least, key=lambda replica_id: -depth(replica_id))
-        holders = holders[:start] + rng.sample(holders[start:end], num_drawn - start)
-    holders = [replica_id for replica_id in holders if replica_id not in chosen]
+    num_left = DRAWN_PER_CHOSEN * count + len(chosen)
+    holders: list[tuple[int, ReplicaId]] = []
+    for level in overlaps.levels(replicas.mask(overlaps.slots)):
+        drawn = level.draw(num_left, rng)
+        holders += [(level.depth, replica_id) for replica_id in drawn if replica_id not in chosen]
+        num_left -= len(drawn)
+        if not num_left:
+            break
     by_preference = sorted(
-        (-depth(replica_id), *_busyness(replicas[replica_id]), rank, replica_id)
-        for rank, replica_id in zip(order.ranks(holders), holders, strict=True)
+        (-depth, *_busyness(replicas[replica_id]), score, replica_id)
+        for score, (depth, replica_id) in zip(
+            order.scores(replica_id for _, replica_id in holders), holders, strict=True
+        )
     )
     return [replica_id for *_, replica_id in by_preference[:count]]
 

@@ -2,9 +2,10 @@
 
 Owns the mirror's data and the predictions. Knows neither Redis nor time: changes are handed in.
 
-One dictionary maps a block hash to a bitmask of the replicas that hold it, stored or predicted, so that
-a lookup asks for all of them at once. Each replica also has the set of its stored hashes and the counts
-of its predicted ones; the bit is set exactly while the hash is in either.
+A replica is a bit. Two tables map a block hash to the bits of all replicas that have it: one those that
+have stored it (`holders.py`), the other, small one those that will, so that a lookup asks for all replicas
+at once. When a replica's hashes are void together (it is gone, its cache was cleared, its set was read
+anew) it gets another bit, and nobody looks at the old one any more.
 
 The index is *thinned*: replicas report every `blocks_per_stride`-th block of a chain and the last full
 block of each prompt. Hashes are chained, so a hash that is present stands for everything before it::
@@ -33,6 +34,8 @@ from itertools import islice
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
+from router.routing.holders import Holders, StagedHashes
+from router.routing.levels import Overlaps, Slots
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Of own and announced predictions together."""
@@ -60,11 +63,10 @@ class _Prediction:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    replica_id: ReplicaId
     bit: int
+    num_stored: int = 0
     epoch: Epoch | None = None
     last_change: int = 0
-    stored: set[BlockHash] = field(default_factory=set)
     predicted: dict[BlockHash, int] = field(default_factory=dict)
     """In how many of its predictions each hash is."""
     predictions: dict[int, _Prediction] = field(default_factory=dict)
@@ -76,10 +78,12 @@ class PrefixIndex:
     ) -> None:
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
         self._max_predicted_blocks = max_predicted_blocks
-        self._holders: dict[BlockHash, int] = {}
+        self._holders = Holders()
+        self._predicted: dict[BlockHash, int] = {}
+        """The bits of the replicas that have a prediction with this hash."""
         self._replicas: dict[ReplicaId, _Replica] = {}
-        self._replica_ids: list[ReplicaId | None] = []
-        """By slot. A slot is free (None) only after every bit of its last replica has been swept."""
+        self._slots: Slots | None = None
+        """Of these replicas; None when they or their bits have changed."""
         self._predictions: dict[int, _Prediction] = {}
         self._num_predicted_blocks = 0
 
@@ -90,7 +94,7 @@ class PrefixIndex:
     @property
     def num_entries(self) -> int:
         """Pairs of replica and stored hash."""
-        return sum(len(replica.stored) for replica in self._replicas.values())
+        return sum(replica.num_stored for replica in self._replicas.values())
 
     @property
     def num_predictions(self) -> int:
@@ -99,7 +103,7 @@ class PrefixIndex:
 
     def num_stored(self, replica_id: ReplicaId) -> int:
         replica = self._replicas.get(replica_id)
-        return 0 if replica is None else len(replica.stored)
+        return 0 if replica is None else replica.num_stored
 
     def epoch(self, replica_id: ReplicaId) -> Epoch | None:
         """The epoch last given to `replace`; None for a replica that it was never called for."""
@@ -112,78 +116,92 @@ class PrefixIndex:
         return 0 if replica is None else replica.last_change
 
     def stored(self, replica_id: ReplicaId) -> frozenset[BlockHash]:
+        """Looks at all that anybody has stored."""
         replica = self._replicas.get(replica_id)
-        return frozenset() if replica is None else frozenset(replica.stored)
+        return frozenset() if replica is None else self._holders.of(replica.bit)
 
     def missing(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
         """What the index will gain from the replica's computing a prompt of these blocks."""
-        stored = self._replicas[replica_id].stored if replica_id in self._replicas else ()
+        replica = self._replicas.get(replica_id)
+        bit = 0 if replica is None else replica.bit
+        shards = self._holders.shards
         positions = indexed_positions(len(block_hashes), self._blocks_per_stride)
-        kept = (block_hashes[position] for position in positions)
-        return tuple(block_hash for block_hash in kept if block_hash not in stored)
+        kept = [block_hashes[position] for position in positions]
+        return tuple([each for each in kept if not shards[each[0]].get(each, 0) & bit])
 
-    def overlaps(self, block_hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:
+    def overlaps(self, block_hashes: Sequence[BlockHash]) -> Overlaps:
         """Leading blocks of this chain at each replica that has any."""
-        holders = self._holders
+        shards, predicted = self._holders.shards, self._predicted
         stride = self._blocks_per_stride
         num_blocks = len(block_hashes)
-        depths: dict[ReplicaId, int] = {}
-        walking = (1 << len(self._replica_ids)) - 1 if num_blocks else 0
+        if self._slots is None:
+            self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
+        levels: list[tuple[int, int]] = []
+        walking = self._slots.everyone if num_blocks else 0
         depth = 0
         while walking and depth < num_blocks:
             end = depth + stride
-            reached = walking & holders.get(block_hashes[end - 1], 0) if end <= num_blocks else 0
+            reached = 0
+            if end <= num_blocks:
+                last = block_hashes[end - 1]
+                reached = walking & (shards[last[0]].get(last, 0) | predicted.get(last, 0))
             if reached != walking:
-                self._probe(block_hashes, depth, min(end - 1, num_blocks), walking & ~reached, depths)
+                self._probe(block_hashes, depth, min(end - 1, num_blocks), walking & ~reached, levels)
             walking = reached
             depth = end
-        self._set_depth(walking, min(depth, num_blocks), depths)
-        return depths
+        if walking:
+            levels.append((min(depth, num_blocks), walking))
+        levels.sort(reverse=True)
+        return Overlaps(self._slots, levels)
 
     def _probe(
-        self, block_hashes: Sequence[BlockHash], depth: int, end: int, mask: int, depths: dict[ReplicaId, int]
+        self,
+        block_hashes: Sequence[BlockHash],
+        depth: int,
+        end: int,
+        mask: int,
+        levels: list[tuple[int, int]],
     ) -> None:
         """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`."""
-        holders = self._holders
+        shards, predicted = self._holders.shards, self._predicted
         for block in range(end - 1, depth - 1, -1):
-            found = mask & holders.get(block_hashes[block], 0)
+            block_hash = block_hashes[block]
+            found = mask & (shards[block_hash[0]].get(block_hash, 0) | predicted.get(block_hash, 0))
             if found:
-                self._set_depth(found, block + 1, depths)
-                mask &= ~found
+                levels.append((block + 1, found))
+                mask ^= found
                 if not mask:
                     return
         if depth:
-            self._set_depth(mask, depth, depths)
+            levels.append((depth, mask))
 
-    def _set_depth(self, mask: int, depth: int, depths: dict[ReplicaId, int]) -> None:
-        while mask:
-            lowest = mask & -mask
-            replica_id = self._replica_ids[lowest.bit_length() - 1]
-            assert replica_id is not None, "a bit is set in a slot that nobody has"
-            depths[replica_id] = depth
-            mask ^= lowest
+    def stage(self) -> StagedHashes:
+        """For `replace`: a set that is read bit by bit, while everybody else goes on."""
+        return self._holders.stage()
 
     def replace(
-        self, replica_id: ReplicaId, epoch: Epoch, hashes: Iterable[BlockHash], *, last_change: int = 0
+        self,
+        replica_id: ReplicaId,
+        epoch: Epoch,
+        hashes: Iterable[BlockHash] | StagedHashes,
+        *,
+        last_change: int = 0,
     ) -> None:
         """What the replica holds now. `hashes` contain every change up to `last_change`, maybe more.
 
         Own predictions stay, unless they were made for another incarnation.
         """
+        if not isinstance(hashes, StagedHashes):
+            staged = self.stage()
+            staged.add(hashes)
+            hashes = staged
         replica = self._replica(replica_id)
         if replica.epoch not in (None, epoch):
             self._drop_all(replica)
         self._drop_announced(replica)
         replica.epoch = epoch
         replica.last_change = last_change
-        now_stored = set(hashes)
-        gone = replica.stored - now_stored
-        new = now_stored - replica.stored
-        replica.stored = now_stored
-        for block_hash in gone:
-            if block_hash not in replica.predicted:
-                self._clear_bit(block_hash, replica.bit)
-        self._set_bits(new, replica.bit)
+        self._become(replica, *hashes.take())
 
     def apply(self, change: IndexChange) -> ChangeOutcome:
         replica = self._replicas.get(change.replica_id)
@@ -197,17 +215,26 @@ class PrefixIndex:
         replica.last_change = change.number
         if change.cleared:
             self._drop_all(replica)
-            self._sweep(replica)
-        for block_hash in change.removed:
-            self._remove(replica, block_hash)
-        replica.stored.update(change.added)
-        self._set_bits(change.added, replica.bit)
+            if replica.num_stored:
+                self._become(replica, self._holders.take(), 0)
+        if replica.predicted:
+            for block_hash in change.removed:
+                self._cancel(replica, block_hash)
+        replica.num_stored -= self._holders.remove(replica.bit, change.removed)
+        replica.num_stored += self._holders.add(replica.bit, change.added)
         for announcement in change.announced:
             self._announce(replica, announcement)
         for announcement_id in change.ended:
             if announcement_id in replica.predictions:
                 self._drop(announcement_id)
+        self._holders.sweep()
         return ChangeOutcome.APPLIED
+
+    def sweep(self) -> bool:
+        """A little of the work that replicas have left which are gone, or were cleared or read anew; False
+        if there is none. Each change does as much.
+        """
+        return self._holders.sweep()
 
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone, with its predictions. Unknown ones are ignored."""
@@ -215,8 +242,8 @@ class PrefixIndex:
         if replica is None:
             return
         self._drop_all(replica)
-        self._sweep(replica)
-        self._replica_ids[replica.bit.bit_length() - 1] = None
+        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0)
+        self._slots = None
 
     def forget_announcements(self) -> None:
         """Nobody will say when they are over."""
@@ -272,7 +299,7 @@ class PrefixIndex:
         predicted = replica.predicted
         for block_hash in hashes:
             predicted[block_hash] = predicted.get(block_hash, 0) + 1
-        self._set_bits(hashes, replica.bit)
+            self._predicted[block_hash] = self._predicted.get(block_hash, 0) | replica.bit
 
     def _drop(self, prediction_id: int) -> None:
         prediction = self._predictions.pop(prediction_id, None)
@@ -285,10 +312,8 @@ class PrefixIndex:
             count = replica.predicted[block_hash] - 1
             if count:
                 replica.predicted[block_hash] = count
-                continue
-            del replica.predicted[block_hash]
-            if block_hash not in replica.stored:
-                self._clear_bit(block_hash, replica.bit)
+            else:
+                self._unpredict(replica, block_hash)
 
     def _drop_all(self, replica: _Replica) -> None:
         for prediction_id in list(replica.predictions):
@@ -300,15 +325,11 @@ class PrefixIndex:
             if not prediction.is_own:
                 self._drop(prediction_id)
 
-    def _remove(self, replica: _Replica, block_hash: BlockHash) -> None:
-        is_predicted = replica.predicted.pop(block_hash, None) is not None
-        if is_predicted:
-            self._cancel(replica, block_hash)
-        if is_predicted or block_hash in replica.stored:
-            replica.stored.discard(block_hash)
-            self._clear_bit(block_hash, replica.bit)
-
     def _cancel(self, replica: _Replica, block_hash: BlockHash) -> None:
+        """The block is gone: whatever foretold it is no longer believed."""
+        if block_hash not in replica.predicted:
+            return
+        self._unpredict(replica, block_hash)
         for prediction_id, prediction in list(replica.predictions.items()):
             if block_hash in prediction.block_hashes:
                 prediction.block_hashes.remove(block_hash)
@@ -316,33 +337,25 @@ class PrefixIndex:
                 if not prediction.block_hashes:
                     self._drop(prediction_id)
 
-    def _sweep(self, replica: _Replica) -> None:
-        for block_hash in replica.stored:
-            self._clear_bit(block_hash, replica.bit)
-        replica.stored.clear()
-
-    def _set_bits(self, block_hashes: Iterable[BlockHash], bit: int) -> None:
-        holders = self._holders
-        for block_hash in block_hashes:
-            others = holders.get(block_hash)
-            # One number for all that only this replica holds: in a fleet of 1,000 it takes 160 bytes.
-            holders[block_hash] = bit if others is None else others | bit
-
-    def _clear_bit(self, block_hash: BlockHash, bit: int) -> None:
-        others = self._holders[block_hash] & ~bit
+    def _unpredict(self, replica: _Replica, block_hash: BlockHash) -> None:
+        del replica.predicted[block_hash]
+        others = self._predicted[block_hash] ^ replica.bit
         if others:
-            self._holders[block_hash] = others
+            self._predicted[block_hash] = others
         else:
-            del self._holders[block_hash]
+            del self._predicted[block_hash]
+
+    def _become(self, replica: _Replica, bit: int, num_stored: int) -> None:
+        """From now on the replica is this bit, and has stored what has it."""
+        for block_hash in replica.predicted:
+            self._predicted[block_hash] ^= replica.bit | bit
+        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0)
+        replica.bit, replica.num_stored = bit, num_stored
+        self._slots = None
 
     def _replica(self, replica_id: ReplicaId) -> _Replica:
         replica = self._replicas.get(replica_id)
         if replica is None:
-            if None in self._replica_ids:
-                slot = self._replica_ids.index(None)
-                self._replica_ids[slot] = replica_id
-            else:
-                slot = len(self._replica_ids)
-                self._replica_ids.append(replica_id)
-            replica = self._replicas[replica_id] = _Replica(replica_id, 1 << slot)
+            replica = self._replicas[replica_id] = _Replica(self._holders.take())
+            self._slots = None
         return replica

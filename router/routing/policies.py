@@ -8,7 +8,6 @@ keeps any state: what a policy needs to know stands in its arguments.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from replicas.protocol.status import ReplicaId
 from router.routing import baselines
 from router.routing.cost import CostParameters, fleet_rates
 from router.routing.decision import (
@@ -21,6 +20,7 @@ from router.routing.decision import (
     everybody,
     weigh,
 )
+from router.routing.levels import Overlaps
 
 if TYPE_CHECKING:
     import random
@@ -39,7 +39,7 @@ class Policy(Protocol):
         self,
         request: RoutingRequest,
         replicas: Replicas,
-        overlaps: Mapping[ReplicaId, int],
+        overlaps: Overlaps,
         parameters: CostParameters,
         rng: "random.Random",
         /,
@@ -113,7 +113,7 @@ def _weighing(choose: Choose) -> Policy:
     def policy(
         request: RoutingRequest,
         replicas: Replicas,
-        overlaps: Mapping[ReplicaId, int],
+        overlaps: Overlaps,
         parameters: CostParameters,
         rng: "random.Random",
     ) -> Decision:
@@ -129,7 +129,7 @@ def _blind(pick: "Pick") -> Policy:
     def policy(
         request: RoutingRequest,
         replicas: Replicas,
-        overlaps: Mapping[ReplicaId, int],
+        overlaps: Overlaps,
         parameters: CostParameters,
         rng: "random.Random",
     ) -> Decision:
@@ -158,7 +158,7 @@ POLICIES: Mapping[str, Policy] = {
 def _all_weighed(
     request: RoutingRequest,
     replicas: Replicas,
-    overlaps: Mapping[ReplicaId, int],
+    overlaps: Overlaps,
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
     rates = fleet_rates(replicas.values(), parameters)

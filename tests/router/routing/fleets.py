@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
 from router.routing.decision import Replicas, RoutingRequest
+from router.routing.levels import Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
 BLOCK_SIZE = 16
@@ -15,6 +16,13 @@ def fleet(size: int, **loads: ReplicaLoad) -> dict[ReplicaId, ReplicaLoad]:
 
 def ready(loads: Mapping[ReplicaId, ReplicaLoad]) -> Replicas:
     return Replicas(loads, loads.__getitem__)
+
+
+def overlapping(depths: Mapping[ReplicaId, int]) -> Overlaps:
+    """As an index says it whose slots are in this order."""
+    slots = Slots({replica_id: 1 << slot for slot, replica_id in enumerate(depths)})
+    levels = sorted({depth for depth in depths.values() if depth}, reverse=True)
+    return Overlaps(slots, [(it, slots.mask(each for each in depths if depths[each] == it)) for it in levels])
 
 
 def request(number: int = 0, num_tokens: int = 8000) -> RoutingRequest:

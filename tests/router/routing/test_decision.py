@@ -12,7 +12,7 @@ from replicas.protocol.status import ReplicaId
 from router.routing.cost import CostParameters, cost_of, fleet_rates
 from router.routing.decision import Decision, DecisionReason, Replicas, RoutingRequest, decide
 from router.routing.load import ReplicaLoad
-from tests.router.routing.fleets import BLOCK_SIZE, fleet, ranked, ready, request
+from tests.router.routing.fleets import BLOCK_SIZE, fleet, overlapping, ranked, ready, request
 
 PARAMETERS = CostParameters()
 
@@ -25,7 +25,7 @@ def decided(
     parameters: CostParameters = PARAMETERS,
 ) -> Decision:
     blocks = {ReplicaId(name): depth for name, depth in (overlaps or {}).items()}
-    return decide(asked or request(), ready(replicas), blocks, parameters, random.Random(1))
+    return decide(asked or request(), ready(replicas), overlapping(blocks), parameters, random.Random(1))
 
 
 def test_a_single_replica_is_no_choice() -> None:
@@ -301,7 +301,8 @@ def test_in_a_large_fleet_that_holds_a_prefix_everywhere_a_bounded_few_are_compa
         looked_at[replica_id] += 1
         return loads[replica_id]
 
-    decision = decide(request(), Replicas(loads, look), everywhere, PARAMETERS, random.Random(1))
+    replicas = Replicas(loads, look)
+    decision = decide(request(), replicas, overlapping(everywhere), PARAMETERS, random.Random(1))
     assert decision.replica_id not in busy
     assert decision.overlap_tokens == 1600
     assert len(looked_at) <= 32

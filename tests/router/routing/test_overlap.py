@@ -302,15 +302,74 @@ def test_predictions_are_bounded_and_the_oldest_goes_first() -> None:
     assert index.num_predictions == 1
 
 
-def test_a_slot_is_used_again_only_when_nothing_is_left_of_its_last_replica() -> None:
+@pytest.mark.parametrize("num_sweeps", [0, 1, 2, 3, 1000])
+def test_nobody_inherits_what_a_replica_had_that_is_gone(num_sweeps: int) -> None:
     index = PrefixIndex(1, 1)
     index.replace(A, E1, chain("abc"))
     index.predict(1, A, chain("xyz"))
     index.forget(A)
+    for _ in range(num_sweeps):
+        index.sweep()
     index.replace(B, E1, chain("d"))
     assert index.overlaps(chain("abc")) == {}
     assert index.overlaps(chain("xyz")) == {}
     assert index.overlaps(chain("d")) == {B: 1}
+    index.apply(IndexChange(B, E1, 1, added=tuple(chain("ab"))))
+    assert index.stored(B) == {*chain("d"), *chain("ab")}
+    index.replace(A, E2, ())
+    assert index.overlaps(chain("abc")) == {B: 2}
+    assert index.missing(A, chain("abc")) == tuple(chain("abc"))
+
+
+def test_changes_alone_clear_away_what_was_left_behind() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, chain("a" * 2000))
+    index.replace(B, E1, chain("a" * 1000))
+    index.forget(A)
+    for number in range(1, 2000):
+        index.apply(IndexChange(B, E1, number))
+    assert sum(map(len, index._holders.shards)) == 1000
+    assert not index.sweep()
+    assert index.overlaps(chain("a" * 2000)) == {B: 1000}
+
+
+def test_a_set_that_is_staged_counts_when_it_takes_the_old_ones_place_and_not_before() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, chain("ab"), last_change=3)
+    with index.stage() as staged:
+        staged.add(chain("xyz")[:2])
+        assert index.overlaps(chain("xyz")) == {}
+        index.apply(IndexChange(A, E1, 4, added=tuple(chain("abc"))))
+        staged.add(chain("xyz"))
+        assert index.overlaps(chain("abc")) == {A: 3}
+        index.replace(A, E1, staged, last_change=4)
+    assert index.overlaps(chain("abc")) == {}
+    assert index.overlaps(chain("xyz")) == {A: 3}
+    assert index.num_stored(A) == 3
+
+
+def test_a_set_that_was_staged_in_vain_leaves_nothing_behind() -> None:
+    index = PrefixIndex(1, 1)
+    with pytest.raises(ConnectionError), index.stage() as staged:
+        staged.add(chain("xyz"))
+        raise ConnectionError
+    while index.sweep():
+        pass
+    assert not any(index._holders.shards)
+    assert index.num_entries == 0
+
+
+def test_overlaps_stay_what_they_were_when_replicas_come_and_go() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, chain("ab"))
+    index.replace(B, E1, chain("abc"))
+    before = index.overlaps(chain("abcd"))
+    index.forget(A)
+    while index.sweep():
+        pass
+    index.replace(ReplicaId("c"), E1, chain("abcd"))
+    assert before == {A: 2, B: 3}
+    assert index.overlaps(chain("abcd")) == {B: 3, "c": 4}
 
 
 @dataclass
@@ -392,12 +451,32 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.index = PrefixIndex(1, self.stride)
         self.twin = NaiveIndex(self.stride)
         self.epochs: dict[ReplicaId, int] = {}
+        self.staged = self.index.stage()
+        self.staged_twin: set[BlockHash] = set()
 
-    @rule(replica_id=REPLICAS, hashes=HASHES, is_restarted=st.booleans())
-    def replace(self, replica_id: ReplicaId, hashes: list[BlockHash], is_restarted: bool) -> None:
+    @rule(hashes=HASHES)
+    def stage(self, hashes: list[BlockHash]) -> None:
+        self.staged.add(hashes)
+        self.staged_twin.update(hashes)
+
+    @rule()
+    def stage_in_vain(self) -> None:
+        with self.staged:
+            pass
+        self.staged, self.staged_twin = self.index.stage(), set()
+
+    @rule(replica_id=REPLICAS, hashes=HASHES, is_restarted=st.booleans(), is_staged=st.booleans())
+    def replace(
+        self, replica_id: ReplicaId, hashes: list[BlockHash], is_restarted: bool, is_staged: bool
+    ) -> None:
         known = replica_id in self.epochs
         epoch = self.epochs.get(replica_id, 0) + is_restarted
-        self.index.replace(replica_id, Epoch(str(epoch)), hashes, last_change=0)
+        if is_staged:
+            self.index.replace(replica_id, Epoch(str(epoch)), self.staged, last_change=0)
+            hashes = list(self.staged_twin)
+            self.staged, self.staged_twin = self.index.stage(), set()
+        else:
+            self.index.replace(replica_id, Epoch(str(epoch)), hashes, last_change=0)
         if is_restarted and known:
             self.twin.end_predictions(replica_id)
         self.twin.forget_announcements(replica_id)
@@ -456,6 +535,11 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.twin.end_predictions(replica_id)
         self.epochs.pop(replica_id, None)
 
+    @rule(num_slices=st.integers(1, 5))
+    def sweep(self, num_slices: int) -> None:
+        for _ in range(num_slices):
+            self.index.sweep()
+
     @rule()
     def lose_the_stream(self) -> None:
         self.index.forget_announcements()
@@ -477,7 +561,9 @@ class IndexAndTwin(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def look_up(self, prompt: str) -> None:
-        assert self.index.overlaps(chain(prompt)) == self.twin.overlaps(chain(prompt))
+        overlaps = self.index.overlaps(chain(prompt))
+        assert overlaps == self.twin.overlaps(chain(prompt))
+        assert list(overlaps.values()) == sorted(overlaps.values(), reverse=True)
 
     @invariant()
     def both_hold_the_same(self) -> None:
@@ -485,11 +571,20 @@ class IndexAndTwin(RuleBasedStateMachine):
         assert self.index.num_predictions == len(self.twin.predictions)
         for prompt in ("xxxx", "xyxyx", "yyyyyyy"):
             assert self.index.overlaps(chain(prompt)) == self.twin.overlaps(chain(prompt))
+        for replica_id in self.epochs:
+            assert self.index.stored(replica_id) == self.twin.stored[replica_id]
+            assert self.index.num_stored(replica_id) == len(self.twin.stored[replica_id])
+            wanted = set(chain("xyxyx")[1::2] + chain("xyxyx")[4:]) - self.twin.stored[replica_id]
+            assert set(self.index.missing(replica_id, chain("xyxyx"))) == wanted
 
     def teardown(self) -> None:
+        self.stage_in_vain()
         for replica_id in ("a", "b", "c"):
             self.index.forget(ReplicaId(replica_id))
-        assert not self.index._holders, "something was left behind"
+        while self.index.sweep():
+            pass
+        assert not any(self.index._holders.shards), "something was left behind"
+        assert not self.index._predicted
         assert self.index._num_predicted_blocks == 0
         assert self.index.num_predictions == 0
 

@@ -12,7 +12,7 @@ from router.routing.cost import CostParameters
 from router.routing.decision import Decision, DecisionReason, RoutingRequest
 from router.routing.load import ReplicaLoad
 from router.routing.policies import POLICIES
-from tests.router.routing.fleets import fleet, ranked, ready, request
+from tests.router.routing.fleets import fleet, overlapping, ranked, ready, request
 
 PARAMETERS = CostParameters()
 WEIGHING = ["minimum_ttft", "lmetric", "radix"]
@@ -27,7 +27,9 @@ def decided(
     seed: int = 1,
 ) -> Decision:
     blocks = {ReplicaId(replica_id): depth for replica_id, depth in (overlaps or {}).items()}
-    return POLICIES[name](asked or request(), ready(loads), blocks, PARAMETERS, random.Random(seed))
+    return POLICIES[name](
+        asked or request(), ready(loads), overlapping(blocks), PARAMETERS, random.Random(seed)
+    )
 
 
 def queues(*num_requests: int) -> dict[ReplicaId, ReplicaLoad]:

@@ -1,0 +1,106 @@
+"""Overlaps: who has how much of one prompt, deepest first.
+
+Owns the answer to one lookup. Knows no index: it is made of bit masks, and names the replicas behind the
+bits only when it is asked, for a prefix may lie in every cache of a fleet of 1,000.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replicas.protocol.status import ReplicaId
+
+if TYPE_CHECKING:
+    import random
+
+
+class Slots:
+    """Which bit is whose. It never changes: when replicas come and go, there are other slots."""
+
+    __slots__ = ("_bits", "_replica_ids", "everyone")
+
+    def __init__(self, bits: Mapping[ReplicaId, int]) -> None:
+        self._bits = dict(bits)
+        self._replica_ids = {bit.bit_length() - 1: replica_id for replica_id, bit in bits.items()}
+        self.everyone = self.mask(bits)
+
+    def bit(self, replica_id: ReplicaId) -> int:
+        """0 if it has none."""
+        return self._bits.get(replica_id, 0)
+
+    def mask(self, replica_ids: Iterable[ReplicaId]) -> int:
+        """The bits of all of these."""
+        return functools.reduce(operator.or_, map(self.bit, replica_ids), 0)
+
+    def of(self, mask: int, positions: Sequence[int] | None = None) -> list[ReplicaId]:
+        """Whose bits these are, from the lowest on; with `positions`, only those of that ordinal (from 0)."""
+        packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
+        slots = np.flatnonzero(bits)
+        if positions is not None:
+            slots = slots[list(positions)]
+        return [self._replica_ids[slot] for slot in slots.tolist()]
+
+
+class Level:
+    """The replicas that have just as many leading blocks."""
+
+    __slots__ = ("_mask", "_slots", "depth")
+
+    def __init__(self, depth: int, mask: int, slots: Slots) -> None:
+        self.depth = depth
+        self._mask = mask
+        self._slots = slots
+
+    def draw(self, count: int, rng: "random.Random") -> list[ReplicaId]:
+        """So many of them by chance, or all if there are no more."""
+        num_holders = self._mask.bit_count()
+        if num_holders <= count:
+            return self._slots.of(self._mask)
+        return self._slots.of(self._mask, rng.sample(range(num_holders), count))
+
+
+class Overlaps(Mapping[ReplicaId, int]):
+    """The leading blocks that each replica has, of those that have any.
+
+    `levels` are depths and the bits of those who have them, deepest first, each replica once.
+    """
+
+    __slots__ = ("_levels", "slots")
+
+    def __init__(self, slots: Slots, levels: Sequence[tuple[int, int]]) -> None:
+        self.slots = slots
+        self._levels = levels
+
+    def depth(self, replica_id: ReplicaId) -> int:
+        """0 if it has nothing."""
+        bit = self.slots.bit(replica_id)
+        for depth, mask in self._levels:
+            if mask & bit:
+                return depth
+        return 0
+
+    def levels(self, among: int) -> Iterator[Level]:
+        """Deepest first, with those alone that are in the mask `among`."""
+        for depth, mask in self._levels:
+            if mask & among:
+                yield Level(depth, mask & among, self.slots)
+
+    def __getitem__(self, replica_id: ReplicaId) -> int:
+        depth = self.depth(replica_id)
+        if not depth:
+            raise KeyError(replica_id)
+        return depth
+
+    def __iter__(self) -> Iterator[ReplicaId]:
+        for _, mask in self._levels:
+            yield from self.slots.of(mask)
+
+    def __len__(self) -> int:
+        return sum(mask.bit_count() for _, mask in self._levels)
+
+    def __repr__(self) -> str:
+        return f"Overlaps({dict(self)})"
