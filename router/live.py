@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
-from router.misses import findings
 from router.recent import Origins, Recent, RecentDecision, Slot
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest
 from router.sightings import Known, Place, Sighting, Sightings
@@ -42,10 +41,9 @@ class Live:
     def _observe_prompt(self, served: ServedRequest, prompt: ServedPrompt, slot: Slot) -> None:
         generation, usage, decision = prompt.generation, prompt.usage, prompt.decision
         block_size = self._block_size_of(generation.model)
-        origins = None if usage is None else origins_of(usage)
         known = None
         if usage is not None and decision is not None:
-            assert origins is not None
+            origins = origins_of(usage)
             known = self._see(served, prompt, usage, block_size)
             num_prompts, before = slot.replicas.get(decision.replica_id, (0, Origins()))
             slot.replicas[decision.replica_id] = (num_prompts + 1, before + origins)
@@ -58,7 +56,7 @@ class Live:
                 model=served.model,
                 adapter=None if generation.adapter is None else generation.adapter.name,
                 tenant=generation.tenant,
-                user=user_name(generation.user),
+                user=generation.user,
                 key=short_key(generation.prompt_cache_key),
                 status=served.status,
                 error=served.error,
@@ -68,11 +66,9 @@ class Live:
                 num_output_tokens=prompt.num_output_tokens,
                 num_prompt_tokens=len(generation.token_ids),
                 usage=usage,
-                origins=origins,
                 decision=decision,
-                findings=()
-                if usage is None or known is None
-                else findings(usage, decision, known, block_size),
+                known=known,
+                block_size=block_size,
             )
         )
 

@@ -125,28 +125,20 @@ def _users(uses: Uses) -> list[tuple[str | None, int]]:
     return [(user_name(user), num_requests) for user, num_requests in by_requests]
 
 
-def add_holders(rows: Sequence[dict[str, Any]], depths: Mapping[int, Mapping[ReplicaId, int]]) -> None:
-    """`depths` has, for nodes without a child among the rows, the leading tokens that replicas hold of it.
-
-    Who holds a prefix holds all that it begins with, so the others follow from those below them.
-    """
-    below: dict[int, dict[ReplicaId, int]] = {number: dict(found) for number, found in depths.items()}
-    by_depth = sorted(rows, key=lambda row: -row["end"])
-    for row in by_depth:  # children before their parents
-        held = below.get(row["id"], {})
-        if row["parent"] is not None:
-            above = below.setdefault(row["parent"], {})
-            for replica_id, num_tokens in held.items():
-                above[replica_id] = max(above.get(replica_id, 0), num_tokens)
-    for row in rows:
-        inside = {
-            replica_id: min(num_tokens, row["end"])
-            for replica_id, num_tokens in below.get(row["id"], {}).items()
-            if num_tokens > row["start"]
-        }
-        deepest = sorted(inside.items(), key=lambda item: (-item[1], item[0]))
-        row["holders"] = deepest[:MAX_HOLDERS]
-        row["num_holders"] = len(deepest)
+def add_holders(row: dict[str, Any], depths: dict[int, dict[ReplicaId, int]]) -> None:
+    """To one row after the other, the deepest first. `depths` has the leading tokens that replicas hold, by
+    node, to begin with for the `frontier`: who holds a prefix holds all that it begins with."""
+    start, end, parent = row["start"], row["end"], row["parent"]
+    held = depths.pop(row["id"], {})
+    deepest = sorted((-min(depth, end), replica_id) for replica_id, depth in held.items() if depth > start)
+    row["holders"] = [(replica_id, -depth) for depth, replica_id in deepest[:MAX_HOLDERS]]
+    row["num_holders"] = len(deepest)
+    if parent is None:
+        return
+    above = depths.setdefault(parent, {})
+    for replica_id, depth in held.items():
+        if depth > above.get(replica_id, 0):
+            above[replica_id] = depth
 
 
 def frontier(rows: Iterable[Node]) -> list[Node]:
@@ -159,11 +151,12 @@ def frontier(rows: Iterable[Node]) -> list[Node]:
 def decision_data(recent: RecentDecision) -> dict[str, Any]:
     """A line of the list."""
     decision, usage = recent.decision, recent.usage
+    found = recent.findings()
     return {
         "number": recent.number,
         "at": recent.arrived_at + recent.ended_seconds,
         "model": recent.model,
-        "user": recent.user,
+        "user": user_name(recent.user),
         "replica": None if decision is None else decision.replica_id,
         "reason": None if decision is None else decision.reason.value,
         "prompt_tokens": recent.num_prompt_tokens,
@@ -174,7 +167,7 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "ttft_ms": _milliseconds(recent.first_token_seconds),
         "status": recent.status,
         "error": recent.error,
-        "finding": recent.findings[0].kind.value if recent.findings else None,
+        "finding": found[0].kind.value if found else None,
     }
 
 
@@ -193,7 +186,7 @@ def explained_data(recent: RecentDecision) -> dict[str, Any]:
         "output_tokens": recent.num_output_tokens,
         "rank": None if decision is None else decision.rank,
         "candidates": [] if decision is None else candidates_by_cost(decision),
-        "findings": [{"kind": one.kind.value, "text": one.text} for one in recent.findings],
+        "findings": [{"kind": one.kind.value, "text": one.text} for one in recent.findings()],
     }
 
 

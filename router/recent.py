@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from replicas.protocol.frames import PromptUsage
+from replicas.protocol.frames import PromptUsage, UserTag
 from replicas.protocol.status import ReplicaId
-from router.misses import Finding
+from router.misses import Finding, findings
 from router.routing.decision import Decision
+from router.sightings import Known
 
 SLOT_SECONDS = 5
 NUM_SLOTS = 60
@@ -89,7 +90,7 @@ class RecentDecision:
     model: str | None
     adapter: str | None
     tenant: str
-    user: str | None
+    user: UserTag
     key: str | None
     status: int
     error: str | None
@@ -99,9 +100,16 @@ class RecentDecision:
     num_output_tokens: int
     num_prompt_tokens: int
     usage: PromptUsage | None
-    origins: Origins | None
     decision: Decision | None
-    findings: tuple[Finding, ...]
+    known: Known | None
+    """None where nothing was served."""
+    block_size: int
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Sentences, made when somebody asks."""
+        if self.usage is None or self.known is None:
+            return ()
+        return findings(self.usage, self.decision, self.known, self.block_size)
 
 
 class Recent:

@@ -31,7 +31,7 @@ PREFIXES_SECONDS = 1.5
 """So long an answer is told again instead of being made anew."""
 
 TURN_SECONDS = 0.002
-"""So long one turn of the event loop is used for looking up who holds what."""
+"""About so long one turn of the event loop is used for looking up who holds what."""
 
 
 class Fleet(Protocol):
@@ -60,6 +60,18 @@ class _Kept:
                 self._content = encode_json(await self._make())
                 self._made_at = time.monotonic()
             return self._content
+
+
+class _Turns:
+    """Long work that lets others run every other millisecond."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    async def give_way(self) -> None:
+        if time.monotonic() - self._began > TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._began = time.monotonic()
 
 
 class LiveRoutes:
@@ -146,22 +158,19 @@ class LiveRoutes:
 
     async def _make_prefixes(self, choose: Callable[[int], list[Node]]) -> dict[str, Any]:
         sightings = self._live.sightings
+        # Taken in one turn; later ones may find the tree changed.
         nodes = choose(live_view.MAX_NODES)
         rows = [live_view.node_data(node) for node in nodes]
-        # What is looked up is taken now: while others run, the tree changes.
-        ends = [
-            (node.number, node.root().place.model, node.block_size, node.chain())
-            for node in live_view.frontier(nodes)
-        ]
+        chains = [(node, node.root().place.model, node.chain()) for node in live_view.frontier(nodes)]
         depths = {}
-        turn_began = time.monotonic()
-        for number, model, block_size, chain in ends:
+        turns = _Turns()
+        for node, model, chain in chains:
             held = self._fleet.overlaps(model, chain)
-            depths[number] = {replica_id: blocks * block_size for replica_id, blocks in held.items()}
-            if time.monotonic() - turn_began > TURN_SECONDS:
-                await asyncio.sleep(0)
-                turn_began = time.monotonic()
-        live_view.add_holders(rows, depths)
+            depths[node.number] = {replica_id: held[replica_id] * node.block_size for replica_id in held}
+            await turns.give_way()
+        for row in sorted(rows, key=lambda row: -row["end"]):
+            live_view.add_holders(row, depths)
+            await turns.give_way()
         return {
             "now": self._context.wall_clock(),
             "nodes": rows,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from replicas.protocol.frames import NO_USER
 from router.recent import MAX_DECISIONS, NUM_SLOTS, SLOT_SECONDS, Durations, Origins, Recent, RecentDecision
 
 
@@ -15,7 +16,7 @@ def decision(number: int) -> RecentDecision:
         model="toy",
         adapter=None,
         tenant="default",
-        user=None,
+        user=NO_USER,
         key=None,
         status=200,
         error=None,
@@ -25,9 +26,9 @@ def decision(number: int) -> RecentDecision:
         num_output_tokens=0,
         num_prompt_tokens=0,
         usage=None,
-        origins=None,
         decision=None,
-        findings=(),
+        known=None,
+        block_size=16,
     )
 
 
