@@ -150,9 +150,9 @@ def local_stack(
             stack.wait_redis()
             for number in range(num_replicas):
                 own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url}
-                stack.start(f"replica-{number}", _python(replica_module, {**own, **replica_settings}))
+                stack.start(f"replica-{number}", python_command(replica_module, {**own, **replica_settings}))
             router = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
-            stack.start("router", _python("router", {**router, **(router_settings or {})}))
+            stack.start("router", python_command("router", {**router, **(router_settings or {})}))
             stack.wait_ready(num_replicas)
             yield stack
         finally:
@@ -170,6 +170,6 @@ def _redis_command(port: int) -> list[str]:
     return [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
 
 
-def _python(module: str, settings: Mapping[str, object]) -> list[str]:
+def python_command(module: str, settings: Mapping[str, object]) -> list[str]:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", module, *flags]

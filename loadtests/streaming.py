@@ -66,29 +66,39 @@ class Connection:
         """False once the server has closed it."""
         return self._reader is not None and not self._reader.at_eof()
 
+    async def get(self, path: str) -> bytes:
+        """The body of the answer, which says its length. Raises OSError or EOFError."""
+        reader, writer = await self._open()
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: {self._host}\r\n\r\n".encode())
+        headers = _headers(await reader.readuntil(b"\r\n\r\n"))
+        return await reader.readexactly(int(headers["content-length"]))
+
     async def post(self, path: str, body: bytes) -> Answer:
         """Send `body` (JSON) and read the whole answer, streamed or not.
 
         Raises OSError or EOFError where none came, StreamCut where it ended early.
         """
-        if self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
-        assert self._reader is not None
+        reader, writer = await self._open()
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
             f"{self._headers}content-length: {len(body)}\r\n\r\n"
         )
         sent = time.perf_counter()
-        self._writer.write(head.encode() + body)
-        raw = await self._reader.readuntil(b"\r\n\r\n")
+        writer.write(head.encode() + body)
+        raw = await reader.readuntil(b"\r\n\r\n")
         status = int(raw[9:12])
         headers = _headers(raw)
         if headers.get("transfer-encoding") == "chunked":
             return await self._streamed(status, headers, sent)
-        text = await self._reader.readexactly(int(headers["content-length"]))
+        text = await reader.readexactly(int(headers["content-length"]))
         done = time.perf_counter()
         usage = json.loads(text).get("usage") or {}
         return Answer(status, sent, done, done, usage, headers, 1, True)
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+        return self._reader, self._writer
 
     async def _streamed(self, status: int, headers: dict[str, str], sent: float) -> Answer:
         assert self._reader is not None

@@ -49,7 +49,7 @@ class Numbers:
     def __init__(self, kind: str, name: str, help_text: str, labels: Sequence[str] = ()) -> None:
         assert kind in ("counter", "gauge") and name.endswith("_total") == (kind == "counter")
         self.name = name
-        self._labels = labels
+        self.labels = labels
         self._head = _head(kind, name, help_text)
         self._series: dict[tuple[str, ...], Number] = {}
         if not labels:
@@ -58,7 +58,7 @@ class Numbers:
     def of(self, *values: str) -> Number:
         number = self._series.get(values)
         if number is None:
-            number = self._series[values] = Number(f"{self.name}{_braces(self._labels, values)} ")
+            number = self._series[values] = Number(f"{self.name}{_braces(self.labels, values)} ")
         return number
 
     def clear(self) -> None:
@@ -78,7 +78,7 @@ class Distributions:
     ) -> None:
         self.name = name
         self.bounds = bounds
-        self._labels = labels
+        self.labels = labels
         self._head = _head("histogram", name, help_text)
         self._series: dict[tuple[str, ...], Distribution] = {}
         if not labels:
@@ -100,9 +100,9 @@ class Distributions:
 
     def _lines(self, values: Sequence[str]) -> Iterator[str]:
         for bound in (*(repr(float(bound)) for bound in self.bounds), "+Inf"):
-            yield f"{self.name}_bucket{_braces((*self._labels, 'le'), (*values, bound))} "
-        yield f"{self.name}_count{_braces(self._labels, values)} "
-        yield f"{self.name}_sum{_braces(self._labels, values)} "
+            yield f"{self.name}_bucket{_braces((*self.labels, 'le'), (*values, bound))} "
+        yield f"{self.name}_count{_braces(self.labels, values)} "
+        yield f"{self.name}_sum{_braces(self.labels, values)} "
 
 
 def _head(kind: str, name: str, help_text: str) -> str:

@@ -121,13 +121,13 @@ class RouterMetrics(Collector):
 
     def render(self) -> bytes:
         """Prometheus text, as of the last `refresh`."""
-        return "".join(family.text() for family in self._all()).encode()
+        return "".join(family.text() for family in self.families()).encode()
 
     async def scrape(self) -> bytes:
         """Prometheus text as of now, made one metric at a time, so that nobody's stream waits for it all."""
         self.refresh()
         texts: list[str] = []
-        for family in self._all():
+        for family in self.families():
             texts.append(family.text())
             await asyncio.sleep(0)
         return "".join(texts).encode()
@@ -136,7 +136,8 @@ class RouterMetrics(Collector):
         """For readers of a registry; a scrape has no need of it."""
         yield from text_string_to_metric_families(self.render().decode())
 
-    def _all(self) -> Iterator[Numbers | Distributions]:
+    def families(self) -> Iterator[Numbers | Distributions]:
+        """Every metric, with all its series."""
         yield from self._families
         yield from self.parts.families
 

@@ -48,10 +48,10 @@ def series_labels() -> dict[str, Labels]:
 
 def _all() -> Iterator[tuple[str, str, str, Labels]]:
     """Process, name, type, labels."""
-    for family in RouterMetrics(CollectorRegistry())._all():
+    for family in RouterMetrics(CollectorRegistry()).families():
         is_histogram = isinstance(family, Distributions)
         kind = "histogram" if is_histogram else "counter" if family.name.endswith("_total") else "gauge"
-        yield "router", family.name, kind, frozenset(family._labels)
+        yield "router", family.name, kind, frozenset(family.labels)
     yield from _registered("replica", ReplicaMetrics)
     yield from _registered("fleet", FleetMetrics)
 

@@ -1,16 +1,12 @@
-"""The README names every setting and every metric, and none that does not exist."""
+"""The README names every setting, and none that does not exist."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from replicas.config import ReplicaConfig
-from replicas.metrics import ReplicaMetrics
 from router.config import RouterConfig
-from router.metrics import RouterMetrics
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -37,15 +33,3 @@ def test_every_setting_stands_in_the_readme_with_its_default(heading: str, confi
     assert list(documented) == list(fields)
     for name, field in fields.items():
         assert documented[name].split(" | ")[0] == f"`{field.default}`", name
-
-
-def test_every_metric_stands_in_the_readme_and_every_one_there_exists() -> None:
-    registry = CollectorRegistry()
-    RouterMetrics(registry)
-    ReplicaMetrics(registry)
-    actual = {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in registry.collect()
-        if not re.fullmatch(r"(process|python)_.*", family.name)
-    }
-    assert set(table_after("## Metrics")) == actual
