@@ -12,12 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from cluster.errors import StartFailed
 from cluster.processes import death_with_parent, kill_marked
@@ -25,8 +22,6 @@ from cluster.run_directory import ClusterState, RunDirectory
 
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
-METRICS_SETTING = "--set=metrics_port=0"
-A_METRIC = b"replica_prompt_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ def fresh_cluster(words: Sequence[str], logs: Path) -> Iterator[FreshCluster]:
 
 def _start(words: Sequence[str], directory: RunDirectory, said: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", "-m", "cluster.cli", "up", "--port", "0"]
-    command += ["--run-dir", str(directory.path), METRICS_SETTING, *words]
+    command += ["--run-dir", str(directory.path), *words]
     # A Redis that others use would bring what they have cached, and keep what is cached here.
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     with said.open("wb") as output:
@@ -101,27 +96,3 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def replica_metrics(state: ClusterState) -> list[str]:
-    """Where each replica tells its counters, as NAME=URL."""
-    found = []
-    for entry in state.replicas:
-        assert entry.pid is not None, "the cluster is ready"
-        listening = [
-            each.laddr.port
-            for each in psutil.Process(entry.pid).net_connections("tcp4")
-            if each.status == psutil.CONN_LISTEN
-        ]
-        urls = (f"http://127.0.0.1:{port}/metrics" for port in listening)
-        found += [f"{entry.replica_id}={url}" for url in urls if _has_metrics(url)][:1]
-    return found
-
-
-def _has_metrics(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=1) as response:
-            return A_METRIC in response.read()
-    except OSError:
-        return False

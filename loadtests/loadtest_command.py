@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from loadtests.comparison import RunSet, compare
-from loadtests.fresh_cluster import FreshCluster, fresh_cluster, replica_metrics
+from loadtests.fresh_cluster import FreshCluster, fresh_cluster
 from loadtests.loadtest_plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan
 from loadtests.loadtest_summary import complaints, doubts, sentence, table
 from loadtests.locust_run import LoadTestFailed, run_headless
@@ -113,7 +113,7 @@ def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label:
             options=options,
             seed=planned.seed,
             duration_seconds=plan.size.duration_seconds,
-            replica_metrics=replica_metrics(cluster.state),
+            replica_metrics=[str(cluster.directory.targets_file)],
             output=plan.output / f"{planned.name}.json.gz",
             on_line=progress.hear,
         )

@@ -41,8 +41,8 @@ def run_headless(
 
     `options` are the locustfile's own, by name without dashes ("qps"), or parameters of the workload
     ("num_tenants"). A `duration_seconds` of None takes the locustfile's. `replica_metrics` are the replicas'
-    /metrics as NAME=URL or URL. With several processes, one leads and the others send. `on_line` gets each
-    line that Locust prints.
+    /metrics as NAME=URL or URL, or a file of targets for Prometheus (.json). With several processes, one
+    leads and the others send. `on_line` gets each line that Locust prints.
     """
     command = headless_command(
         base_url=base_url,
