@@ -165,11 +165,17 @@ LIVES = (
         ),
     ),
     Panel(
-        title="Time to start a replica, p90",
-        description="From the controller's decision until the replica is ready: loading weights, mostly. "
-        "This long a lost replica is missing.",
+        title="Time to start a replica, mean",
+        description="From the controller's decision until the replica is ready, of all starts since the "
+        "controller's own: loading weights, mostly. This long a lost replica is missing.",
         unit="s",
-        queries=(Query(quantile(0.9, "fleet_replica_start_seconds", "FLEET", "pool"), "{{pool}}"),),
+        queries=(
+            Query(
+                "sum by (pool) (fleet_replica_start_seconds_sum{FLEET})"
+                " / sum by (pool) (fleet_replica_start_seconds_count{FLEET})",
+                "{{pool}}",
+            ),
+        ),
     ),
     Panel(
         title="Leases",
