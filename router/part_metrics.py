@@ -12,6 +12,7 @@ from router.index_mirror import MirrorStatistics
 from router.instruments import Distributions, Numbers
 from router.membership import MembershipStatistics
 from router.prompt.catalog import ModelCatalog
+from router.prompt.chains import ChainStatistics
 from router.routing.load import ReplicaLoad
 
 
@@ -26,6 +27,9 @@ class PartMetrics:
         self._dropped_spans = self._counter(
             "router_dropped_spans_total", "Spans that no trace collector took"
         )
+        self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
+        self._hash_hits = self._counter("router_hash_cache_hits_total", "Prompt blocks found hashed")
+        self._hash_misses = self._counter("router_hash_cache_misses_total", "Prompt blocks hashed")
         self._declare_dispatch()
         self._declare_fleet()
         self._declare_models()
@@ -120,6 +124,11 @@ class PartMetrics:
             self._cache_bytes.of(name).value = statistics.num_bytes
             self._cache_hits.of(name).value = statistics.num_hits
             self._cache_misses.of(name).value = statistics.num_misses
+
+    def read_chains(self, statistics: ChainStatistics) -> None:
+        self._hash_bytes.of().value = statistics.num_bytes
+        self._hash_hits.of().value = statistics.num_hits
+        self._hash_misses.of().value = statistics.num_misses
 
     def read_index(self, mirrors: Mapping[str, MirrorStatistics]) -> None:
         for name, statistics in mirrors.items():

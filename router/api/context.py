@@ -74,6 +74,7 @@ class ApiContext:
         self.metrics.watch(lambda parts: parts.read_in_flight(self.num_in_flight))
         self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
         self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
+        self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.prompt.chains import BLOCKS_PER_RUN, BYTES_PER_RUN
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -130,3 +131,17 @@ async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
     assert samples["router_overlap_tokens_total", "tiny"] == 64
     assert samples[("router_in_flight",)] == 0
     assert "made up" not in text
+
+
+async def test_metrics_say_how_many_blocks_of_prompts_had_been_hashed_before(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says([80, 2])
+    prompt = [1] * (BLOCKS_PER_RUN * tiny_model.BLOCK_SIZE)
+    for _ in range(3):
+        answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+    lines = (await http.get("/metrics")).text.splitlines()
+    assert f"router_hash_cache_misses_total {BLOCKS_PER_RUN}" in lines
+    assert f"router_hash_cache_hits_total {2 * BLOCKS_PER_RUN}" in lines
+    assert f"router_hash_cache_bytes {BYTES_PER_RUN}" in lines
