@@ -1,6 +1,7 @@
 """What a whole stack says of itself, for tests that ask whether everything was given back."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import httpx
@@ -35,24 +36,37 @@ def indexed_blocks(stack: LocalStack, replica_id: str, epoch: str) -> set[BlockH
     return {BlockHash(member) for member in members if member != keys.BLOCKS_MARKER}
 
 
+GAUGES_OF_WORK = (
+    "router_in_flight",
+    "router_runs",
+    "router_reservations",
+    "router_replica_requests",
+    "router_replica_pending_tokens",
+)
+"""All 0 when there is nothing to do."""
+
+
+def metrics(stack: LocalStack) -> Counter[str]:
+    """Of the router: the sum of each metric's samples over all labels."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(httpx.get(stack.url + "/metrics").text):
+        for sample in family.samples:
+            found[sample.name] += sample.value  # type: ignore[assignment]
+    return found
+
+
 def metric(stack: LocalStack, name: str) -> float:
-    """The sum of a metric's samples over all labels."""
-    text = httpx.get(stack.url + "/metrics").text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name
-    )
+    return metrics(stack)[name]
 
 
 def is_idle(stack: LocalStack) -> bool:
-    """Nothing runs, waits or holds a block anywhere, and the router counts nothing in flight."""
+    """Nothing runs, waits or holds a block anywhere, and the router counts nothing that does."""
     loads = [record.load for record in records(stack).values()]
     busy = sum(
         load.num_running + load.num_waiting + load.num_pending_tokens + load.num_used_blocks for load in loads
     )
-    return bool(loads) and busy == 0 and metric(stack, "router_in_flight") == 0
+    found = metrics(stack)
+    return bool(loads) and busy == 0 and not any(found[name] for name in GAUGES_OF_WORK)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from loadtests.local_stack import LocalStack, local_stack
-from tests.integration.observe import indexed_blocks, is_idle, records, wait_until
+from tests.integration.observe import indexed_blocks, is_idle, metrics, records, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -133,6 +133,7 @@ def test_a_storm_of_requests_vanishing_clients_and_one_kill_leaves_nothing_behin
                 except openai.APIError as error:
                     failures.append(repr(error))
 
+    before = metrics(stack)
     threads = [threading.Thread(target=one_client, args=(rng.choice([1, 10, 1000]),)) for _ in range(12)]
     for thread in threads:
         thread.start()
@@ -143,3 +144,13 @@ def test_a_storm_of_requests_vanishing_clients_and_one_kill_leaves_nothing_behin
     stack.wait_ready(2)
     assert failures == []
     wait_until(lambda: is_idle(stack), "everything given back")
+    told = metrics(stack) - before
+    assert told["router_requests_total"] == told["router_tenant_requests_total"] == len(threads) * 6
+    assert (
+        told["router_request_errors_total"]
+        == told["router_requests_total"] - told["router_e2e_seconds_count"]
+    )
+    assert told["router_prompt_tokens_by_origin_total"] == told["router_prompt_tokens_total"] > 0
+    assert told["router_tenant_prompt_tokens_total"] == told["router_prompt_tokens_total"]
+    assert told["router_tenant_ttft_seconds_count"] == told["router_ttft_seconds_count"]
+    assert told["router_submits_total"] >= told["router_decisions_total"] >= told["router_ttft_seconds_count"]
