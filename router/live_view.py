@@ -4,7 +4,7 @@ Owns the shapes and their caps, so that neither a large fleet nor a long list ma
 no HTTP; who asks may be told the same again for a while.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -124,7 +124,7 @@ function explained(decision) {
     ["model", decision.adapter ? `${decision.model} (adapter)` : decision.model],
     ["namespace", decision.tenant === "default" ? "no salt" : decision.tenant],
     ["prompt_cache_key", decision.key ?? "none"],
-    ["place in the affinity order", decision.rank === null ? "–" : decision.rank === 0 ? "home" : `${decision.rank + 1}th`],
+    ["rank in the affinity order", decision.rank === null ? "–" : decision.rank === 0 ? "0 (home)" : count(decision.rank)],
     ["output tokens", count(decision.output_tokens)],
     ["whole answer", milliseconds(decision.ended_ms)],
   ];

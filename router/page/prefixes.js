@@ -2,9 +2,10 @@
 
 import { ago, bar, cell, compact, count, element, isInUse, keyed, labelled, setAttribute, setBar, setText } from "./dom.js";
 
-const FIRST_CHILDREN = 4;
+const FIRST_TOP = 12;
+const FIRST_CHILDREN = 3;
 const MORE_CHILDREN = 40;
-const OPEN_LEVELS = 2;
+const OPEN_LEVELS = 1;
 const SHOWN_USERS = 2;
 const SHOWN_HOLDERS = 3;
 
@@ -58,7 +59,7 @@ function draw() {
 function list(below, above, level, lines, most) {
   const place = (node) => places.get(node.id) ?? -1;
   const all = (below.get(above) ?? []).toSorted((one, other) => place(one) - place(other));
-  const shown = all.slice(0, numShown.get(above) ?? FIRST_CHILDREN);
+  const shown = all.slice(0, numShown.get(above) ?? (level ? FIRST_CHILDREN : FIRST_TOP));
   for (const node of shown) {
     const hasBelow = below.has(node.id);
     const isOpen = hasBelow && (toggled.get(node.id) ?? level < OPEN_LEVELS);
