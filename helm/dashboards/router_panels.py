@@ -204,6 +204,30 @@ ITSELF = (
         unit="bytes",
         queries=(Query("router_token_cache_bytes{MODEL}", "{{router}} {{model}}"),),
     ),
+    Panel(
+        title="Hash cache, hit rate",
+        description="Share of the prompt blocks whose hash was known. Low, with prompts that begin alike and a "
+        "full cache: raise hash_cache_bytes.",
+        unit="percentunit",
+        maximum=1,
+        queries=(
+            Query(
+                rate("router_hash_cache_hits_total", "ROUTER", "router")
+                + " / ("
+                + rate("router_hash_cache_hits_total", "ROUTER", "router")
+                + " + "
+                + rate("router_hash_cache_misses_total", "ROUTER", "router")
+                + ")",
+                "{{router}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Hash cache, memory",
+        description="Bounded by hash_cache_bytes, for each router.",
+        unit="bytes",
+        queries=(Query("router_hash_cache_bytes{ROUTER}", "{{router}}"),),
+    ),
 )
 
 ROUTER = Dashboard(
