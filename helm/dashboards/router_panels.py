@@ -206,8 +206,8 @@ ITSELF = (
     ),
     Panel(
         title="Hash cache, hit rate",
-        description="Share of the prompt blocks whose hash was known. Low, prompts begin alike, and the cache "
-        "is full: raise hash_cache_bytes.",
+        description="Share of the prompt blocks whose hash was known. Low while prompts begin alike and the "
+        "cache is full: raise hash_cache_bytes.",
         unit="percentunit",
         maximum=1,
         queries=(
