@@ -74,7 +74,7 @@ def render(explained: Mapping[str, Any]) -> str:
 
 
 def _row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "copy", "cost"))
+    seconds = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "room", "cost"))
     return (
         candidate["replica"],
         str(candidate["rank"]),

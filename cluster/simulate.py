@@ -62,7 +62,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policy", default="kvasir", metavar="NAME,…", help="one, several, or all (default: kvasir)")
-    add("--copy-price", type=float, default=CostParameters().copy_price, metavar="X", help="of kvasir")
+    add("--room-price", type=float, default=CostParameters().room_price, metavar="X", help="of kvasir")
     add("--delay-price", type=float, default=CostParameters().delay_price, metavar="X", help="of kvasir")
     add("--replicas", type=count, default=8, metavar="N", help="default: 8")
     add("--routers", type=count, default=1, metavar="N", help="default: 1")
@@ -245,7 +245,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
             num_replicas=int(swept.get("replicas", arguments.replicas)),
             num_routers=arguments.routers,
             policy=policy,
-            parameters=CostParameters(copy_price=arguments.copy_price, delay_price=arguments.delay_price),
+            parameters=CostParameters(room_price=arguments.room_price, delay_price=arguments.delay_price),
             index_stride=arguments.index_stride,
             delays=Delays(
                 arguments.event_delay,

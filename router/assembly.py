@@ -55,7 +55,7 @@ class Router:
         try:
             self._table = RoutingTable(
                 config.policy,
-                CostParameters(copy_price=config.copy_price, delay_price=config.delay_price),
+                CostParameters(room_price=config.room_price, delay_price=config.delay_price),
                 rng,
                 clock=clock,
             )

@@ -39,9 +39,9 @@ class RouterConfig:
     )
 
     policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
-    copy_price: float = setting(
-        2.0,
-        help="price of computing what another replica holds, as a share of that computation; 0 ignores it",
+    room_price: float = setting(
+        3.0,
+        help="price of computing a prompt into a full cache, in times of that computation; 0 ignores it",
     )
     delay_price: float = setting(
         0.05,
@@ -84,7 +84,7 @@ class RouterConfig:
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
         for name in (
-            "copy_price",
+            "room_price",
             "delay_price",
             "tokenizer_cache_bytes",
             "hash_cache_bytes",

@@ -55,6 +55,6 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "wait_seconds": candidate.cost.wait_seconds,
         "prefill_seconds": candidate.cost.prefill_seconds,
         "delay_seconds": candidate.cost.delay_seconds,
-        "copy_seconds": candidate.cost.copy_seconds,
+        "room_seconds": candidate.cost.room_seconds,
         "cost_seconds": candidate.cost.seconds,
     }

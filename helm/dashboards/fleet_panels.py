@@ -84,7 +84,7 @@ LOAD = (
         title="Prompt tokens that wait, by replica",
         description="What each replica has still to compute before its last prompt has a first token. One "
         "line far above the others is a hot replica: see 'Decisions by reason' on the router's dashboard. "
-        "Mostly overlap: one prefix draws everything there; more replicas or a lower copy_price spread it.",
+        "Mostly overlap: one prefix draws everything there; more replicas or a lower room_price spread it.",
         queries=(Query("replica_pending_tokens{REPLICA}", "{{replica}}"),),
     ),
     Panel(

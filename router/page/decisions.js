@@ -141,7 +141,7 @@ function candidates(decision) {
   const titles = ["Compared", "Rank", "Overlap", "Requests", "Pending", "Wait", "Prefill", "Delay", "Copy", "Cost"];
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = decision.candidates.map((candidate) => {
-    const seconds = ["wait", "prefill", "delay", "copy", "cost"].map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));
+    const seconds = ["wait", "prefill", "delay", "room", "cost"].map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));
     const values = [candidate.rank, count(candidate.overlap_tokens), count(candidate.num_requests), count(candidate.num_pending_tokens), ...seconds];
     const isChosen = candidate.replica === decision.replica;
     return element(

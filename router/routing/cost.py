@@ -5,12 +5,13 @@ is decided in `decision.py`.
 
     cost(r) = wait(r) + prefill(uncached at r)
             + delay_price * requests at r * prefill(uncached at r)
-            + copy_price * rate * (deepest overlap - overlap at r)
+            + room_price * fill(r) * uncached at r * the fleet's seconds per token
 
 The first two terms are the expected time to first token. The third is what the others lose: whoever
 decodes at r, and whoever waits there, stands still while the prompt is computed. Long prompts therefore
-gather where few are disturbed, and short ones pass them by. The last is the price of a copy:
-prefilling at r what another replica holds fills r's cache with a duplicate and evicts something else.
+gather where few are disturbed, and short ones pass them by. The last is the price of room in r's cache:
+what is computed there evicts something else, the more surely the fuller the cache is. So a full fleet
+pays for copies of what another replica holds, and while there is room, sessions spread into it.
 """
 
 from collections.abc import Iterable
@@ -35,15 +36,16 @@ the median would spoil the cost of everybody."""
 
 @dataclass(frozen=True, slots=True)
 class CostParameters:
-    """`copy_price` is the design's lambda, `delay_price` the share of a prefill that each request at the
-    same replica counts for; with both 0, the cost is the plain expected time to first token.
+    """`room_price` is that of computing a token into a full cache, in times of computing it, and
+    `delay_price` the share of a prefill that each request at the same replica counts for; with both 0,
+    the cost is the plain expected time to first token.
 
     A request goes by affinity among replicas within `near_tie_tokens` of prefill and
     `near_tie_requests` of the cheapest. Fleets up to `num_compared_candidates` are compared whole;
     beyond, the first of the affinity order, the deepest holders and the idlest of a random draw.
     """
 
-    copy_price: float = 2.0
+    room_price: float = 3.0
     delay_price: float = 0.05
     near_tie_tokens: int = 256
     near_tie_requests: int = 4
@@ -66,11 +68,11 @@ class Cost(NamedTuple):
     wait_seconds: float
     prefill_seconds: float
     delay_seconds: float
-    copy_seconds: float
+    room_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.wait_seconds + self.prefill_seconds + self.delay_seconds + self.copy_seconds
+        return self.wait_seconds + self.prefill_seconds + self.delay_seconds + self.room_seconds
 
 
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
@@ -91,15 +93,13 @@ def cost_of(
     load: ReplicaLoad,
     *,
     num_uncached_tokens: int,
-    num_copied_tokens: int,
     rates: FleetRates,
     parameters: CostParameters,
 ) -> Cost:
     """The cost of `num_uncached_tokens` at a replica that is this busy.
 
-    `num_copied_tokens` of them lie in another replica's cache. Whoever runs or waits there delays the
-    request by a decode step each: its own steps share their time with them, so that of two replicas
-    with equal caches and queues the one with the smaller batch is cheaper.
+    Whoever runs or waits there delays the request by a decode step each: its own steps share their time
+    with them, so that of two replicas with equal caches and queues the one with the smaller batch is cheaper.
     """
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
@@ -108,7 +108,7 @@ def cost_of(
         load.num_pending_tokens * rate + load.num_requests * step,
         prefill_seconds,
         parameters.delay_price * load.num_requests * prefill_seconds,
-        parameters.copy_price * rate * num_copied_tokens,
+        parameters.room_price * load.cache_fill * num_uncached_tokens * rates.prefill_seconds_per_token,
     )
 
 

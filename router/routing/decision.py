@@ -153,25 +153,15 @@ def weigh(
     rates: FleetRates,
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
-    """What each would cost. The deepest overlap is the deepest of those considered."""
-    overlapping = [overlap_tokens(request, overlaps.depth(replica_id)) for _, replica_id, _ in considered]
-    deepest = max(overlapping)
-    return tuple(
-        Candidate(
-            replica_id,
-            rank,
-            num_tokens,
-            load,
-            cost_of(
-                load,
-                num_uncached_tokens=request.num_tokens - num_tokens,
-                num_copied_tokens=deepest - num_tokens,
-                rates=rates,
-                parameters=parameters,
-            ),
+    """What each would cost."""
+    candidates = []
+    for rank, replica_id, load in considered:
+        num_tokens = overlap_tokens(request, overlaps.depth(replica_id))
+        cost = cost_of(
+            load, num_uncached_tokens=request.num_tokens - num_tokens, rates=rates, parameters=parameters
         )
-        for (rank, replica_id, load), num_tokens in zip(considered, overlapping, strict=True)
-    )
+        candidates.append(Candidate(replica_id, rank, num_tokens, load, cost))
+    return tuple(candidates)
 
 
 def _considered(

@@ -23,12 +23,14 @@ than heartbeats: so many must have seen no frame in between before one is believ
 class ReplicaLoad:
     """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed.
 
-    `num_context_tokens` are held by its requests. Rates are None until the replica has measured them.
+    `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold
+    something, 1 where it does not say. Rates are None until the replica has measured them.
     """
 
     num_requests: int = 0
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
+    cache_fill: float = 1.0
     prefill_seconds_per_token: float | None = None
     decode_step_seconds: float | None = None
 
@@ -126,10 +128,19 @@ class _ReplicaBook:
                 num_requests=snapshot.num_running + snapshot.num_waiting + self.num_on_the_way,
                 num_pending_tokens=snapshot.num_pending_tokens + self.num_pending_tokens,
                 num_context_tokens=snapshot.num_context_tokens + self.num_context_tokens,
+                cache_fill=_cache_fill(snapshot),
                 prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
                 decode_step_seconds=snapshot.decode_step_seconds or None,
             )
         return self.cached_view
+
+
+def _cache_fill(snapshot: LoadSnapshot) -> float:
+    """A little low: of the blocks in use, those that are not yet full cannot be found by hash."""
+    if not snapshot.num_total_blocks:
+        return 1.0
+    num_filled = max(snapshot.num_used_blocks, snapshot.num_cached_blocks)
+    return min(1.0, num_filled / snapshot.num_total_blocks)
 
 
 class LoadBook:

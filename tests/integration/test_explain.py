@@ -68,7 +68,7 @@ def test_the_costs_in_an_explanation_add_up_and_the_cheapest_comes_first(simulat
     costs = [candidate["cost_seconds"] for candidate in candidates]
     assert costs == sorted(costs)
     for candidate in candidates:
-        parts = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "copy"))
+        parts = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "room"))
         assert sum(parts) == pytest.approx(candidate["cost_seconds"])
 
 

@@ -113,28 +113,42 @@ def test_of_two_replicas_with_equal_caches_the_idle_one_serves() -> None:
     assert decided(fleet(2, **{first: busy}), {first: 400, second: 400}).replica_id == second
 
 
-def test_a_holder_is_left_only_when_waiting_costs_more_than_a_copy() -> None:
+def test_with_full_caches_a_holder_is_left_only_when_waiting_costs_more_than_a_copy_and_its_room() -> None:
     asked, overlap_blocks = request(num_tokens=6400 + 100), 400
     holder = ranked(8)[3]
-    for pending, stays in ((2.5, True), (3.5, False)):
+    for pending, stays in ((3.5, True), (4.5, False)):
         loads = {holder: ReplicaLoad(num_pending_tokens=int(pending * 6400))}
         decision = decided(fleet(8, **loads), {holder: overlap_blocks}, asked=asked)
         assert (decision.replica_id == holder) is stays
         assert decision.reason is (DecisionReason.OVERLAP if stays else DecisionReason.HOME)
 
 
-def test_with_copies_for_free_a_holder_is_left_when_waiting_costs_more_than_prefill() -> None:
+def test_with_room_for_free_a_holder_is_left_when_waiting_costs_more_than_prefill() -> None:
     holder = ranked(8)[3]
     loads = {holder: ReplicaLoad(num_pending_tokens=2 * 6400)}
-    free = CostParameters(copy_price=0.0)
+    free = CostParameters(room_price=0.0)
     assert decided(fleet(8, **loads), {holder: 400}, parameters=free).replica_id != holder
     assert decided(fleet(8, **loads), {holder: 400}).replica_id == holder
+
+
+def test_sessions_that_share_a_head_leave_a_full_cache_for_an_empty_one() -> None:
+    holder, other = ranked(2)
+    asked = request(num_tokens=6400 + 3200)
+    for fill, stays in ((1.0, True), (0.0, False)):
+        loads = {holder: ReplicaLoad(), other: ReplicaLoad(cache_fill=fill)}
+        assert (decided(fleet(2, **loads), {holder: 400}, asked=asked).replica_id == holder) is stays
+
+
+def test_empty_caches_are_filled_before_anything_is_evicted() -> None:
+    home, *others = ranked(4)
+    loads = {home: ReplicaLoad(), **{other: ReplicaLoad(cache_fill=0.5) for other in others}}
+    assert decided(fleet(4, **loads), asked=request(num_tokens=5000)).rank == 1
 
 
 def test_overlap_at_replicas_that_may_not_serve_counts_for_nothing() -> None:
     decision = decided(fleet(4), {"gone": 500})
     assert decision.reason is DecisionReason.HOME
-    assert all(candidate.cost.copy_seconds == 0 for candidate in decision.candidates)
+    assert len({candidate.cost for candidate in decision.candidates}) == 1
 
 
 def test_rates_that_differ_by_chance_do_not_move_a_bucket_from_its_home() -> None:
@@ -164,13 +178,13 @@ def test_the_median_stands_in_for_a_replica_that_has_measured_nothing() -> None:
     assert fleet_rates([ReplicaLoad()], PARAMETERS) == pytest.approx((1e-4, 0.01))
 
 
-def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_copy() -> None:
-    load = ReplicaLoad(num_requests=3, num_pending_tokens=100, prefill_seconds_per_token=1e-3)
+def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_room() -> None:
+    load = ReplicaLoad(num_requests=3, num_pending_tokens=100, cache_fill=0.5, prefill_seconds_per_token=1e-3)
     rates = fleet_rates([load], PARAMETERS)
-    parameters = CostParameters(copy_price=4, delay_price=0.2)
-    cost = cost_of(load, num_uncached_tokens=50, num_copied_tokens=30, rates=rates, parameters=parameters)
-    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.12))
-    assert cost.seconds == pytest.approx(0.33)
+    parameters = CostParameters(room_price=4, delay_price=0.2)
+    cost = cost_of(load, num_uncached_tokens=50, rates=rates, parameters=parameters)
+    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.1))
+    assert cost.seconds == pytest.approx(0.31)
 
 
 def test_a_long_prompt_goes_where_it_disturbs_few_and_a_short_one_where_it_waits_least() -> None:
