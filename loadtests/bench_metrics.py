@@ -47,9 +47,9 @@ def body(max_tokens: int, tenant: int = 0) -> bytes:
 def counting_seconds(count: int) -> float:
     """Of one request, told to the metrics at its end."""
     metrics = RouterMetrics(CollectorRegistry())
-    gaps = TokenGaps()
-    for _ in range(31):
-        gaps.add(0.008, 1)
+    gaps = TokenGaps(0.0, 1)
+    for number in range(31):
+        gaps.arrived((number + 1) * 0.008)
     requests = []
     for number in range(MOST_TENANTS):
         generation = Generation(

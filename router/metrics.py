@@ -87,9 +87,11 @@ class RouterMetrics(Collector):
         if served.error is None:
             model.e2e.observe(served.ended_seconds)
         gaps = served.token_gaps
-        if gaps is not None and gaps.num_tokens:
+        if gaps is not None:
             model.itl.add(gaps.counts, gaps.total_seconds)
-            model.tpot.observe(gaps.total_seconds / gaps.num_tokens)
+            num_later_tokens = served.prompts[0].num_output_tokens - gaps.num_first_tokens
+            if num_later_tokens:
+                model.tpot.observe(gaps.total_seconds / num_later_tokens)
 
     def _observe_prompt(
         self, prompt: ServedPrompt, name: str, model: "_ModelSeries", tenant: "_TenantSeries"

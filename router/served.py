@@ -23,19 +23,22 @@ GAP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 class TokenGaps:
     """The time between arrivals of tokens, counted by GAP_BOUNDS: a long answer takes no more memory.
 
-    `num_tokens` are those that came after the first arrival; several may arrive together.
+    Several tokens may arrive together; `num_first_tokens` came with the first arrival.
     """
 
-    __slots__ = ("counts", "num_tokens", "total_seconds")
+    __slots__ = ("_latest", "counts", "num_first_tokens", "total_seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, now: float, num_first_tokens: int) -> None:
+        self._latest = now
         self.counts = [0] * (len(GAP_BOUNDS) + 1)
-        self.num_tokens = 0
+        self.num_first_tokens = num_first_tokens
         self.total_seconds = 0.0
 
-    def add(self, seconds: float, num_tokens: int) -> None:
+    def arrived(self, now: float) -> None:
+        """More tokens have come."""
+        seconds = now - self._latest
+        self._latest = now
         self.counts[bisect_left(GAP_BOUNDS, seconds)] += 1
-        self.num_tokens += num_tokens
         self.total_seconds += seconds
 
 
@@ -57,7 +60,7 @@ class ServedRequest:
 
     `model` is the name of the model or adapter, None where none was recognised. `status` is the one that the
     client got, or CLIENT_GONE; a stream that broke off has that of its error. `error` is the name of the
-    error's class, `error_kind` what it comes down to. `token_gaps` are known of requests for one continuation
+    error's class, `error_kind` what it comes down to. `token_gaps` are known of answers with one continuation
     of one prompt.
     """
 

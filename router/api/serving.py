@@ -96,7 +96,6 @@ class _Exchange:
         self._read_seconds: float | None = None
         self._prepared_seconds: float | None = None
         self._gaps: TokenGaps | None = None
-        self._last_tokens = 0.0
         self._first_token_seconds: float | None = None
         self._is_streaming = False
         self._run_headers: list[Header] = []
@@ -111,8 +110,6 @@ class _Exchange:
         self._answer = answer
         self._prepared_seconds = self._context.clock() - self._arrived
         if len(answer.prompts) == 1:
-            if len(answer.prompts[0].outputs) == 1:
-                self._gaps = TokenGaps()
             await self._run_prompt(answer, answer.prompts[0])
             return
         try:
@@ -130,30 +127,23 @@ class _Exchange:
             prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
             async for batch in run:
                 if self._first_token_seconds is None:
-                    self._start(run)
-                elif self._gaps is not None:
-                    self._note_gap(self._gaps, batch)
+                    self._start(answer, run, batch)
+                elif self._gaps is not None and batch and batch[-1].token_ids:
+                    self._gaps.arrived(self._context.clock())
                 events = self._take(answer, prompt, run, batch)
                 if events:
                     await self._stream(events)
 
-    def _start(self, run: Runs) -> None:
-        self._last_tokens = self._context.clock()
-        self._first_token_seconds = self._last_tokens - self._arrived
+    def _start(self, answer: Answer, run: Runs, batch: Sequence[TokenDelta]) -> None:
+        now = self._context.clock()
+        self._first_token_seconds = now - self._arrived
+        if len(answer.prompts) == len(answer.prompts[0].outputs) == 1:
+            self._gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
         self._run_headers = [
             (b"x-kvasir-replica", run.replica_id.encode()),
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
-
-    def _note_gap(self, gaps: TokenGaps, batch: Sequence[TokenDelta]) -> None:
-        num_tokens = 0
-        for delta in batch:
-            num_tokens += len(delta.token_ids)
-        if num_tokens:
-            now = self._context.clock()
-            gaps.add(now - self._last_tokens, num_tokens)
-            self._last_tokens = now
 
     def _take(self, answer: Answer, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""

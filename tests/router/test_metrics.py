@@ -103,18 +103,18 @@ def test_origins_add_up_to_the_prompt_and_the_rest_of_a_request_is_counted(metri
 
 
 def test_times_between_tokens_are_gaps_and_their_mean_per_request(metrics: RouterMetrics) -> None:
-    gaps = TokenGaps()
-    for seconds, num_tokens in ((0.5, 1), (0.0004, 1), (0.25, 3)):
-        gaps.add(seconds, num_tokens)
-    metrics.observe(served(token_gaps=gaps))
-    metrics.observe(served(token_gaps=TokenGaps()))  # one token: there is no gap
+    gaps = TokenGaps(10.0, 1)
+    for now in (10.5, 10.5004, 10.75):
+        gaps.arrived(now)
+    metrics.observe(served(token_gaps=gaps, num_output_tokens=6))
+    metrics.observe(served(token_gaps=TokenGaps(10.0, 1), num_output_tokens=1))  # there is no gap
     found = Scraped(metrics)
     assert found["router_itl_seconds_count", "m"] == 3
-    assert found["router_itl_seconds_sum", "m"] == pytest.approx(0.7504)
+    assert found["router_itl_seconds_sum", "m"] == pytest.approx(0.75)
     assert found["router_itl_seconds_bucket", "m", "0.001"] == 1
     assert found["router_itl_seconds_bucket", "m", "0.25"] == 2
     assert found["router_tpot_seconds_count", "m"] == 1
-    assert found["router_tpot_seconds_sum", "m"] == pytest.approx(0.7504 / 5)
+    assert found["router_tpot_seconds_sum", "m"] == pytest.approx(0.75 / 5)
 
 
 @pytest.mark.parametrize(("rank", "label"), [(0, "0"), (2, "2"), (3, "3+"), (60, "3+")])

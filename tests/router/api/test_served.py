@@ -65,7 +65,7 @@ async def test_a_whole_answer(watched: Watched, stream: bool) -> None:
     assert 0 <= served.read_seconds <= served.prepared_seconds <= served.first_token_seconds
     assert served.first_token_seconds <= served.ended_seconds
     assert served.token_gaps is not None
-    assert (served.token_gaps.num_tokens, sum(served.token_gaps.counts)) == (2, 2)
+    assert (served.token_gaps.num_first_tokens, sum(served.token_gaps.counts)) == (1, 2)
     (prompt,) = served.prompts
     assert prompt.usage is not None and prompt.usage.num_cached_tokens == 3
     assert (prompt.num_output_tokens, prompt.decision_seconds) == (3, 0.001)
