@@ -8,6 +8,7 @@ const MORE_CHILDREN = 40;
 const OPEN_LEVELS = 1;
 const SHOWN_USERS = 2;
 const SHOWN_HOLDERS = 3;
+const NOWHERE = "not in the index";
 
 const rows = document.getElementById("prefixes");
 const table = rows.parentElement;
@@ -105,7 +106,7 @@ function createNode(node) {
   const size = labelled("number", "tokens", element("span", { class: "value" }));
   const requests = labelled("number", "requests", element("span", { class: "value" }));
   const share = bar("hits");
-  const hits = element("span", { class: "small" });
+  const hits = element("span", { class: "small cut" });
   const users = cell("users");
   const holders = cell("holders");
   const last = cell("number last", element("span", { class: "value" }));
@@ -147,21 +148,21 @@ function showHits(node, share, hits, most) {
 
 function showUsers(node, users) {
   const more = node.users.length - SHOWN_USERS;
-  const tags = node.users.slice(0, SHOWN_USERS).map(([user, number]) => ({ user, text: `${user} ${count(number)}×` }));
+  const tags = node.users.slice(0, SHOWN_USERS).map(([user, number]) => ({ user, text: `${user} ${compact(number)}×` }));
   if (more > 0 || node.requests_of_other_users) tags.push({ user: "more", text: node.requests_of_other_users ? "and more" : `+${more}` });
-  if (node.requests_of_nobody) tags.push({ user: "nobody", text: `no user ${count(node.requests_of_nobody)}×` });
+  if (node.requests_of_nobody) tags.push({ user: "nobody", text: `no user ${compact(node.requests_of_nobody)}×` });
   keyed(users, tags, (tag) => tag.user, () => element("span", { class: "tag" }), (tag, { text }) => setText(tag, text));
 }
 
 function showHolders(node, holders) {
   const tags = node.holders.slice(0, SHOWN_HOLDERS).map(([id, depth]) => ({ id, depth }));
   if (node.num_holders > tags.length) tags.push({ id: `+${node.num_holders - tags.length}`, depth: node.end });
-  if (!tags.length) tags.push({ id: "nowhere", depth: node.end });
+  if (!tags.length) tags.push({ id: NOWHERE, depth: node.end });
   keyed(
     holders,
     tags,
     (tag) => tag.id,
-    (tag) => element("span", { class: tag.id === "nowhere" ? "none" : "tag place-tag" }),
+    (tag) => element("span", { class: tag.id === NOWHERE ? "none" : "tag place-tag" }),
     (shown, { id, depth }) => {
       const isWhole = depth >= node.end;
       setText(shown, isWhole ? id : `${id} ${compact(depth - node.start)} of ${compact(node.end - node.start)}`);
