@@ -133,24 +133,21 @@ class PrefixIndex:
         """Leading blocks of this chain at each replica that has any."""
         shards, predicted = self._holders.shards, self._predicted
         stride = self._blocks_per_stride
-        num_blocks = len(block_hashes)
         if self._slots is None:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
         levels: list[tuple[int, int]] = []
-        walking = self._slots.everyone if num_blocks else 0
+        walking = self._slots.everyone
         depth = 0
-        while walking and depth < num_blocks:
-            end = depth + stride
-            reached = 0
-            if end <= num_blocks:
-                last = block_hashes[end - 1]
-                reached = walking & (shards[last[0]].get(last, 0) | predicted.get(last, 0))
+        for block_hash in block_hashes[stride - 1 :: stride]:
+            reached = walking & (shards[block_hash[0]].get(block_hash, 0) | predicted.get(block_hash, 0))
             if reached != walking:
-                self._probe(block_hashes, depth, min(end - 1, num_blocks), walking & ~reached, levels)
-            walking = reached
-            depth = end
+                self._probe(block_hashes, depth, depth + stride - 1, walking ^ reached, levels)
+                walking = reached
+                if not walking:
+                    break
+            depth += stride
         if walking:
-            levels.append((min(depth, num_blocks), walking))
+            self._probe(block_hashes, depth, len(block_hashes), walking, levels)
         levels.sort(reverse=True)
         return Overlaps(self._slots, levels)
 
