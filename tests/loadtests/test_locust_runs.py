@@ -129,29 +129,17 @@ def test_a_cache_that_mixes_tenants_is_found_out(tmp_path: Path) -> None:
         seen.add(system)
         return 64 if is_known else 0
 
-    def num_cached_by_salt(body: dict[str, Any]) -> int:
-        system = body["cache_salt"] + body["messages"][0]["content"]
-        is_known = system in seen
-        seen.add(system)
-        return 64 if is_known else 0
-
     lines: list[str] = []
     with running(DelayServer(num_cached=num_cached)) as server:
         run = load(server, tmp_path, qps="10", lines=lines)
     assert sum(record.num_other_tenant_tokens or 0 for record in run.records) >= 64
     assert any("cached tokens came from other tenants" in line for line in lines)
     assert any("exit code 1" in line for line in lines)
-    seen.clear()
-    with running(DelayServer(num_cached=num_cached_by_salt)) as server:
-        run = load(server, tmp_path, qps="10")
-    assert sum(record.num_cached_tokens or 0 for record in run.records) > 64
-    assert sum(record.num_other_tenant_tokens or 0 for record in run.records) == 0
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_closed_loop_has_so_many_in_flight_and_no_more(processes: int, tmp_path: Path) -> None:
+def test_a_closed_loop_has_so_many_in_flight_and_no_more(tmp_path: Path) -> None:
     with running(DelayServer(first_seconds=0.1)) as server:
-        run = load(server, tmp_path, "chat", seconds=4.0, processes=processes, closed_loop="3", qps="20")
+        run = load(server, tmp_path, "chat", seconds=4.0, processes=2, closed_loop="3", qps="20")
     assert all(record.error is None for record in run.records)
     assert server.most_in_flight == 3
     assert len(run.records) > 20
