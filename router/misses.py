@@ -20,7 +20,7 @@ class FindingKind(enum.StrEnum):
     ELSEWHERE = "elsewhere"
     """Another replica held it."""
     GONE = "gone"
-    """It was held once; at the decision nobody who was compared had it."""
+    """It was served before; at the decision the index had it nowhere."""
     STALE = "stale"
     """The index said that it was there."""
     LUCKY = "lucky"
@@ -105,8 +105,8 @@ def _gone(decision: Decision, known: Known, num_cached: int, num_reusable: int) 
     if start >= end:
         return []
     text = (
-        f"{_tokens(start, end)} had been seen before, most recently on {known.replica_id}; by the index, no"
-        f" replica that was compared held them any more."
+        f"{_tokens(start, end)} had been seen before, most recently on {known.replica_id}; the index, which"
+        f" keeps only some blocks, had them at no replica that was compared."
     )
     return [Finding(FindingKind.GONE, text)]
 

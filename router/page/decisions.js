@@ -15,7 +15,7 @@ const REASONS = {
 const REMARKS = {
   new: "new here",
   elsewhere: "held elsewhere",
-  gone: "held before, gone",
+  gone: "seen, not in the index",
   stale: "less than the index said",
   namespace: "other namespace",
   short: "less than a block",

@@ -67,6 +67,6 @@ def test_the_sentences_name_replicas_tokens_and_costs() -> None:
         " 3 requests and 500 pending tokens."
     )
     assert gone == (
-        "Tokens 513 to 992 had been seen before, most recently on b; by the index, no replica that was"
-        " compared held them any more."
+        "Tokens 513 to 992 had been seen before, most recently on b; the index, which keeps only some blocks,"
+        " had them at no replica that was compared."
     )

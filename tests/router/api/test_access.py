@@ -6,7 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
+from replicas.protocol.settings import SettingsError, build
 from router.api.access import AdminAccess, refusal_of
+from router.config import RouterConfig
 from tests.router.http_server import HttpServer, http_server
 from tests.router.quiet_fleet import QuietFleet
 
@@ -83,6 +85,11 @@ def test_a_page_of_another_site_may_link_here_and_nothing_else() -> None:
 def test_everyone_and_nobody_ask_no_further() -> None:
     assert not is_refused("everyone", peer="203.0.113.9", host="evil.example", via="proxy")
     assert is_refused("nobody")
+
+
+def test_another_word_for_the_setting_is_refused() -> None:
+    with pytest.raises(SettingsError, match="loopback, everyone, nobody"):
+        build(RouterConfig, {"admin_access": "all"})
 
 
 async def answers(server: HttpServer, **headers: str) -> set[tuple[int, str | None]]:
