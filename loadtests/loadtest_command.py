@@ -145,6 +145,9 @@ def _say_set(plan: LoadtestPlan, run_set: RunSet, say: Say) -> list[str]:
     say(f"\n{table(run_set)}")
     if (told := sentence(run_set)) is not None:
         say(f"\n{told}")
+    for each in (each for variant in run_set.variants for each in variant.runs):
+        for note in each.run.info.notes:
+            say(f"{each.name}: {note}.")
     problems = complaints(run_set, plan.test.expected_errors, is_killing=bool(plan.test.kill_at))
     for line in (*doubts(run_set), *(f"PROBLEM {problem}" for problem in problems)):
         say(line)
