@@ -18,7 +18,7 @@ export function showFleet(state) {
 }
 
 function create(replica) {
-  const name = element("strong", {}, replica.id);
+  const name = element("strong", { class: "name", title: replica.id }, replica.id);
   const state = element("span", { class: "state" });
   const parts = {
     running: labelled("number", "running"),
@@ -69,6 +69,7 @@ function update(row, replica, slots, busiest) {
   setSparkline(parts.spark, replica.requests, busiest, slots.most);
   value("hits", percent(replica.cached_tokens, replica.tokens));
   parts.hits.title = `${count(replica.cached_tokens)} of ${count(replica.tokens)} prompt tokens in the last five minutes`;
+  parts.model.title = replica.model;
   setText(parts.model, `${replica.engine ?? "?"}, ${replica.model}`);
   setText(parts.epoch, `epoch ${replica.epoch.slice(-8)}`);
   parts.epoch.title = `epoch ${replica.epoch} at ${replica.address}`;
