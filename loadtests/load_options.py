@@ -137,7 +137,7 @@ class LeaderOptions:
 
 
 def add_arguments(parser: Any) -> None:
-    """To Locust's parser; its web form shows them too."""
+    """To Locust's parser; its web form shows them too, and would take a list that is empty for numbers."""
     add = parser.add_argument
     names = [*CHATS, TRACE, *(name for name in GENERATORS if name not in CHATS)]
     add("--workload", choices=names, default="cross-user", help="what is sent (default: cross-user)")
@@ -145,7 +145,7 @@ def add_arguments(parser: Any) -> None:
     add("--seed", default="", help="another seed, other texts and times (default: another one for each run)")
     add("--qps", default="", help="requests (chat, agent: sessions) per second, on average")
     add("--duration", default="60", help="seconds in which requests are sent (default: 60)")
-    add("--set", action="append", default=[], help="NAME=VALUE of the workload's parameters; repeatable")
+    add("--set", action="append", help="NAME=VALUE of the workload's parameters; repeatable")
     add("--trace", default="", help="a file in Mooncake's format, for the workload trace")
     add("--speed", default="1", help="arrivals so many times as fast (default: 1)")
     add("--scale-tokens", default="1", help="shrink prompts and answers by this factor (default: 1)")
@@ -158,10 +158,10 @@ def add_arguments(parser: Any) -> None:
     add("--standard-body", default="no", choices=["no", "yes"], help="yes: only OpenAI's own fields")
     add("--api-key", default="", is_secret=True, env_var="OPENAI_API_KEY", help="the bearer token")
     add("--run-file", default="", help="write the run there, as JSON (.gz: compressed)")
-    add("--replica-metrics", action="append", default=[], help="a replica's /metrics, [NAME=]URL; repeatable")
+    add("--replica-metrics", action="append", help="a replica's /metrics, [NAME=]URL; repeatable")
     add("--warmup", default="0", help="requests of the first so many seconds do not count (default: 0)")
     add("--kill-command", default="", help="a command that makes something go wrong")
-    add("--kill-at", action="append", default=[], help="seconds at which it runs; repeatable")
+    add("--kill-at", action="append", help="seconds at which it runs; repeatable")
     add("--test-name", default="", help="name in the run file (default: the workload's)")
     add("--policy", default="", help="the cluster's routing policy, for the run file")
     add("--engine", default="", help="the cluster's engine, for the run file")
