@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import overload
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
@@ -192,10 +193,15 @@ class PackedHashes(Sequence[BlockHash]):
     def __len__(self) -> int:
         return len(self._packed) // HASH_BYTES
 
-    def __getitem__(self, position):  # type: ignore[no-untyped-def]
-        if not 0 <= position < len(self):
-            raise IndexError(position)
-        return BlockHash(self._packed[position * HASH_BYTES : (position + 1) * HASH_BYTES])
+    @overload
+    def __getitem__(self, position: int, /) -> BlockHash: ...
+    @overload
+    def __getitem__(self, position: slice, /) -> Sequence[BlockHash]: ...
+    def __getitem__(self, position: int | slice, /) -> BlockHash | Sequence[BlockHash]:
+        if isinstance(position, slice):
+            return [self[one] for one in range(*position.indices(len(self)))]
+        start = range(len(self))[position] * HASH_BYTES
+        return BlockHash(self._packed[start : start + HASH_BYTES])
 
 
 class Sightings:

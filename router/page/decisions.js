@@ -138,7 +138,7 @@ function explained(decision) {
 }
 
 function candidates(decision) {
-  const titles = ["Compared", "Rank", "Overlap", "Requests", "Pending", "Wait", "Prefill", "Delay", "Copy", "Cost"];
+  const titles = ["Compared", "Rank", "Overlap", "Requests", "Pending", "Wait", "Prefill", "Delay", "Room", "Cost"];
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = decision.candidates.map((candidate) => {
     const seconds = ["wait", "prefill", "delay", "room", "cost"].map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));

@@ -112,6 +112,7 @@ def test_a_decision_opens_by_keyboard_and_says_why(stack: LocalStack, visit: Vis
     expect(details).to_be_visible()
     expect(details).to_contain_text("Sent to replica-")
     expect(details.get_by_role("table")).to_contain_text("(chosen)")
+    expect(details.get_by_role("table")).not_to_contain_text("NaN")
     expect(button).to_have_attribute("aria-expanded", "true")
     opened = button.get_attribute("aria-label")
 

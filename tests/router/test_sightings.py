@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import ReplicaId
-from router.sightings import MAX_USERS, Known, Node, Place, Sighting, Sightings, Uses
+from router.sightings import MAX_USERS, Known, Node, PackedHashes, Place, Sighting, Sightings, Uses
 
 BLOCK_SIZE = 16
 ROOTS = (BlockHash(b"a" * 16), BlockHash(b"b" * 16))
@@ -220,6 +220,18 @@ def test_users_beyond_a_number_are_counted_together() -> None:
     (node,) = sightings.recent(9)
     assert len(node.uses.users) == MAX_USERS
     assert (node.uses.num_requests_of_others, node.uses.num_requests_of_nobody) == (5, 1)
+
+
+@given(st.text(alphabet="xy", max_size=9), st.slices(9), st.integers(-10, 10))
+def test_the_hashes_of_a_node_read_like_a_list_of_them(symbols: str, part: slice, place: int) -> None:
+    listed = chain(ROOTS[0], symbols)
+    packed = PackedHashes(b"".join(listed))
+    assert (list(packed), len(packed), packed[part]) == (listed, len(listed), listed[part])
+    if -len(listed) <= place < len(listed):
+        assert packed[place] == listed[place]
+    else:
+        with pytest.raises(IndexError):
+            packed[place]
 
 
 @pytest.mark.parametrize("symbols", ["", "x"])
