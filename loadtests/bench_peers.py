@@ -1,8 +1,9 @@
 """Kvasir next to SGLang's and vLLM's routers, over vLLM replicas of equal settings on one machine.
 
 Two vLLM replicas behind Kvasir's router, and two of vLLM's own OpenAI servers behind each of the other
-routers in turn. 40 tenants with a system prompt of about 1,500 tokens each, 5 users per tenant, other
-questions every time: more prefixes than one cache holds, and about as many as both do. First an open loop
+routers in turn. Tenants with a system prompt of about 1,500 tokens each, 5 users per tenant, other
+questions every time: by default more prefixes than one cache holds, and about as many as both do; with
+`--cache-mib 40` only as many as both hold without copies. First an open loop
 (Poisson arrivals, never held up by slow answers), then a closed one for the highest rate. Every run has
 prompts of its own, so each begins cold; systems take turns, and who goes first rotates.
 
@@ -34,11 +35,10 @@ from loadtests.streaming import Answer, Connection
 from replicas.toy_model import toy_model_path
 from replicas.vllm_engine.environment import vllm_environment
 
-NUM_TENANTS, NUM_USERS = 40, 5
+NUM_USERS = 5
 PREFIX_TOKENS = 1500
 OUTPUT_TOKENS = 16
 BLOCK_SIZE = 32
-CACHE_BYTES = 64 * 2**20
 MODEL = "toy_model"
 CLOSED_CONCURRENCY = 8
 NUM_SERVERS = 2
@@ -47,7 +47,6 @@ REPLICA: Mapping[str, object] = {
     "engine": "vllm",
     "model_name": MODEL,
     "block_size": BLOCK_SIZE,
-    "kv_cache_bytes": CACHE_BYTES,
     "max_batched_tokens": 2048,
     "max_running": 256,
     "num_threads": 1,
@@ -93,7 +92,8 @@ class Run:
 class Prompts:
     """Requests of equal shape, run by run; the run's number is the first thing in each prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tenants: int) -> None:
+        self._num_tenants = num_tenants
         rng = random.Random(0)
         tokenizer = Tokenizer.from_file(str(toy_model_path() / "tokenizer.json"))
         sample = rng.choices(WORDS, k=2000)
@@ -104,11 +104,11 @@ class Prompts:
         words = random.Random(run)
         systems = [
             f"{run} tenant {tenant} " + " ".join(words.choices(WORDS, k=self._num_words))
-            for tenant in range(NUM_TENANTS)
+            for tenant in range(self._num_tenants)
         ]
         bodies = []
         for _ in range(num_requests):
-            tenant, user = rng.randrange(NUM_TENANTS), rng.randrange(NUM_USERS)
+            tenant, user = rng.randrange(self._num_tenants), rng.randrange(NUM_USERS)
             question = f"user {user} asks " + " ".join(words.choices(WORDS, k=30))
             bodies.append(_body(systems[tenant], question, f"tenant-{tenant}-user-{user}"))
         return bodies
@@ -186,7 +186,7 @@ async def closed_loop(system: System, bodies: Sequence[bytes]) -> Run:
     return run
 
 
-def start_servers(stack: LocalStack) -> list[Server]:
+def start_servers(stack: LocalStack, cache_bytes: int) -> list[Server]:
     servers = []
     for number in range(NUM_SERVERS):
         port, events_port, replay_port = free_port(), free_port(), free_port()
@@ -201,7 +201,7 @@ def start_servers(stack: LocalStack) -> list[Server]:
         command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(toy_model_path()), "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-        command += ["--block-size", str(BLOCK_SIZE), "--kv-cache-memory-bytes", str(CACHE_BYTES)]
+        command += ["--block-size", str(BLOCK_SIZE), "--kv-cache-memory-bytes", str(cache_bytes)]
         command += ["--max-num-batched-tokens", "2048", "--max-num-seqs", "256"]
         command += ["--distributed-executor-backend", "uni", "--generation-config", "vllm"]
         # Rendering is what vllm-router's kv_aware asks a server for, to know a prompt's tokens.
@@ -255,8 +255,9 @@ COLUMNS: Mapping[str, Callable[[Run, Run], float]] = {
 }
 
 
-def compare(systems: Sequence[System], num_rounds: int, num_requests: int, rate: float) -> None:
-    prompts = Prompts()
+def compare(
+    systems: Sequence[System], prompts: Prompts, num_rounds: int, num_requests: int, rate: float
+) -> None:
     runs: dict[str, list[tuple[Run, Run]]] = {system.name: [] for system in systems}
     for system in systems:
         asyncio.run(closed_loop(system, prompts.bodies(f"warm {system.name}", 20, random.Random(0))))
@@ -289,18 +290,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=300, help="per run and system")
     parser.add_argument("--rate", type=float, default=12.0, help="requests per second of the open loop")
+    parser.add_argument("--tenants", type=int, default=40)
+    parser.add_argument("--cache-mib", type=int, default=64, help="KV cache of each replica")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of our replicas")
     arguments = parser.parse_args()
     os.environ.update(vllm_environment(1))  # for vLLM's servers; replicas set the same for themselves
     print_header("Routers over two vLLM replicas: toy model, one thread per engine")
-    settings = {**REPLICA, **dict(pair.split("=", 1) for pair in arguments.set)}
+    cache_bytes = arguments.cache_mib * 2**20
+    settings = {
+        **REPLICA,
+        "kv_cache_bytes": cache_bytes,
+        **dict(pair.split("=", 1) for pair in arguments.set),
+    }
     with local_stack(num_replicas=NUM_SERVERS, replica_settings=settings) as stack:
         systems = [System("Kvasir", stack.port, stack.pid("router"))]
-        for name, command, port in peer_commands(arguments.peers, start_servers(stack)):
+        for name, command, port in peer_commands(arguments.peers, start_servers(stack, cache_bytes)):
             stack.start(name, command)
             _wait_healthy(stack, f"http://127.0.0.1:{port}")
             systems.append(System(name, port, stack.pid(name)))
-        compare(systems, arguments.rounds, arguments.requests, arguments.rate)
+        prompts = Prompts(arguments.tenants)
+        compare(systems, prompts, arguments.rounds, arguments.requests, arguments.rate)
 
 
 if __name__ == "__main__":
