@@ -70,7 +70,7 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
             "tools_tokens": 1500,
             "system_tokens": 800,
             "mean_result_tokens": 200,
-            "most_tokens": 6000,
+            "most_tokens": 4000,
         },
     ),
     "rag": NamedTest(
