@@ -132,6 +132,7 @@ class Router:
         parts.read_loads(
             table.loads.num_reserved, {replica_id: table.load(replica_id) for replica_id in replica_ids}
         )
+        table.end_lingering()
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
         parts.read_lag(self._lag.seconds)
 

@@ -56,4 +56,5 @@ class FleetSource:
             return {}
 
     def mirrors(self) -> Mapping[str, MirrorStatistics]:
+        self._table.end_lingering()
         return {model: mirror.statistics() for model, mirror in self._mirrors.items()}

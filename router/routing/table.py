@@ -251,7 +251,7 @@ class RoutingTable:
         exclude: Collection[ReplicaId],
         adapter: Adapter | None,
     ) -> tuple[Decision, Replicas]:
-        self._end_lingering()
+        self.end_lingering()
         replicas = self._ready(fleet, adapter)
         if exclude:
             replicas = replicas.without(exclude)
@@ -287,6 +287,15 @@ class RoutingTable:
 
         return RoutedRequest(decision, reservation, Announcement(prediction_id, missing), end_prediction)
 
+    def end_lingering(self) -> None:
+        """Drop the predictions whose time is over: before each decision, and before somebody counts them."""
+        if self._clock is None or not self._lingering:
+            return
+        now = self._clock()
+        while self._lingering and self._lingering[0][0] <= now:
+            _, index, prediction_id = self._lingering.popleft()
+            index.end_prediction(prediction_id)
+
     def _ready(self, fleet: _Model, adapter: Adapter | None) -> Replicas:
         ready = fleet.ready.get(adapter)
         if ready is None:
@@ -297,14 +306,6 @@ class RoutingTable:
             )
             ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view)
         return ready
-
-    def _end_lingering(self) -> None:
-        if self._clock is None or not self._lingering:
-            return
-        now = self._clock()
-        while self._lingering and self._lingering[0][0] <= now:
-            _, index, prediction_id = self._lingering.popleft()
-            index.end_prediction(prediction_id)
 
     def _model(self, name: str) -> _Model:
         model = self._models.get(name)

@@ -42,6 +42,7 @@ GAUGES_OF_WORK = (
     "router_reservations",
     "router_replica_requests",
     "router_replica_pending_tokens",
+    "router_index_predictions",
 )
 """All 0 when there is nothing to do."""
 

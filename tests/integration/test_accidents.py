@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from loadtests.local_stack import LocalStack, local_stack
-from tests.integration.observe import indexed_blocks, is_idle, metrics, records, wait_until
+from tests.integration.observe import indexed_blocks, is_idle, metric, metrics, records, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
@@ -95,6 +95,8 @@ def test_serving_goes_on_while_redis_is_gone_and_the_index_refills_by_itself(sta
     for number in range(5):
         _, replica_id = ask(stack, f"Question {number} without Redis?")
         assert replica_id == holder
+    # Nobody says that those blocks are stored, and no further decision drops what was predicted.
+    wait_until(lambda: metric(stack, "router_index_predictions") == 0, "no prediction left on an idle router")
     stack.start("redis")
     stack.wait_redis()
     wait_until(lambda: len(records(stack)) == 2, "both replicas registered again")

@@ -107,6 +107,18 @@ def test_with_a_clock_a_prediction_lingers_until_the_index_has_heard() -> None:
     assert table.num_predictions == 0
 
 
+def test_a_prediction_whose_time_is_over_can_be_dropped_without_another_decision() -> None:
+    clock = Clock()
+    table = table_of(8, clock=clock)
+    with route(table, prompt(0, 1, 2000)) as routed:
+        routed.first_token()
+    table.end_lingering()
+    assert table.num_predictions == 1
+    clock.seconds = 0.3
+    table.end_lingering()
+    assert table.num_predictions == 0
+
+
 def test_an_announced_prediction_ends_when_the_replica_says_so_and_not_before() -> None:
     clock = Clock()
     table = table_of(1, clock=clock)
