@@ -29,6 +29,9 @@ prompt to whoever last looked fastest, and no bucket would keep its home."""
 SPEED_LIMIT = 8.0
 """No replica counts as slower or faster than the median by more: a wrong measurement must not starve it."""
 
+LEAST_FILL = 0.2
+"""No cache counts as emptier: it will not stay so, and bursts of equal prompts should meet from the start."""
+
 LONGEST_SECONDS = 60.0
 """No rate above it, and none that is negative or not a number, counts as measured: one such number in
 the median would spoil the cost of everybody."""
@@ -108,7 +111,10 @@ def cost_of(
         load.num_pending_tokens * rate + load.num_requests * step,
         prefill_seconds,
         parameters.delay_price * load.num_requests * prefill_seconds,
-        parameters.room_price * load.cache_fill * num_uncached_tokens * rates.prefill_seconds_per_token,
+        parameters.room_price
+        * max(load.cache_fill, LEAST_FILL)
+        * num_uncached_tokens
+        * rates.prefill_seconds_per_token,
     )
 
 

@@ -24,13 +24,14 @@ class ReplicaLoad:
     """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed.
 
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold
-    something, 1 where it does not say. Rates are None until the replica has measured them.
+    something; a replica that has said nothing yet is taken to be new, and empty. Rates are None until the
+    replica has measured them.
     """
 
     num_requests: int = 0
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
-    cache_fill: float = 1.0
+    cache_fill: float = 0.0
     prefill_seconds_per_token: float | None = None
     decode_step_seconds: float | None = None
 
@@ -138,7 +139,7 @@ class _ReplicaBook:
 def _cache_fill(snapshot: LoadSnapshot) -> float:
     """A little low: of the blocks in use, those that are not yet full cannot be found by hash."""
     if not snapshot.num_total_blocks:
-        return 1.0
+        return 0.0
     num_filled = max(snapshot.num_used_blocks, snapshot.num_cached_blocks)
     return min(1.0, num_filled / snapshot.num_total_blocks)
 

@@ -117,7 +117,8 @@ def test_with_full_caches_a_holder_is_left_only_when_waiting_costs_more_than_a_c
     asked, overlap_blocks = request(num_tokens=6400 + 100), 400
     holder = ranked(8)[3]
     for pending, stays in ((3.5, True), (4.5, False)):
-        loads = {holder: ReplicaLoad(num_pending_tokens=int(pending * 6400))}
+        loads = {f"r{n}": ReplicaLoad(cache_fill=1.0) for n in range(8)}
+        loads[holder] = ReplicaLoad(num_pending_tokens=int(pending * 6400), cache_fill=1.0)
         decision = decided(fleet(8, **loads), {holder: overlap_blocks}, asked=asked)
         assert (decision.replica_id == holder) is stays
         assert decision.reason is (DecisionReason.OVERLAP if stays else DecisionReason.HOME)
@@ -125,7 +126,8 @@ def test_with_full_caches_a_holder_is_left_only_when_waiting_costs_more_than_a_c
 
 def test_with_room_for_free_a_holder_is_left_when_waiting_costs_more_than_prefill() -> None:
     holder = ranked(8)[3]
-    loads = {holder: ReplicaLoad(num_pending_tokens=2 * 6400)}
+    loads = {f"r{n}": ReplicaLoad(cache_fill=1.0) for n in range(8)}
+    loads[holder] = ReplicaLoad(num_pending_tokens=2 * 6400, cache_fill=1.0)
     free = CostParameters(room_price=0.0)
     assert decided(fleet(8, **loads), {holder: 400}, parameters=free).replica_id != holder
     assert decided(fleet(8, **loads), {holder: 400}).replica_id == holder
@@ -133,15 +135,15 @@ def test_with_room_for_free_a_holder_is_left_when_waiting_costs_more_than_prefil
 
 def test_sessions_that_share_a_head_leave_a_full_cache_for_an_empty_one() -> None:
     holder, other = ranked(2)
-    asked = request(num_tokens=6400 + 3200)
+    asked = request(num_tokens=6400 + 6400)
     for fill, stays in ((1.0, True), (0.0, False)):
-        loads = {holder: ReplicaLoad(), other: ReplicaLoad(cache_fill=fill)}
+        loads = {holder: ReplicaLoad(cache_fill=1.0), other: ReplicaLoad(cache_fill=fill)}
         assert (decided(fleet(2, **loads), {holder: 400}, asked=asked).replica_id == holder) is stays
 
 
 def test_empty_caches_are_filled_before_anything_is_evicted() -> None:
     home, *others = ranked(4)
-    loads = {home: ReplicaLoad(), **{other: ReplicaLoad(cache_fill=0.5) for other in others}}
+    loads = {home: ReplicaLoad(cache_fill=1.0), **{other: ReplicaLoad(cache_fill=0.5) for other in others}}
     assert decided(fleet(4, **loads), asked=request(num_tokens=5000)).rank == 1
 
 

@@ -202,3 +202,12 @@ class Storm(RuleBasedStateMachine):
 
 TestStorm = Storm.TestCase
 TestStorm.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_a_cache_is_as_full_as_its_blocks_in_use_or_those_that_can_be_found_whichever_are_more() -> None:
+    book = LoadBook()
+    assert book.view(A).cache_fill == 0.0
+    book.update(A, LoadSnapshot(num_used_blocks=30, num_cached_blocks=10, num_total_blocks=40), 0)
+    assert book.view(A).cache_fill == 0.75
+    book.update(A, LoadSnapshot(num_used_blocks=1, num_cached_blocks=50, num_total_blocks=40), 0)
+    assert book.view(A).cache_fill == 1.0

@@ -170,7 +170,7 @@ def test_minimum_ttft_leaves_the_holder_as_soon_as_waiting_takes_longer_than_com
     home = ranked(2)[0]
     holder = ranked(2)[1]
     for num_waiting, chosen in ((63, holder), (65, home)):
-        loads = fleet(2, **{holder: ReplicaLoad(num_requests=num_waiting)})
+        loads = {home: ReplicaLoad(cache_fill=1.0), holder: ReplicaLoad(num_waiting, cache_fill=1.0)}
         assert decided("minimum_ttft", loads, {holder: 400}).replica_id == chosen
         assert decided("kvasir", loads, {holder: 400}).replica_id == holder
 
