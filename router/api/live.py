@@ -97,7 +97,7 @@ class LiveRoutes:
             Route("/live/state", self.state, methods=["GET"], middleware=guard),
             Route("/live/prefixes", self.prefixes, methods=["GET"], middleware=guard),
             Route("/live/decisions", self.decisions, methods=["GET"], middleware=guard),
-            Route("/live/decisions/{number:int}", self.decision, methods=["GET"], middleware=guard),
+            Route("/live/decisions/{number}", self.decision, methods=["GET"], middleware=guard),
         ]
 
     async def state(self, request: Request) -> Response:
@@ -111,19 +111,20 @@ class LiveRoutes:
 
     async def decisions(self, request: Request) -> Response:
         """Those after the number `after`; only the last ones are kept, and only some are told."""
-        after = request.query_params.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) < 16):
+        after = _number(request.query_params.get("after", "0"))
+        if after is None:
             return _refuse(HttpError(400, "'after' is a number.", "invalid_request_error", "after"))
         recent = self._live.recent
         rows: list[dict[str, Any]] = []
-        for decision in recent.decisions(int(after)):
+        for decision in recent.decisions(after):
             if len(rows) == live_view.MAX_DECISIONS:
                 break
             rows.append(live_view.decision_data(decision))
         return _json(encode_json({"num_decisions": recent.num_decisions, "decisions": rows}))
 
     async def decision(self, request: Request) -> Response:
-        decision = self._live.recent.decision(request.path_params["number"])
+        number = _number(request.path_params["number"])
+        decision = None if number is None else self._live.recent.decision(number)
         if decision is None:
             return _refuse(HttpError(404, "This decision is not kept any more.", "invalid_request_error"))
         return _json(encode_json(live_view.explained_data(decision)))
@@ -177,6 +178,11 @@ class LiveRoutes:
             "num_nodes": sightings.num_nodes,
             "num_forgotten": sightings.num_forgotten,
         }
+
+
+def _number(text: str) -> int | None:
+    """No decision has more digits, and Python reads some thousands at the most."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
 
 
 def _json(content: bytes) -> Response:

@@ -187,6 +187,7 @@ async def test_no_text_of_a_prompt_is_told(http: httpx.AsyncClient) -> None:
         ("decisions?after=%D9%A3", 400),
         ("decisions/1", 404),
         ("decisions/x", 404),
+        ("decisions/" + "9" * 5000, 404),
         ("nothing", 404),
     ],
 )
