@@ -90,7 +90,7 @@ class RouterMetrics(Collector):
         if gaps is not None:
             model.itl.add(gaps.counts, gaps.total_seconds)
             num_later_tokens = served.prompts[0].num_output_tokens - gaps.num_first_tokens
-            if num_later_tokens:
+            if num_later_tokens > 0:  # of the first ones, some may have lain behind a stop string
                 model.tpot.observe(gaps.total_seconds / num_later_tokens)
 
     def _observe_prompt(

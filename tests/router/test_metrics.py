@@ -117,6 +117,11 @@ def test_times_between_tokens_are_gaps_and_their_mean_per_request(metrics: Route
     assert found["router_tpot_seconds_sum", "m"] == pytest.approx(0.75 / 5)
 
 
+def test_tokens_behind_a_stop_string_are_no_later_tokens(metrics: RouterMetrics) -> None:
+    metrics.observe(served(token_gaps=TokenGaps(10.0, 3), num_output_tokens=1))
+    assert Scraped(metrics)["router_tpot_seconds_count", "m"] == 0
+
+
 @pytest.mark.parametrize(("rank", "label"), [(0, "0"), (2, "2"), (3, "3+"), (60, "3+")])
 def test_decisions_are_counted_by_reason_and_a_few_ranks(
     metrics: RouterMetrics, rank: int, label: str
