@@ -124,15 +124,18 @@ class _Exchange:
 
     async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
         async with self._context.dispatcher.run(prompt.generation, self.trace.run()) as run:
-            prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
-            async for batch in run:
-                if self._first_token_seconds is None:
-                    self._start(answer, run, batch)
-                elif self._gaps is not None and batch and batch[-1].token_ids:
-                    self._gaps.arrived(self._context.clock())
-                events = self._take(answer, prompt, run, batch)
-                if events:
-                    await self._stream(events)
+            try:
+                async for batch in run:
+                    if self._first_token_seconds is None:
+                        self._start(answer, run, batch)
+                    elif self._gaps is not None and batch and batch[-1].token_ids:
+                        self._gaps.arrived(self._context.clock())
+                    events = self._take(answer, prompt, run, batch)
+                    if events:
+                        await self._stream(events)
+            finally:
+                if prompt.usage is None:  # nobody has answered, and there may have been several attempts
+                    prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
 
     def _start(self, answer: Answer, run: Runs, batch: Sequence[TokenDelta]) -> None:
         now = self._context.clock()

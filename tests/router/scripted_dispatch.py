@@ -15,7 +15,9 @@ from router.trace_points import NO_TRACE, RunTrace
 NEVER = "never"
 """In a script: nothing more comes until the run is left."""
 
-Step = Sequence[TokenDelta] | Exception | str
+Step = Sequence[TokenDelta] | Exception | Decision | str
+"""A decision is that of another attempt."""
+
 Script = Callable[[Generation], Sequence[Step]]
 
 
@@ -111,6 +113,9 @@ class ScriptedRun:
         self._dispatcher.has_started.set()
         if isinstance(step, Exception):
             raise step
+        if isinstance(step, Decision):
+            self.decision = step
+            return await self.__anext__()
         if isinstance(step, str):
             self._dispatcher.is_silent = True
             await asyncio.Event().wait()

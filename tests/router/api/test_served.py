@@ -9,8 +9,10 @@ import httpx
 import pytest
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
+from replicas.protocol.status import ReplicaId
 from router.errors import ErrorKind, GenerationFailed, InvalidRequest, NoReplicaAvailable, Overloaded
 from router.generation import Generation
+from router.routing.decision import Decision, DecisionReason
 from router.served import CLIENT_GONE, ServedRequest
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Script, Step, says
@@ -105,6 +107,24 @@ async def test_what_fails_while_it_runs(
     assert served.model == "tiny"
     assert (served.first_token_seconds is not None) == is_late
     assert served.prompts[0].num_output_tokens == is_late
+
+
+async def test_of_several_attempts_that_failed_the_last_ones_decision_is_told(watched: Watched) -> None:
+    last = Decision(ReplicaId("replica-9"), 0, DecisionReason.SPILL, 1, ())
+    watched.server.dispatcher.script = then(last, GenerationFailed("lost"))
+    await post(watched, CHAT)
+    served = await watched.one()
+    assert served.prompts[0].decision == last
+
+
+async def test_a_resumed_answers_decision_is_that_of_who_answered_first(watched: Watched) -> None:
+    first = Decision(ReplicaId("replica-8"), 0, DecisionReason.HOME, 0, ())
+    last = Decision(ReplicaId("replica-9"), 0, DecisionReason.SPILL, 1, ())
+    usage = PromptUsage(5, 0, 0)
+    watched.server.dispatcher.script = then(first, token(80, usage=usage), last, GenerationFailed("lost"))
+    await post(watched, CHAT)
+    served = await watched.one()
+    assert served.prompts[0].decision == first
 
 
 @pytest.mark.parametrize(
