@@ -91,7 +91,7 @@ def node_data(node: Node) -> dict[str, Any]:
     return {
         "id": node.number,
         "parent": None if isinstance(parent, Root) else parent.number,
-        "place": _place(node.root()),
+        "place": _place(node.root),
         "start": node.start * node.block_size,
         "end": node.end * node.block_size,
         "hash": node.hashes[-4:].hex(),

@@ -145,13 +145,14 @@ class Uses:
 class Node:
     """`start` and `end` are blocks. Read it; only Sightings writes."""
 
-    __slots__ = ("block_size", "children", "end", "hashes", "number", "parent", "start", "uses")
+    __slots__ = ("block_size", "children", "end", "hashes", "number", "parent", "root", "start", "uses")
 
     def __init__(
         self, number: int, parent: "Node | Root", start: int, hashes: bytes, block_size: int, uses: Uses
     ) -> None:
         self.number = number
         self.parent = parent
+        self.root: Root = parent if isinstance(parent, Root) else parent.root
         self.start = start
         self.end = start + len(hashes) // HASH_BYTES
         self.hashes = hashes
@@ -160,19 +161,13 @@ class Node:
         self.uses = uses
 
     def chain(self) -> "PackedHashes":
-        """The block hashes of the whole prefix that ends here."""
+        """The block hashes of the whole prefix that ends here: always the same, wherever it is cut."""
         runs = []
         node: Node | Root = self
         while isinstance(node, Node):
             runs.append(node.hashes)
             node = node.parent
         return PackedHashes(b"".join(reversed(runs)))
-
-    def root(self) -> "Root":
-        node: Node | Root = self
-        while isinstance(node, Node):
-            node = node.parent
-        return node
 
 
 @dataclass(slots=True, eq=False)

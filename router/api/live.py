@@ -159,14 +159,14 @@ class LiveRoutes:
 
     async def _make_prefixes(self, choose: Callable[[int], list[Node]]) -> dict[str, Any]:
         sightings = self._live.sightings
-        # Taken in one turn; later ones may find the tree changed.
+        # Taken in one turn; later ones may find the tree changed, all but a node's end and its chain.
         nodes = choose(live_view.MAX_NODES)
         rows = [live_view.node_data(node) for node in nodes]
-        chains = [(node, node.root().place.model, node.chain()) for node in live_view.frontier(nodes)]
+        frontier = live_view.frontier(nodes)
         depths = {}
         turns = _Turns()
-        for node, model, chain in chains:
-            held = self._fleet.overlaps(model, chain)
+        for node in frontier:
+            held = self._fleet.overlaps(node.root.place.model, node.chain())
             depths[node.number] = {replica_id: held[replica_id] * node.block_size for replica_id in held}
             await turns.give_way()
         for row in sorted(rows, key=lambda row: -row["end"]):

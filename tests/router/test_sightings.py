@@ -118,7 +118,7 @@ class Twin:
 
 
 def row(node: Node) -> tuple[Prefix, int, Uses]:
-    return (node.root().block_hash, *node.chain()), node.start, node.uses
+    return (node.root.block_hash, *node.chain()), node.start, node.uses
 
 
 @st.composite
@@ -220,6 +220,18 @@ def test_users_beyond_a_number_are_counted_together() -> None:
     (node,) = sightings.recent(9)
     assert len(node.uses.users) == MAX_USERS
     assert (node.uses.num_requests_of_others, node.uses.num_requests_of_nobody) == (5, 1)
+
+
+def test_a_nodes_chain_stays_what_it_is_while_it_is_cut_and_forgotten() -> None:
+    sightings = Sightings(max_nodes=4)
+    sightings.see(sighting("xxxxyyyy", 1))
+    (node,) = sightings.recent(1)
+    for number, symbols in enumerate(("xxz", "xxxxyyz", "zz", "zy", "yx")):
+        sightings.see(sighting(symbols, 2 + number))
+        assert list(node.chain()) == chain(ROOTS[0], "xxxxyyyy")
+        assert node.root.place == Place("toy", None, "default")
+    assert node.start == 6
+    assert node not in sightings.recent(99)
 
 
 @given(st.text(alphabet="xy", max_size=9), st.slices(9), st.integers(-10, 10))
