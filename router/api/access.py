@@ -5,8 +5,10 @@ the operator's.
 
 By default a client must be on loopback *and* have asked for loopback by name: a page of somebody else's
 that a browser on this machine has open can point its own name here (DNS rebinding), but then the Host
-header has that name. What a proxy forwards comes from loopback too, and says so in its headers. A page of
-another site may link here, and nothing else.
+header has that name. What a proxy forwards comes from loopback too: most say so in a header, and nginx, which
+need not, has long spoken HTTP/1.0 unless told otherwise. One that speaks HTTP/1.1, writes a Host header of
+its own and adds none of those cannot be told from a client of this machine. A page of another site may link
+here, and nothing else.
 """
 
 import enum
@@ -42,6 +44,8 @@ def _is_local(scope: Scope) -> bool:
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     hosts = [value for name, value in headers if name == b"host"]
     if peer is None or not _is_loopback(peer[0]) or len(hosts) != 1:
+        return False
+    if scope.get("http_version") == "1.0":
         return False
     if any(name in _FORWARDED or name.startswith(b"x-forwarded-") for name, _ in headers):
         return False

@@ -22,10 +22,13 @@ GUARDED = [
 GUARDED += [("POST", "/explain/v1/chat/completions"), ("POST", "/explain/v1/completions")]
 
 
-def is_refused(access: str = "loopback", *, peer: str | None = "127.0.0.1", **headers: str) -> bool:
+def is_refused(
+    access: str = "loopback", *, peer: str | None = "127.0.0.1", http_version: str = "1.1", **headers: str
+) -> bool:
     headers = {"host": "localhost:8000", **headers}
     scope: dict[str, Any] = {
         "type": "http",
+        "http_version": http_version,
         "client": None if peer is None else (peer, 40000),
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
     }
@@ -71,6 +74,11 @@ def test_a_name_that_was_pointed_at_loopback_does_not_get_in(host: str) -> None:
 )
 def test_what_a_proxy_forwards_is_not_from_here(name: str) -> None:
     assert is_refused(**{name: "203.0.113.9"})
+
+
+def test_what_a_proxy_forwards_without_a_word_as_nginx_does_is_not_either() -> None:
+    assert is_refused(http_version="1.0", host="127.0.0.1:8000", connection="close")
+    assert not is_refused("everyone", http_version="1.0")
 
 
 def test_a_page_of_another_site_may_link_here_and_nothing_else() -> None:
