@@ -23,6 +23,8 @@ from loadtests.workloads import (
 
 CHATS = ("cross-user", "chat", "agent", "rag", "no-reuse", "mixed")
 TRACE = "trace"
+TOKENS_PER_WORD = 1.25
+"""At most, in plain messages: a workload counts words, and a server tokens."""
 HAVE_OPTIONS = ("seed", "qps", "duration_seconds")
 """Parameters of generators that --set does not take."""
 
@@ -84,7 +86,7 @@ class LoadOptions:
             workload = bend(workload, shape)
         num_all = len(workload.requests)
         if context_length is not None:
-            workload = without_longer_than(workload, context_length)
+            workload = without_longer_than(workload, int(context_length / TOKENS_PER_WORD))
         if not workload.requests:
             raise OptionsError(
                 f"{self.workload}: nothing is left to send; see --duration and --scale-tokens."

@@ -71,14 +71,14 @@ def test_twice_the_speed_is_twice_the_requests_in_the_same_time() -> None:
 def test_a_trace_is_replayed_as_far_as_it_fits(tmp_path: Path) -> None:
     line = '{"timestamp": %d, "input_length": %d, "output_length": 8, "hash_ids": %s}\n'
     trace = tmp_path / "trace.jsonl"
-    lines = [line % (1, 600, [1, 2]), line % (2000, 5000, [*range(10)]), line % (9000, 600, [1, 3])]
+    lines = [line % (1, 600, [1, 2]), line % (2000, 3500, [*range(7)]), line % (9000, 600, [1, 3])]
     trace.write_text("".join(lines))
     words = ["--workload", "trace", "--trace", str(trace), "--duration", "5"]
     workload, num_left_out = options_of(*words).make_workload(4096)
     assert [request.num_input_tokens for request in workload.requests] == [600]
-    assert num_left_out == 1
+    assert num_left_out == 1, "3,500 words may be more than 4,096 tokens"
     small, num_left_out = options_of(*words, "--scale-tokens", "0.5").make_workload(4096)
-    assert [request.num_input_tokens for request in small.requests] == [300, 2500]
+    assert [request.num_input_tokens for request in small.requests] == [300, 1750]
     assert num_left_out == 0
 
 
