@@ -43,14 +43,15 @@ class Size:
     warmup_seconds: float
 
 
-CROSS_USER = {"num_tenants": 28, "system_tokens": 2000}
+CROSS_USER = {"num_tenants": 20, "system_tokens": 2000}
+CROSS_USER_CACHE_TOKENS = 24576
 
 NAMED_TESTS: Mapping[str, NamedTest] = {
     "cross-user": NamedTest(
         summary="Users of many tenants, each under one of the tenant's two long system prompts.",
         workload="cross-user",
         qps=16.0,
-        cache_tokens=32768,
+        cache_tokens=CROSS_USER_CACHE_TOKENS,
         parameters=CROSS_USER,
     ),
     "chat": NamedTest(
@@ -104,7 +105,7 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         summary="cross-user, while one replica after another is killed and comes back empty.",
         workload="cross-user",
         qps=12.0,
-        cache_tokens=32768,
+        cache_tokens=CROSS_USER_CACHE_TOKENS,
         parameters=CROSS_USER,
         options={"shape": "replica-kill"},
         kill_at=(1 / 3, 2 / 3),
@@ -114,7 +115,7 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         summary="cross-user, whose rate goes up eightfold in bursts.",
         workload="cross-user",
         qps=8.0,
-        cache_tokens=32768,
+        cache_tokens=CROSS_USER_CACHE_TOKENS,
         parameters=CROSS_USER,
         options={"shape": "burst"},
         expected_errors=OVERLOAD,
@@ -123,7 +124,7 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         summary="cross-user, whose rate rises ninefold from beginning to end.",
         workload="cross-user",
         qps=14.0,
-        cache_tokens=32768,
+        cache_tokens=CROSS_USER_CACHE_TOKENS,
         parameters=CROSS_USER,
         options={"shape": "ramp"},
         expected_errors=OVERLOAD,
@@ -132,7 +133,7 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         summary="cross-user, whose rate follows a day: low, high at noon, low again.",
         workload="cross-user",
         qps=14.0,
-        cache_tokens=32768,
+        cache_tokens=CROSS_USER_CACHE_TOKENS,
         parameters=CROSS_USER,
         options={"shape": "day"},
     ),
