@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat, explain, where, replay, loadtest, simulate.
+"""The `kvasir` command: up, down, status, chat, fleet, explain, where, replay, loadtest, simulate.
 
 Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "down": _down,
         "status": _status,
         "chat": _chat,
+        "fleet": _fleet,
         "explain": _explain,
         "where": _where,
         "replay": _replay,
@@ -78,6 +79,13 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
         "status", parents=[common], allow_abbrev=False, help="show what runs and how busy it is"
     )
     _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
+    fleet = commands.add_parser(
+        "fleet", allow_abbrev=False, help="keep a fleet as a file says, on any Ray cluster"
+    )
+    if command == "fleet":
+        from cluster.fleet import add_arguments
+
+        add_arguments(fleet)
     for name, what in (
         ("explain", "say where a prompt would go, and why, without sending it"),
         ("where", "say which replicas hold a prompt or a block, asked of Redis itself"),
@@ -247,6 +255,14 @@ def _chat(arguments: argparse.Namespace) -> int:
         chat = Chat(client, model, sys.stdout, user=arguments.user, max_tokens=arguments.max_tokens)
         converse(chat, sys.stdin)
     return 0
+
+
+def _fleet(arguments: argparse.Namespace) -> int:
+    # Ray reads it when it is imported: else it copies this directory and builds an environment for workers.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    from cluster.fleet import run
+
+    return run(arguments, dict(os.environ), _say)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -3,15 +3,20 @@
 Owns names and limits. Knows neither Ray nor the machine: whoever builds a spec has looked at both.
 """
 
+import hashlib
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "bundle")
+
+BUNDLES = ("machine", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,48 @@ class BackoffSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSpec:
-    """`num_replicas` equal replicas, named `<name>-0`, `<name>-1`, ….
+class AutoscaleSpec:
+    """Between which bounds a pool's size follows its load, and how readily.
 
-    `replica` is their common configuration; only `replica_id` differs. `num_cpus` and `num_gpus` are
-    what one replica asks of Ray's scheduler; `num_threads` is what its numeric libraries may use.
+    Targets are per replica: requests that run or wait, prompt tokens still to be computed. The pool grows
+    once the load has asked for more during all of `up_seconds`, and shrinks after `down_seconds` of less;
+    both begin anew with each change. A load within `tolerance` of what the pool is for changes nothing.
+    """
+
+    min_replicas: int
+    max_replicas: int
+    target_in_flight: float | None = None
+    target_pending_tokens: float | None = None
+    up_seconds: float = 5.0
+    down_seconds: float = 120.0
+    tolerance: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise SettingsError("autoscaling needs 1 <= min <= max")
+        targets = [
+            target for target in (self.target_in_flight, self.target_pending_tokens) if target is not None
+        ]
+        if not targets:
+            raise SettingsError("autoscaling needs target_in_flight or target_pending_tokens")
+        if not all(0 < target < math.inf for target in targets):
+            raise SettingsError("the targets of autoscaling must be above 0")
+        if not (0 <= self.up_seconds < math.inf and 0 <= self.down_seconds < math.inf):
+            raise SettingsError("up_seconds and down_seconds of autoscaling cannot be negative")
+        if not 0 <= self.tolerance < 1:
+            raise SettingsError("the tolerance of autoscaling is from 0 to below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """`num_replicas` equal replicas, named `<name>-<number>`.
+
+    `replica` is their common configuration; only `replica_id` differs. `num_cpus`, `num_gpus` and
+    `custom_resources` are what one replica asks of Ray's scheduler; `num_threads` is what its numeric
+    libraries may use. `bundle` says where its GPUs may be: all on one machine, seen by its one process
+    ("machine"), or each wherever there is one ("gpu"). With `surge` 0 a rollout takes an old replica away
+    before it starts a new one. `is_on_node_address`: replicas listen where Ray knows their machine.
+    `num_restarts` is in the revision only: one more makes all replicas anew.
     """
 
     num_replicas: int
@@ -55,37 +97,88 @@ class PoolSpec:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     num_threads: int = 1
+    custom_resources: Mapping[str, float] = field(default_factory=dict)
+    bundle: str = "machine"
+    drain_seconds: float | None = None
+    surge: int = 1
+    autoscaling: AutoscaleSpec | None = None
+    is_on_node_address: bool = False
+    num_restarts: int = 0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise SettingsError(f"a pool cannot be named {self.name!r}; use letters, digits, '.', '_', '-'")
         if self.num_replicas < 0:
             raise SettingsError(f"pool {self.name} cannot have {self.num_replicas} replicas")
+        self._check_resources()
+        if self.num_threads < 1:
+            raise SettingsError(f"pool {self.name} needs at least one thread")
+        if self.surge < 0:
+            raise SettingsError(f"pool {self.name} cannot have a surge of {self.surge}")
+        if self.drain_seconds is not None and not 0 <= self.drain_seconds < math.inf:
+            raise SettingsError(f"drain_seconds of pool {self.name} cannot be negative")
+        scale = self.autoscaling
+        if scale is not None and not scale.min_replicas <= self.num_replicas <= scale.max_replicas:
+            bounds = f"{scale.min_replicas} to {scale.max_replicas}"
+            raise SettingsError(
+                f"pool {self.name} has {self.num_replicas} replicas, and its autoscaling keeps {bounds}"
+            )
+
+    def _check_resources(self) -> None:
+        amounts = (self.num_cpus, self.num_gpus, *self.custom_resources.values())
+        if not all(math.isfinite(amount) for amount in amounts):
+            raise SettingsError(f"pool {self.name} asks for an amount that is no number")
         if self.num_cpus < 0 or self.num_gpus < 0:
             raise SettingsError(f"pool {self.name} cannot ask for less than no CPU or GPU")
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise SettingsError(f"pool {self.name} asks for {self.num_gpus} GPUs: above one, only whole ones")
-        if self.num_threads < 1:
-            raise SettingsError(f"pool {self.name} needs at least one thread")
+        for name, amount in self.custom_resources.items():
+            if name in _RAY_RESOURCES or not name:
+                raise SettingsError(f"pool {self.name} cannot have a custom resource named {name!r}")
+            if amount <= 0 or (amount > 1 and amount != int(amount)):
+                raise SettingsError(
+                    f"pool {self.name} asks for {amount:g} of {name}: more than 0, above one only whole ones"
+                )
+        if self.bundle not in BUNDLES:
+            raise SettingsError(f"the bundle of pool {self.name} is machine or gpu, not {self.bundle}")
+        if not self.bundles()[0]:
+            raise SettingsError(f"a replica of pool {self.name} must ask for some CPU, GPU or other resource")
 
-    def replica_ids(self) -> tuple[ReplicaId, ...]:
-        return tuple(ReplicaId(f"{self.name}-{index}") for index in range(self.num_replicas))
+    @property
+    def revision(self) -> str:
+        """Equal for pools whose replicas need not be made anew. Their number is no part of it."""
+        parts = [
+            sorted(asdict(self.replica).items(), key=lambda item: item[0]),
+            (self.num_cpus, self.num_gpus, self.num_threads, self.bundle, self.is_on_node_address),
+            sorted(self.custom_resources.items()),
+            self.num_restarts,
+        ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+    def replica_id(self, number: int) -> ReplicaId:
+        return ReplicaId(f"{self.name}-{number}")
 
     def config_of(self, replica_id: ReplicaId) -> ReplicaConfig:
         return replace(self.replica, replica_id=replica_id)
 
     def bundles(self) -> tuple[dict[str, float], ...]:
-        """What the placement group of one replica asks for: one bundle per GPU, or one in all."""
-        num_bundles = max(1, int(self.num_gpus))
+        """What the placement group of one replica asks for: one bundle in all, or one per GPU."""
+        num_bundles = max(1, int(self.num_gpus)) if self.bundle == "gpu" else 1
         cpus, gpus = self.num_cpus / num_bundles, self.num_gpus / num_bundles
         bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
-        return (bundle,) * num_bundles
+        return ({**bundle, **self.custom_resources}, *(dict(bundle) for _ in range(num_bundles - 1)))
+
+
+def pool_of_id(replica_id: ReplicaId) -> str:
+    """The name of the pool that a replica was made for: its own, without the number."""
+    return replica_id.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
     """All replicas that should exist. `log_directory` is for fleets on one machine; none means stderr.
 
+    `is_growing` says that Ray's autoscaler may add machines, so that what does not fit now may fit later.
     `log_format` is the controller's; replicas have their own. So are `metrics_host` and `metrics_port`, where
     it serves /metrics: port 0 takes a free one, None is no endpoint.
     """
@@ -97,22 +190,26 @@ class FleetSpec:
     log_format: str = "text"
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    is_growing: bool = False
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]
-        if len(set(names)) != len(names):
-            raise SettingsError(f"two pools have one name: {', '.join(names)}")
-        ids = [replica_id for pool in self.pools for replica_id in pool.replica_ids()]
-        if len(set(ids)) != len(ids):
-            raise SettingsError(f"the replicas of two pools would share a name: {', '.join(names)}")
-        if self.drain_seconds < 0:
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SettingsError(f"two pools have one name: {', '.join(twice)}")
+        if not 0 <= self.drain_seconds < math.inf:
             raise SettingsError("drain_seconds cannot be negative")
 
-    def desired(self) -> Iterator[tuple[ReplicaId, PoolSpec]]:
-        """Every replica that should exist, with its pool, in order."""
-        for pool in self.pools:
-            for replica_id in pool.replica_ids():
-                yield replica_id, pool
+    def pool(self, name: str) -> PoolSpec | None:
+        return next((pool for pool in self.pools if pool.name == name), None)
 
     def pool_of(self, replica_id: ReplicaId) -> PoolSpec | None:
-        return dict(self.desired()).get(replica_id)
+        return self.pool(pool_of_id(replica_id))
+
+    def with_pool(self, pool: PoolSpec) -> "FleetSpec":
+        """The same with `pool` in the place of the one of its name."""
+        return replace(self, pools=tuple(pool if old.name == pool.name else old for old in self.pools))
+
+    def drain_limit(self, replica_id: ReplicaId) -> float:
+        pool = self.pool_of(replica_id)
+        return self.drain_seconds if pool is None or pool.drain_seconds is None else pool.drain_seconds

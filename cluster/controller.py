@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 
 from cluster import actors
 from cluster.actors import ReplicaHandle, ReplicaReport, StartFailure
-from cluster.config import FleetSpec, PoolSpec
-from cluster.metrics import FleetMetrics, pool_name
+from cluster.config import FleetSpec, PoolSpec, pool_of_id
+from cluster.metrics import FleetMetrics
 from cluster.plan import Action, ActionKind, ObservedReplica, count_early_deaths, plan
 from replicas.metrics import metrics_endpoint
 from replicas.protocol.logs import set_up_logs
@@ -176,7 +176,7 @@ class FleetController:
             case ActionKind.START | ActionKind.REPLACE:
                 fresh = Member(action.replica_id, member.num_early_deaths if member else 0)
                 self._adopt(fresh, self._spec.pool_of(action.replica_id), tasks)
-                pool = pool_name(self._spec, action.replica_id)
+                pool = pool_of_id(action.replica_id)
                 self._metrics.starts.labels(pool).inc()
                 if action.kind is ActionKind.REPLACE:
                     self._metrics.restarts.labels(pool).inc()
@@ -233,7 +233,7 @@ class FleetController:
             served = time.monotonic() - member.since if member.state is ReplicaState.READY else None
             member.num_early_deaths = count_early_deaths(member.num_early_deaths, served, self._spec.backoff)
             member.cause = cause
-            self._metrics.failures.labels(pool_name(self._spec, member.replica_id)).inc()
+            self._metrics.failures.labels(pool_of_id(member.replica_id)).inc()
         member.move(ReplicaState.STOPPED)
         self._wake.set()
         await self._note(f"{member.replica_id} has ended" + (f": {member.cause}" if member.cause else ""))

@@ -5,6 +5,7 @@ Owns the handle to the controller. Knows nothing of Redis, routers or terminals.
 
 import asyncio
 import contextlib
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.actors import CONTROLLER_NAME, NAMESPACE
-from cluster.config import BackoffSpec, FleetSpec
+from cluster.config import BackoffSpec, FleetSpec, pool_of_id
 from cluster.controller import FleetController, FleetView, ReplicaView
 from cluster.errors import StartFailed
 from replicas.protocol.status import ReplicaState
@@ -90,8 +91,10 @@ class FleetWatch:
                 raise StartFailed(replica.cause)
             if replica.num_early_deaths >= MOST_EARLY_DEATHS:
                 raise StartFailed(_deaths(replica, self._spec))
-        ready = {replica.replica_id for replica in view.replicas if replica.state is ReplicaState.READY}
-        if all(replica_id in ready for replica_id, _ in self._spec.desired()):
+        ready = Tally(
+            pool_of_id(replica.replica_id) for replica in view.replicas if replica.state is ReplicaState.READY
+        )
+        if all(ready[pool.name] >= pool.num_replicas for pool in self._spec.pools):
             self._ready.set()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from cluster.config import FleetSpec
+from cluster.config import FleetSpec, pool_of_id
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
@@ -59,7 +59,7 @@ class FleetMetrics:
 
     def see(self, spec: FleetSpec, members: Iterable[tuple[ReplicaId, ReplicaState]]) -> None:
         """The fleet as it should be, and as it is."""
-        tally = Tally((pool_name(spec, replica_id), state) for replica_id, state in members)
+        tally = Tally((pool_of_id(replica_id), state) for replica_id, state in members)
         desired = {pool.name: pool.num_replicas for pool in spec.pools}
         # A pool that was shown once is shown for good: nothing of it is a number too.
         self._pools |= desired.keys() | {pool for pool, _ in tally}
@@ -69,9 +69,3 @@ class FleetMetrics:
                 metric.labels(pool)  # from zero on, or the first one is no increase
             for state in ReplicaState:
                 self._replicas.labels(pool, state.value).set(tally[pool, state])
-
-
-def pool_name(spec: FleetSpec, replica_id: ReplicaId) -> str:
-    """The replica's pool, even if the spec has no place for it any more."""
-    pool = spec.pool_of(replica_id)
-    return replica_id.rpartition("-")[0] if pool is None else pool.name

@@ -2,13 +2,22 @@
 
 Owns the decisions about the fleet. Knows no Ray and no clock: observations come with their times, and
 whoever carries a plan out reports back through the next observation.
+
+A pool is what its spec says when it has `num_replicas` replicas of the spec's revision. Replicas of
+another revision are stale: fresh ones are started beside them, as many as `surge` allows, and a stale
+one drains only while enough others are ready without it.
 """
 
 import enum
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from cluster.config import BackoffSpec, FleetSpec
+from cluster.config import BackoffSpec, FleetSpec, PoolSpec, pool_of_id
 from replicas.protocol.status import ReplicaId, ReplicaState
+
+SETTLE_SECONDS = 2.0
+"""So long a fresh replica has been ready before a stale one drains for it: routers have found it by then."""
 
 
 class ActionKind(enum.StrEnum):
@@ -29,10 +38,15 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`wake_in_seconds` is when the same observation would yield more; None means never."""
+    """`wake_in_seconds` is when the same observation would yield more; None means never.
+
+    `failed_rollouts` are pools whose first replica of a new revision has ended before it was ready, each
+    with the reason, while old ones still serve: until the spec changes, nothing is done to them.
+    """
 
     actions: tuple[Action, ...] = ()
     wake_in_seconds: float | None = None
+    failed_rollouts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,7 @@ class ObservedReplica:
     """One replica as the controller knows it. `since` is when it entered `state`.
 
     STOPPED is how every end looks, `cause` says which. `num_early_deaths` is 0 for one that was
-    stopped on purpose.
+    stopped on purpose. `revision` is that of the pool that it was made for; None if that is not known.
     """
 
     replica_id: ReplicaId
@@ -48,49 +62,156 @@ class ObservedReplica:
     since: float
     num_early_deaths: int = 0
     cause: str | None = None
+    revision: str | None = None
+
+
+_BEST_FIRST = {
+    ReplicaState.READY: 0,
+    ReplicaState.STARTING: 1,
+    ReplicaState.STOPPED: 2,
+    ReplicaState.DRAINING: 2,
+}
+
+
+@dataclass(slots=True)
+class _Draft:
+    now: float
+    spec: FleetSpec
+    actions: list[Action] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+
+    def act(self, kind: ActionKind, replica_id: ReplicaId, details: str) -> None:
+        self.actions.append(Action(kind, replica_id, details))
 
 
 def plan(spec: FleetSpec, observed: tuple[ObservedReplica, ...], now: float) -> Plan:
     """The actions that bring `observed` nearer to `spec`. Empty when all is well or only time helps."""
-    by_id = {replica.replica_id: replica for replica in observed}
-    assert len(by_id) == len(observed), "a replica was observed twice"
-    desired = [replica_id for replica_id, _ in spec.desired()]
-
-    actions: list[Action] = []
-    waits: list[float] = []
-    for replica_id in desired:
-        replica = by_id.get(replica_id)
-        if replica is None:
-            actions.append(Action(ActionKind.START, replica_id, f"{replica_id} does not run yet"))
-        elif replica.state is ReplicaState.STOPPED:
-            wait = replica.since + spec.backoff.delay_seconds(replica.num_early_deaths) - now
-            if wait > 0:
-                waits.append(wait)
-            else:
-                actions.append(Action(ActionKind.REPLACE, replica_id, _why_replaced(replica)))
-    for replica in sorted(observed, key=lambda replica: replica.replica_id):
-        overdue = replica.since + spec.drain_seconds - now
-        if replica.state is ReplicaState.DRAINING and overdue <= 0:
-            details = f"{replica.replica_id} has drained for {spec.drain_seconds:g} s, and that is enough"
-            actions.append(Action(ActionKind.STOP, replica.replica_id, details))
-        elif replica.state is ReplicaState.DRAINING:
-            waits.append(overdue)
-        elif replica.replica_id not in desired:
-            actions.append(_remove(replica))
+    by_pool: dict[str, list[ObservedReplica]] = defaultdict(list)
+    for replica in sorted(observed, key=lambda replica: _number(replica.replica_id)):
+        by_pool[pool_of_id(replica.replica_id)].append(replica)
+    assert len({replica.replica_id for replica in observed}) == len(observed), "a replica was observed twice"
+    draft = _Draft(now, spec)
+    for pool in spec.pools:
+        _plan_pool(draft, pool, by_pool.pop(pool.name, []))
+    for orphans in by_pool.values():
+        for replica in orphans:
+            _remove(draft, replica, "is surplus")
+    for replica in observed:
+        _limit_drain(draft, replica)
     order = list(ActionKind)
-    actions.sort(key=lambda action: order.index(action.kind))
-    return Plan(tuple(actions), min(waits, default=None))
+    draft.actions.sort(key=lambda action: order.index(action.kind))
+    return Plan(tuple(draft.actions), min(draft.waits, default=None), tuple(draft.failed))
 
 
-def _remove(replica: ObservedReplica) -> Action:
+def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica]) -> None:
+    fresh = [replica for replica in replicas if replica.revision in (None, pool.revision)]
+    stale = [replica for replica in replicas if replica not in fresh]
+    failure = _failure(fresh, stale)
+    if failure is not None:
+        draft.failed.append((pool.name, failure))
+        return
+    kept = sorted(fresh, key=lambda replica: _BEST_FIRST[replica.state])[: pool.num_replicas]
+    for replica in fresh:
+        if replica not in kept:
+            _remove(draft, replica, "is surplus")
+    for replica in kept:
+        if replica.state is ReplicaState.STOPPED:
+            _bring_back(draft, replica)
+    living_stale = [
+        replica for replica in stale if replica.state in (ReplicaState.STARTING, ReplicaState.READY)
+    ]
+    num_missing = pool.num_replicas - len(kept)
+    if stale:
+        num_missing = min(num_missing, pool.num_replicas + pool.surge - len(kept) - len(living_stale))
+    taken = {replica.replica_id for replica in replicas}
+    for replica_id in _free_ids(pool, taken, num_missing):
+        draft.act(ActionKind.START, replica_id, f"{replica_id} does not run yet")
+    _retire(draft, pool, kept, stale)
+
+
+def _failure(fresh: Sequence[ObservedReplica], stale: Sequence[ObservedReplica]) -> str | None:
+    """Why a rollout cannot go on: stale replicas serve, no fresh one ever has, and one has ended."""
+    if not any(replica.state is ReplicaState.READY for replica in stale):
+        return None
+    if any(replica.state in (ReplicaState.READY, ReplicaState.DRAINING) for replica in fresh):
+        return None
+    for replica in fresh:
+        if replica.state is ReplicaState.STOPPED and replica.num_early_deaths > 0:
+            return f"{replica.replica_id} did not start: {replica.cause or 'its process ended'}"
+    return None
+
+
+def _bring_back(draft: _Draft, replica: ObservedReplica) -> None:
+    wait = replica.since + draft.spec.backoff.delay_seconds(replica.num_early_deaths) - draft.now
+    if wait > 0:
+        draft.waits.append(wait)
+    else:
+        draft.act(ActionKind.REPLACE, replica.replica_id, _why_replaced(replica))
+
+
+def _retire(
+    draft: _Draft, pool: PoolSpec, kept: Sequence[ObservedReplica], stale: Sequence[ObservedReplica]
+) -> None:
+    """Take away as many stale replicas as the pool can do without just now."""
+    num_ready = 0
+    for replica in kept:
+        if replica.state is ReplicaState.READY:
+            settled_in = replica.since + SETTLE_SECONDS - draft.now
+            num_ready += settled_in <= 0
+            if settled_in > 0 and stale:
+                draft.waits.append(settled_in)
+    ready = [replica for replica in stale if replica.state is ReplicaState.READY]
+    num_needed = pool.num_replicas - (1 if pool.surge == 0 else 0)
+    num_spare = max(0, num_ready + len(ready) - num_needed)
+    for replica in stale:
+        if replica.state is not ReplicaState.READY:
+            _remove(draft, replica, "is of an earlier revision")
+        elif num_spare > 0:
+            num_spare -= 1
+            _remove(draft, replica, "is of an earlier revision")
+
+
+def _remove(draft: _Draft, replica: ObservedReplica, why: str) -> None:
     name = replica.replica_id
     match replica.state:
         case ReplicaState.READY:
-            return Action(ActionKind.DRAIN, name, f"{name} is surplus")
+            draft.act(ActionKind.DRAIN, name, f"{name} {why}")
         case ReplicaState.STARTING:
-            return Action(ActionKind.STOP, name, f"{name} is surplus and serves nobody yet")
-        case _:
-            return Action(ActionKind.STOP, name, f"{name} is surplus and has ended")
+            draft.act(ActionKind.STOP, name, f"{name} {why} and serves nobody yet")
+        case ReplicaState.STOPPED:
+            draft.act(ActionKind.STOP, name, f"{name} {why} and has ended")
+        case ReplicaState.DRAINING:
+            pass  # it goes already
+
+
+def _limit_drain(draft: _Draft, replica: ObservedReplica) -> None:
+    if replica.state is not ReplicaState.DRAINING:
+        return
+    limit = draft.spec.drain_limit(replica.replica_id)
+    left = replica.since + limit - draft.now
+    if left > 0:
+        draft.waits.append(left)
+    else:
+        details = f"{replica.replica_id} has drained for {limit:g} s, and that is enough"
+        draft.act(ActionKind.STOP, replica.replica_id, details)
+
+
+def _free_ids(pool: PoolSpec, taken: set[ReplicaId], count: int) -> list[ReplicaId]:
+    free: list[ReplicaId] = []
+    number = 0
+    while len(free) < count:
+        replica_id = pool.replica_id(number)
+        if replica_id not in taken:
+            free.append(replica_id)
+        number += 1
+    return free
+
+
+def _number(replica_id: ReplicaId) -> tuple[str, int]:
+    """The order of replicas: -10 after -9."""
+    pool, _, number = replica_id.rpartition("-")
+    return (pool, int(number) if number.isdecimal() else 0)
 
 
 def _why_replaced(replica: ObservedReplica) -> str:

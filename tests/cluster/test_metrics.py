@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry
 
-from cluster.config import FleetSpec, PoolSpec
-from cluster.metrics import FleetMetrics, pool_name
+from cluster.config import FleetSpec, PoolSpec, pool_of_id
+from cluster.metrics import FleetMetrics
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SPEC = FleetSpec((PoolSpec(2, "small"), PoolSpec(1, "large-ones")))
@@ -50,5 +50,5 @@ def test_a_pool_that_is_given_up_goes_down_to_zero_and_stays() -> None:
 
 
 def test_a_replica_without_a_place_in_the_spec_has_its_pool_by_its_name() -> None:
-    assert pool_name(SPEC, ReplicaId("large-ones-0")) == "large-ones"
-    assert pool_name(SPEC, ReplicaId("large-ones-7")) == "large-ones"
+    assert pool_of_id(ReplicaId("large-ones-0")) == "large-ones"
+    assert pool_of_id(ReplicaId("large-ones-7")) == "large-ones"
