@@ -1,0 +1,153 @@
+{{/* Names. 30 characters, since those of pods and the labels made of them get longer. */}}
+{{- define "kvasir.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvasir.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 30 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := include "kvasir.name" . -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels: dict "root" $ "component" "router". Those that select never change. */}}
+{{- define "kvasir.selector" -}}
+app.kubernetes.io/name: {{ include "kvasir.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "kvasir.labels" -}}
+{{ include "kvasir.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: kvasir
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of pods: without versions, so that only what concerns a pod restarts it. */}}
+{{- define "kvasir.podLabels" -}}
+{{ include "kvasir.selector" . }}
+app.kubernetes.io/part-of: kvasir
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvasir.image" -}}
+{{- printf "%s:%s" .image.repository (default .root.Chart.AppVersion .image.tag) | quote -}}
+{{- end -}}
+
+{{/* All pools with poolDefaults filled in, as YAML: name → pool. */}}
+{{- define "kvasir.pools" -}}
+{{- $pools := dict -}}
+{{- range $name, $pool := default (dict "main" dict) .Values.pools -}}
+{{- $_ := set $pools $name (mergeOverwrite (deepCopy $.Values.poolDefaults) (deepCopy (default dict $pool))) -}}
+{{- end -}}
+{{- toYaml $pools -}}
+{{- end -}}
+
+{{/* A value as the text of an environment variable. Whole numbers come as floats: 1.34217728e+08. */}}
+{{- define "kvasir.text" -}}
+{{- if kindIs "map" . -}}
+{{- toJson . | quote -}}
+{{- else if kindIs "float64" . -}}
+{{- if eq (floor .) . -}}{{- int64 . | toString | quote -}}{{- else -}}{{- toString . | quote -}}{{- end -}}
+{{- else -}}
+{{- toString . | quote -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Settings as environment variables: dict "prefix" "KVASIR_ROUTER_" "settings" (dict …). */}}
+{{- define "kvasir.settings" -}}
+{{- range $name, $value := .settings }}
+{{- if not (kindIs "invalid" $value) }}
+- name: {{ $.prefix }}{{ upper $name }}
+  value: {{ include "kvasir.text" $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Settings that routers and replicas share: dict "root" $ "prefix" "KVASIR_ROUTER_". */}}
+{{- define "kvasir.sharedSettings" -}}
+{{- $values := .root.Values -}}
+{{- $shared := dict "index_stride" $values.indexStride "log_format" $values.logFormat "log_level" $values.logLevel -}}
+{{- if $values.traces.endpoint -}}
+{{- $_ := set $shared "otlp_endpoint" $values.traces.endpoint -}}
+{{- $_ := set $shared "trace_sample_ratio" $values.traces.sampleRatio -}}
+{{- end -}}
+{{- include "kvasir.settings" (dict "prefix" .prefix "settings" $shared) -}}
+{{- end -}}
+
+{{/* What processes expect of a home on a read-only file system. */}}
+{{- define "kvasir.home" -}}
+- name: HOME
+  value: /tmp
+- name: USER
+  value: kvasir
+- name: PYTHONDONTWRITEBYTECODE
+  value: "1"
+{{- end -}}
+
+{{- define "kvasir.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .user }}
+runAsGroup: {{ .user }}
+fsGroup: {{ .user }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "kvasir.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* What every pod has: dict "root" $ "component" "router" "user" 10001.
+Service links would be variables such as KVASIR_ROUTER_PORT=tcp://…, which Kvasir would take for its settings. */}}
+{{- define "kvasir.podBasics" -}}
+serviceAccountName: {{ include "kvasir.fullname" .root }}-{{ .component }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  {{- include "kvasir.podSecurity" . | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where pods may run: values with nodeSelector, tolerations, affinity, priorityClassName. */}}
+{{- define "kvasir.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvasir.clusterSecretName" -}}
+{{- default (printf "%s-secret" (include "kvasir.fullname" .)) .Values.clusterSecret.existingSecret -}}
+{{- end -}}

@@ -1,0 +1,64 @@
+{{/* Where a pool's model lies in its pods; empty for the one that ships. */}}
+{{- define "kvasir.modelPath" -}}
+{{- $model := .model -}}
+{{- if eq $model.source "hub" -}}
+/models/{{ base $model.repository }}
+{{- else if eq $model.source "claim" -}}
+/models/{{ trimAll "/" $model.path }}
+{{- else if eq $model.source "image" -}}
+{{- $model.path -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where a pool's pods may run: what it says, and nodes that have its kind of GPU. */}}
+{{- define "kvasir.poolPlacement" -}}
+{{- $placed := deepCopy . -}}
+{{- if and .gpu.count .gpu.product -}}
+{{- $_ := set $placed "nodeSelector" (merge (dict .gpu.productLabel .gpu.product) .nodeSelector) -}}
+{{- end -}}
+{{- include "kvasir.placement" $placed -}}
+{{- with .runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* A pool's resources, GPUs included. */}}
+{{- define "kvasir.poolResources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if .gpu.count -}}
+{{- $limits := merge (dict .gpu.resource .gpu.count) (default dict $resources.limits) -}}
+{{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Refuses, with one sentence, pools that cannot work; what concerns one value alone is in the schema. */}}
+{{- define "kvasir.checkPools" -}}
+{{- $served := dict -}}
+{{- range $name, $pool := include "kvasir.pools" . | fromYaml -}}
+{{- $model := $pool.model -}}
+{{- if and (eq $model.source "hub") (not (contains "/" $model.repository)) -}}
+{{- fail (printf "pool %s: model.source is hub, so model.repository must be one such as Qwen/Qwen3-8B, not %q" $name $model.repository) -}}
+{{- else if and (eq $model.source "claim") (not (and $model.claim $model.path)) -}}
+{{- fail (printf "pool %s: model.source is claim, so model.claim and model.path must be set" $name) -}}
+{{- else if and (eq $model.source "image") (not (hasPrefix "/" $model.path)) -}}
+{{- fail (printf "pool %s: model.source is image, so model.path must be a directory in the image, not %q" $name $model.path) -}}
+{{- end -}}
+{{- if ne $pool.engine "vllm" -}}
+{{- range $setting := list "engine_args" "adapters" -}}
+{{- if get $pool.settings $setting -}}
+{{- fail (printf "pool %s: settings.%s is for the engine vllm, not for %s" $name $setting $pool.engine) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $path := include "kvasir.modelPath" $pool -}}
+{{- $model_name := default (base $path) $model.name -}}
+{{- $block_size := default (ternary 32 16 (eq $pool.engine "vllm")) $pool.settings.block_size | int -}}
+{{- $what := printf "%s %s %s with blocks of %d tokens" (base $path) $model.repository (ternary $model.revision "" (eq $model.source "hub")) $block_size -}}
+{{- $other := get $served $model_name -}}
+{{- if and $other (ne $other.what $what) -}}
+{{- fail (printf "pools %s and %s both serve %q, but not the same model in blocks of the same size: give one of them another model.name" $other.pool $name $model_name) -}}
+{{- end -}}
+{{- $_ := set $served $model_name (dict "pool" $name "what" $what) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,61 @@
+{{/* How Redis is reached: environment variables, dict "root" $ "prefix" "KVASIR_ROUTER_". Kubernetes puts the
+password into the address, so that the address is in no object but the Secret. */}}
+{{- define "kvasir.redisEnvironment" -}}
+{{- $redis := .root.Values.redis -}}
+{{- $external := $redis.external -}}
+{{- if eq $redis.mode "builtin" -}}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "kvasir.fullname" .root }}-redis
+      key: password
+- name: {{ .prefix }}REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "kvasir.fullname" .root }}-redis:6379/0
+{{- else if $external.urlSecret -}}
+- name: {{ .prefix }}REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ $external.urlSecret }}
+      key: {{ $external.urlKey }}
+{{- else -}}
+{{- $user := $external.username -}}
+{{- if $external.passwordSecret -}}
+{{- $user = printf "%s:$(REDIS_PASSWORD)@" $user -}}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ $external.passwordSecret }}
+      key: {{ $external.passwordKey }}
+{{ else if $user -}}
+{{- $user = printf "%s@" $user -}}
+{{- end -}}
+{{- $scheme := ternary "rediss" "redis" $external.tls.enabled -}}
+{{- $query := ternary "?ssl_ca_certs=/etc/kvasir/redis-ca/ca.crt" "" (eq "yes" (include "kvasir.hasRedisCA" .root)) -}}
+- name: {{ .prefix }}REDIS_URL
+  value: {{ printf "%s://%s%s:%d/%d%s" $scheme $user $external.host (int $external.port) (int $external.database) $query | quote }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvasir.hasRedisCA" -}}
+{{- $tls := .Values.redis.external.tls -}}
+{{- if and (eq .Values.redis.mode "external") $tls.enabled $tls.caSecret -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "kvasir.redisMounts" -}}
+{{- if include "kvasir.hasRedisCA" . }}
+- name: redis-ca
+  mountPath: /etc/kvasir/redis-ca
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "kvasir.redisVolumes" -}}
+{{- if include "kvasir.hasRedisCA" . }}
+- name: redis-ca
+  secret:
+    secretName: {{ .Values.redis.external.tls.caSecret }}
+    items:
+      - key: {{ .Values.redis.external.tls.caKey }}
+        path: ca.crt
+{{- end }}
+{{- end -}}

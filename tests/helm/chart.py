@@ -1,0 +1,155 @@
+"""The chart, rendered as `helm install` would, and what is in it by kind, label and port.
+
+Owns the examples and the toggles that tests go through. Knows nothing of a cluster: `lookup` finds nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+FOLDER = Path(__file__).resolve().parent.parent.parent / "helm"
+EXAMPLES = sorted(path.stem for path in (FOLDER / "ci").glob("*.yaml"))
+
+Object = dict[str, Any]
+Values = Mapping[str, Any]
+
+MONITORING = {"monitors": {"enabled": True}, "rules": {"enabled": True}, "dashboards": {"enabled": True}}
+EXTERNAL: Values = {"host": "redis.example", "passwordSecret": "credentials"}
+TOGGLES: dict[str, Values] = {
+    "nothing set": {},
+    "long names": {"fullnameOverride": "a" * 40, "pools": {"b" * 15: {}}},
+    "autoscaling": {"router": {"autoscaling": {"enabled": True, "targetInFlight": 100}}},
+    "autoscaling by load only": {
+        "router": {"autoscaling": {"enabled": True, "targetInFlight": 100, "targetCPUPercent": 0}}
+    },
+    "no extras": {
+        "networkPolicy": {"enabled": False},
+        "router": {"podDisruptionBudget": {"enabled": False}, "topologySpread": {"enabled": False}},
+        "poolDefaults": {"podDisruptionBudget": False},
+    },
+    "ways in": {
+        "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a/b": "c"}},
+        "ingress": {"enabled": True, "hosts": ["a.example", "b.example"]},
+        "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["a.example"]},
+        "networkPolicy": {"routerFrom": [{"namespaceSelector": {}}], "metricsFrom": []},
+    },
+    "external Redis": {"redis": {"mode": "external", "external": EXTERNAL}},
+    "external Redis over TLS": {
+        "redis": {"mode": "external", "external": {**EXTERNAL, "tls": {"enabled": True, "caSecret": "ca"}}}
+    },
+    "external Redis without password": {"redis": {"mode": "external", "external": {"host": "redis.example"}}},
+    "external Redis by address": {"redis": {"mode": "external", "external": {"urlSecret": "address"}}},
+    "persistent Redis": {"redis": {"builtin": {"persistence": {"enabled": True, "storageClass": "fast"}}}},
+    "given secret": {"clusterSecret": {"existingSecret": "mine", "key": "hex"}},
+    "monitoring": {"monitoring": MONITORING},
+    "settings": {
+        "router": {"settings": {"max_in_flight": 10_000_000, "room_price": 1.5, "log_requests": True}},
+        "poolDefaults": {
+            "settings": {"kv_cache_bytes": 2**40, "engine_args": {"tensor_parallel_size": 2, "seed": None}}
+        },
+        "traces": {"endpoint": "http://collector:4318", "sampleRatio": 0.25},
+    },
+    "model from a hub": {
+        "poolDefaults": {
+            "model": {"source": "hub", "repository": "Qwen/Qwen3-8B", "tokenSecret": "hub"},
+            "gpu": {"count": 2, "product": "L40S"},
+            "sharedMemory": "2Gi",
+            "runtimeClassName": "nvidia",
+        }
+    },
+    "model from a hub, kept": {
+        "poolDefaults": {"model": {"source": "hub", "repository": "Qwen/Qwen3-8B", "cacheSize": "40Gi"}}
+    },
+    "model on a volume": {
+        "poolDefaults": {"model": {"source": "claim", "claim": "models", "path": "/qwen/"}},
+        "imagePullSecrets": [{"name": "registry"}],
+        "commonLabels": {"team": "llm"},
+    },
+    "model in the image": {"poolDefaults": {"model": {"source": "image", "path": "/opt/model"}}},
+    "placed": {
+        "router": {
+            "nodeSelector": {"a": "b"},
+            "tolerations": [{"operator": "Exists"}],
+            "priorityClassName": "high",
+        },
+        "poolDefaults": {"affinity": {"nodeAffinity": {}}, "podAnnotations": {"a": "b"}},
+    },
+}
+CASES = [*EXAMPLES, *TOGGLES]
+
+
+def values_of(case: str) -> Values:
+    if case in TOGGLES:
+        return TOGGLES[case]
+    loaded: Values = yaml.safe_load((FOLDER / "ci" / f"{case}.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+@cache
+def chart() -> helm_python.Chart:
+    return helm_python.Chart.load(FOLDER)
+
+
+def render(values: Values) -> list[Object]:
+    """All objects, hooks included. Raises HelmValuesError or HelmRenderError."""
+    return objects_in(chart().render(dict(values), name="demo", namespace="llm", is_install=True))
+
+
+def objects_in(files: Mapping[str, str]) -> list[Object]:
+    return [
+        found
+        for path, text in files.items()
+        if not path.endswith("NOTES.txt")
+        for found in yaml.safe_load_all(text)
+        if found is not None
+    ]
+
+
+@cache
+def rendered(case: str) -> tuple[Object, ...]:
+    return tuple(render(values_of(case)))
+
+
+def named(kind: str, name: str, objects: tuple[Object, ...]) -> Object:
+    (found,) = [item for item in objects if item["kind"] == kind and item["metadata"]["name"] == name]
+    return found
+
+
+def of_kind(kind: str, objects: tuple[Object, ...]) -> list[Object]:
+    return [item for item in objects if item["kind"] == kind]
+
+
+def pods(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
+    """Name, and what a pod of it will look like: of everything that makes pods."""
+    for item in objects:
+        name = item["metadata"]["name"]
+        if item["kind"] == "Pod":
+            yield name, item
+        elif item["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield name, item["spec"]["template"]
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def main_containers(module: str, objects: tuple[Object, ...]) -> list[Object]:
+    """Containers that run `python -m module`."""
+    command = ["python", "-m", module]
+    return [item for _, pod in pods(objects) for item in containers(pod) if item["command"][:3] == command]
+
+
+def component_of(item: Object) -> str:
+    return str(item["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def matches(selector: Mapping[str, str], pod: Object) -> bool:
+    return selector.items() <= pod["metadata"]["labels"].items()
+
+
+def ports(pod: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for item in containers(pod) for port in item.get("ports", [])}

@@ -1,0 +1,139 @@
+"""What the chart makes is what Kubernetes takes, in every example and with every toggle."""
+
+from collections import Counter
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.helm.chart import CASES, EXAMPLES, FOLDER, chart, named, of_kind, render, rendered, values_of
+
+KUBERNETES = "1.37"
+DEFINED_BY_OTHERS = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"),
+    ("monitoring.coreos.com/v1", "PodMonitor"),
+    ("monitoring.coreos.com/v1", "PrometheusRule"),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"),
+}
+"""Kinds whose schemas are not Kubernetes' own; tests further down look at their fields."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_has_only_fields_that_kubernetes_knows(case: str) -> None:
+    for item in rendered(case):
+        if (item["apiVersion"], item["kind"]) not in DEFINED_BY_OTHERS:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+
+
+def test_a_misspelt_field_would_be_seen() -> None:
+    service = of_kind("Service", rendered("laptop"))[0]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(
+            {**service, "spec": {**service["spec"], "port": 1}}, KUBERNETES, strict=True
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_are_unique_and_short_enough_for_what_is_made_of_them(case: str) -> None:
+    objects = rendered(case)
+    counted = Counter((item["kind"], item["metadata"]["name"]) for item in objects)
+    assert set(counted.values()) == {1}
+    for item in objects:
+        assert len(item["metadata"]["name"]) <= 63
+        for name, value in item["metadata"]["labels"].items():
+            assert len(str(value)) <= 63, name
+    for item in of_kind("StatefulSet", objects):
+        assert len(item["metadata"]["name"]) <= 52, "its pods get a label with a hash behind the name"
+
+
+@pytest.mark.parametrize("case", EXAMPLES)
+def test_helm_finds_nothing_to_complain_about(case: str) -> None:
+    report = helm_python.lint(FOLDER, dict(values_of(case)), strict=True, kube_version="v1.30.0")
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_notes_tell_three_commands_that_name_what_exists(case: str) -> None:
+    files = chart().render(dict(values_of(case)), name="demo", namespace="llm")
+    (notes,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
+    commands = [line.split() for line in notes.splitlines() if line.startswith(("   kubectl", "   helm"))]
+    assert len(commands) == 3
+    for command in commands:
+        assert command[1:3] == ["--namespace", "llm"]
+    (router,) = of_kind("Deployment", rendered(case))
+    assert f"deployment/{router['metadata']['name']}" in commands[0]
+    assert "demo" in commands[1]
+    service = next(
+        item for item in of_kind("Service", rendered(case)) if f"service/{item['metadata']['name']}" in notes
+    )
+    assert commands[2][-1] == f"8000:{service['spec']['ports'][0]['port']}"
+
+
+def test_routers_scale_by_requests_in_flight_and_by_cpu_and_nobody_else_sets_their_number() -> None:
+    objects = rendered("autoscaling")
+    (scaler,) = of_kind("HorizontalPodAutoscaler", objects)
+    (router,) = of_kind("Deployment", objects)
+    assert scaler["spec"]["scaleTargetRef"]["name"] == router["metadata"]["name"]
+    assert "replicas" not in router["spec"]
+    in_flight, cpu = scaler["spec"]["metrics"]
+    assert in_flight["pods"]["metric"]["name"] == "router_in_flight"
+    assert in_flight["pods"]["target"]["averageValue"] == "100"
+    assert cpu["resource"]["target"]["averageUtilization"] == 60
+    assert rendered("nothing set") and not of_kind("HorizontalPodAutoscaler", rendered("nothing set"))
+
+
+def test_pods_get_as_long_to_end_as_draining_may_take() -> None:
+    values: dict[str, Any] = {
+        "router": {"drainSeconds": 300, "preStopSeconds": 7},
+        "poolDefaults": {"drainSeconds": 900},
+    }
+    objects = tuple(render(values))
+    router = of_kind("Deployment", objects)[0]["spec"]["template"]["spec"]
+    replica = named("StatefulSet", "demo-kvasir-pool-main", objects)["spec"]["template"]["spec"]
+    assert router["terminationGracePeriodSeconds"] >= 300 + 7
+    assert router["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 7
+    assert replica["terminationGracePeriodSeconds"] > 900
+    liveness = replica["containers"][0]["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > 900, "a draining replica is not healthy"
+
+
+def test_gpus_are_asked_for_and_found_by_their_kind() -> None:
+    objects = rendered("three-pools")
+    pod = named("StatefulSet", "demo-kvasir-pool-large", objects)["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    assert "nvidia.com/gpu" not in str(of_kind("Deployment", objects))
+
+
+def test_pools_take_what_they_do_not_set_from_the_defaults_even_where_they_set_nothing_and_no() -> None:
+    values = {
+        "poolDefaults": {"replicas": 3, "podDisruptionBudget": True, "settings": {"max_running": 8}},
+        "pools": {"none": {"replicas": 0, "podDisruptionBudget": False}, "some": {}},
+    }
+    objects = tuple(render(values))
+    assert named("StatefulSet", "demo-kvasir-pool-none", objects)["spec"]["replicas"] == 0
+    assert named("StatefulSet", "demo-kvasir-pool-some", objects)["spec"]["replicas"] == 3
+    budgets = {item["metadata"]["name"] for item in of_kind("PodDisruptionBudget", objects)}
+    assert budgets == {"demo-kvasir-pool-some", "demo-kvasir-router"}
+
+
+def test_rules_and_dashboards_come_word_for_word() -> None:
+    objects = rendered("monitoring")
+    (rule,) = of_kind("PrometheusRule", objects)
+    assert rule["spec"] == yaml.safe_load((FOLDER / "rules/kvasir.yaml").read_text(encoding="utf-8"))
+    texts = {
+        name: text
+        for item in of_kind("ConfigMap", objects)
+        if "dashboard" in item["metadata"]["name"]
+        for name, text in item["data"].items()
+    }
+    files = {
+        f"kvasir-{path.name}": path.read_text(encoding="utf-8")
+        for path in (FOLDER / "dashboards").glob("*.json")
+    }
+    assert {name: text.strip() for name, text in texts.items()} == {
+        name: text.strip() for name, text in files.items()
+    }

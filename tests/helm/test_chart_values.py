@@ -1,0 +1,156 @@
+"""Values are documented, a typo is refused with its name, and settings are those that the programs have."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+from helm_python import HelmRenderError, HelmValuesError
+
+from helm.make_readme import documented_values, values_table, with_table
+from replicas.config import ReplicaConfig
+from router.config import RouterConfig
+from tests.helm.chart import FOLDER, render
+
+VALUES = (FOLDER / "values.yaml").read_text(encoding="utf-8")
+SCHEMA = json.loads((FOLDER / "values.schema.json").read_text(encoding="utf-8"))
+
+CHART_SETS = {"redis_url", "host", "port", "index_stride", "drain_seconds"}
+CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
+"""Settings with values of their own in the chart, for routers and replicas."""
+
+
+def test_the_readme_has_the_table_that_the_comments_make() -> None:
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert with_table(readme, values_table(VALUES)) == readme, "run python helm/make_readme.py"
+
+
+def test_every_comment_is_a_sentence() -> None:
+    for value in documented_values(VALUES):
+        assert value.text.endswith("."), value.path
+
+
+def test_a_value_without_a_comment_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"a\.c has no comment"):
+        list(documented_values("a:\n  # Said.\n  b: 1\n  c: 2\n"))
+
+
+def groups(schema: Any) -> Iterator[Any]:
+    """Every object of the schema whose names are fixed."""
+    if isinstance(schema, dict):
+        if "properties" in schema and "additionalProperties" in schema:
+            yield schema
+        for inner in schema.values():
+            yield from groups(inner)
+
+
+def test_the_schema_has_just_the_values_that_are_documented() -> None:
+    def walk(values: Any, schema: Mapping[str, Any], path: str) -> None:
+        if "$ref" in schema:
+            schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+        if "properties" in schema and path.rpartition(".")[2] not in ("settings", "resources"):
+            assert set(schema["properties"]) - {"global"} == set(values), path
+            for name, item in values.items():
+                walk(item, schema["properties"][name], f"{path}.{name}")
+
+    walk(yaml.safe_load(VALUES), SCHEMA, "")
+    assert all(group["additionalProperties"] is False for group in groups(SCHEMA))
+
+
+@pytest.mark.parametrize(
+    ("definition", "kind", "chart_sets"),
+    [
+        ("router", RouterConfig, CHART_SETS | {"secret", "secret_file"}),
+        ("pool", ReplicaConfig, CHART_SETS | {"replica_id", "engine", "model", "model_name", "metrics_port"}),
+    ],
+)
+def test_every_setting_of_the_programs_can_be_set_once(
+    definition: str, kind: type[Any], chart_sets: set[str]
+) -> None:
+    known = set(SCHEMA["definitions"][definition]["properties"]["settings"]["properties"])
+    assert known | chart_sets == {field.name for field in dataclasses.fields(kind)}
+    assert not known & chart_sets
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"routers": {}}, "routers"),
+        ({"router": {"replica": 3}}, "replica"),
+        ({"router": {"settings": {"max_inflight": 3}}}, "max_inflight"),
+        ({"router": {"settings": {"max_in_flight": "many"}}}, "/router/settings/max_in_flight"),
+        ({"router": {"settings": {"port": 1}}}, "port"),
+        ({"router": {"image": {"tagg": "1"}}}, "tagg"),
+        ({"router": {"resources": {"limit": {}}}}, "limit"),
+        ({"router": {"extraEnv": [{"name": "KVASIR_ROUTER_PORT", "value": "1"}]}}, "/router/extraEnv/0/name"),
+        ({"pools": {"a": {"replcas": 3}}}, "replcas"),
+        ({"pools": {"a": {"settings": {"max_runing": 3}}}}, "max_runing"),
+        ({"pools": {"a": {"model": {"source": "hug"}}}}, "/pools/a/model/source"),
+        ({"pools": {"A_b": {}}}, "A_b"),
+        ({"pools": {"a": {"gpu": {"counts": 1}}}}, "counts"),
+        ({"poolDefaults": {"engine": "vlm"}}, "/poolDefaults/engine"),
+        ({"runAsUser": 0}, "/runAsUser"),
+        ({"redis": {"mode": "external"}}, "/redis/external/host"),
+        ({"redis": {"builtin": {"maxMemory": "1Gi"}}}, "/redis/builtin/maxMemory"),
+        ({"redis": {"external": {"tls": {"enable": True}}}}, "enable"),
+        ({"ingress": {"enabled": True}}, "/ingress/hosts"),
+        ({"gateway": {"enabled": True}}, "/gateway/parentRefs"),
+        ({"networkPolicy": {"enabeld": False}}, "enabeld"),
+        ({"monitoring": {"rule": {}}}, "rule"),
+        ({"monitoring": {"monitors": {"labels": {"a": 1}}}}, "/monitoring/monitors/labels/a"),
+        ({"traces": {"endpoint": "collector:4318"}}, "/traces/endpoint"),
+        ({"test": {"timeout": 3}}, "timeout"),
+    ],
+)
+def test_a_typo_is_refused_with_a_message_that_names_it(values: Mapping[str, Any], named: str) -> None:
+    with pytest.raises(HelmValuesError) as refusal:
+        render(values)
+    assert named in str(refusal.value)
+
+
+HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"pools": {"a": {"model": {"source": "hub"}}}}, "pool a: model.source is hub, so model.repository"),
+        ({"pools": {"a": {"model": {"source": "claim", "claim": "x"}}}}, "pool a: .* model.path must be set"),
+        (
+            {"pools": {"a": {"model": {"source": "image", "path": "x"}}}},
+            "pool a: .* directory in the image",
+        ),
+        (
+            {"pools": {"a": {"engine": "torch", "settings": {"engine_args": {"seed": 1}}}}},
+            "pool a: settings.engine_args is for the engine vllm, not for torch",
+        ),
+        (
+            {"pools": {"a": {"model": HUB}, "b": {"model": {**HUB, "revision": "v2"}}}},
+            'pools a and b both serve "Qwen3-8B", but not the same model',
+        ),
+        (
+            {"pools": {"a": {"model": HUB}, "b": {"model": HUB, "settings": {"block_size": 64}}}},
+            'pools a and b both serve "Qwen3-8B"',
+        ),
+        (
+            {"router": {"autoscaling": {"enabled": True, "targetCPUPercent": 0}}},
+            "neither targetCPUPercent nor targetInFlight",
+        ),
+        (
+            {"router": {"autoscaling": {"enabled": True, "minReplicas": 20}}},
+            "router.autoscaling.minReplicas is 20, more than maxReplicas, 10",
+        ),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_with_one_sentence(
+    values: Mapping[str, Any], sentence: str
+) -> None:
+    with pytest.raises(HelmRenderError, match=sentence):
+        render(values)
+
+
+def test_pools_of_one_model_may_differ_in_everything_else() -> None:
+    render({"pools": {"a": {"model": HUB}, "b": {"model": HUB, "settings": {"context_length": 4096}}}})
+    render({"pools": {"a": {"model": HUB}, "b": {"model": {**HUB, "revision": "v2", "name": "other"}}}})

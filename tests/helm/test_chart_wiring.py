@@ -1,0 +1,283 @@
+"""The parts of the chart fit each other and the programs: selectors, ports, probes, settings, policies."""
+
+import re
+from typing import Any
+
+import pytest
+
+from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
+from replicas.config import ReplicaConfig
+from replicas.protocol.settings import load_settings
+from router.api.context import ApiContext
+from router.api.control import ControlRoutes
+from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
+from router.config import RouterConfig
+from tests.helm.chart import (
+    CASES,
+    Object,
+    component_of,
+    containers,
+    main_containers,
+    matches,
+    named,
+    of_kind,
+    pods,
+    ports,
+    rendered,
+)
+
+
+def environment(container: Object) -> dict[str, str]:
+    """What the process would see; Kubernetes replaces $(NAME) by what stands above."""
+    seen: dict[str, str] = {}
+    for variable in container["env"]:
+        if "value" in variable:
+            value = variable["value"]
+            for name in re.findall(r"\$\((\w+)\)", value):
+                assert name in seen, f"{variable['name']} names {name}, which does not stand above it"
+            seen[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda found: seen[found[1]], value)
+        elif "fieldRef" in variable["valueFrom"]:
+            seen[variable["name"]] = {"metadata.name": "pod-0", "status.podIP": "10.1.2.3"}[
+                variable["valueFrom"]["fieldRef"]["fieldPath"]
+            ]
+        else:
+            assert set(variable["valueFrom"]) == {"secretKeyRef"}
+            seen[variable["name"]] = "redis://given" if variable["name"].endswith("_URL") else "pass"
+    return seen
+
+
+def config_of(container: Object, kind: type[Any], prefix: str) -> Any:
+    return load_settings(
+        kind,
+        arguments=container["command"][3:],
+        environment=environment(container),
+        prefix=prefix,
+        program="test",
+        description="",
+    )
+
+
+def router_config(case: str) -> RouterConfig:
+    (container,) = main_containers("router", rendered(case))
+    config = config_of(container, RouterConfig, ROUTER_PREFIX)
+    assert isinstance(config, RouterConfig)
+    return config
+
+
+def replica_configs(case: str) -> list[ReplicaConfig]:
+    return [
+        config_of(item, ReplicaConfig, REPLICA_PREFIX) for item in main_containers("replicas", rendered(case))
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_routers_and_replicas_take_every_setting_that_they_are_given_and_mean_the_same(case: str) -> None:
+    router = router_config(case)
+    for replica in replica_configs(case):
+        assert replica.redis_url == router.redis_url
+        assert replica.index_stride == router.index_stride
+        assert (replica.replica_id, replica.host) == ("pod-0", "10.1.2.3")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_variable_is_set_twice_and_kubernetes_adds_none(case: str) -> None:
+    """Service links would be KVASIR_ROUTER_PORT=tcp://…, which would be taken for a setting."""
+    for name, pod in pods(rendered(case)):
+        assert pod["spec"]["enableServiceLinks"] is False, name
+        for container in containers(pod):
+            names = [variable["name"] for variable in container.get("env", [])]
+            assert sorted(set(names)) == sorted(names)
+
+
+def test_settings_arrive_as_they_were_written() -> None:
+    router, (replica,) = router_config("settings"), replica_configs("settings")
+    assert (router.max_in_flight, router.room_price, router.log_requests) == (10_000_000, 1.5, True)
+    assert replica.kv_cache_bytes == 2**40
+    assert replica.engine_args == {"tensor_parallel_size": 2, "seed": None}
+    assert router.otlp_endpoint == replica.otlp_endpoint == "http://collector:4318"
+    assert router.trace_sample_ratio == replica.trace_sample_ratio == 0.25
+
+
+def test_redis_is_found_where_the_values_say() -> None:
+    assert router_config("nothing set").redis_url == "redis://:pass@demo-kvasir-redis:6379/0"
+    assert router_config("external Redis").redis_url == "redis://:pass@redis.example:6379/0"
+    assert router_config("external Redis without password").redis_url == "redis://redis.example:6379/0"
+    assert router_config("external Redis by address").redis_url == "redis://given"
+    over_tls = "rediss://:pass@redis.example:6379/0?ssl_ca_certs=/etc/kvasir/redis-ca/ca.crt"
+    assert router_config("external Redis over TLS").redis_url == over_tls
+    for _, pod in pods(rendered("external Redis over TLS")):
+        names = [volume["name"] for volume in pod["spec"]["volumes"]]
+        assert ("redis-ca" in names) == (component_of(pod) in ("router", "replica"))
+    assert not [item for item in rendered("external Redis") if item["metadata"]["name"].endswith("-redis")]
+
+
+def test_models_lie_where_their_source_puts_them() -> None:
+    def model(case: str) -> str | None:
+        return replica_configs(case)[0].model
+
+    assert model("nothing set") is None
+    assert model("model from a hub") == "/models/Qwen3-8B"
+    assert model("model on a volume") == "/models/qwen"
+    assert model("model in the image") == "/opt/model"
+    spec = named("StatefulSet", "demo-kvasir-pool-main", rendered("model from a hub"))["spec"]["template"]
+    (download,) = spec["spec"]["initContainers"]
+    assert download["command"][:3] == ["hf", "download", "Qwen/Qwen3-8B"]
+    assert download["command"][-1] == "/models/Qwen3-8B"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_selector_selects_the_pods_that_it_is_for_and_no_others(case: str) -> None:
+    objects = rendered(case)
+    by_name = dict(pods(objects))
+    for item in objects:
+        name, spec = item["metadata"]["name"], item.get("spec", {})
+        if item["kind"] in ("Deployment", "StatefulSet") or item["kind"] == "PodDisruptionBudget":
+            labels = spec["selector"]["matchLabels"]
+            assert [other for other, pod in by_name.items() if matches(labels, pod)] == [name]
+        elif item["kind"] == "Service":
+            component = component_of(item)
+            selected = [pod for pod in by_name.values() if matches(spec["selector"], pod)]
+            assert selected
+            for pod in selected:
+                assert component_of(pod) == component
+                assert {port["targetPort"] for port in spec["ports"]} <= ports(pod).keys()
+        elif item["kind"] in ("Ingress", "HTTPRoute"):
+            service = named("Service", "demo-kvasir-router", objects)["spec"]["ports"][0]
+            port = "'name': 'http'" if item["kind"] == "Ingress" else f"'port': {service['port']}"
+            assert port in str(spec)
+            assert "'name': 'demo-kvasir-router'" in str(spec)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_programs_listen_where_their_ports_say(case: str) -> None:
+    objects = rendered(case)
+    for _, pod in pods(objects):
+        for container in containers(pod):
+            if container["command"][:3] == ["python", "-m", "router"]:
+                assert ports(pod) == {"http": router_config(case).port}
+            elif container["command"][:3] == ["python", "-m", "replicas"]:
+                config = config_of(container, ReplicaConfig, REPLICA_PREFIX)
+                assert ports(pod) == {"grpc": config.port, "metrics": config.metrics_port}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probes_ask_for_routes_that_exist_and_ports_that_are_open(case: str) -> None:
+    routes = {route.path for route in ControlRoutes(context=_unused_context()).routes()}
+    for _, pod in pods(rendered(case)):
+        for container in containers(pod):
+            probes = [value for name, value in container.items() if name.endswith("Probe")]
+            assert (
+                len(probes) >= 2 or pod["spec"].get("restartPolicy") == "Never" or not container.get("ports")
+            )
+            for probe in probes:
+                if "httpGet" in probe:
+                    assert probe["httpGet"]["path"] in routes
+                    assert probe["httpGet"]["port"] in ports(pod)
+                elif "grpc" in probe:
+                    assert probe["grpc"]["port"] == ports(pod)["grpc"]
+                else:
+                    assert probe["tcpSocket"]["port"] in ports(pod)
+
+
+def _unused_context() -> ApiContext:
+    return ApiContext.__new__(ApiContext)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_mount_has_its_volume_and_every_secret_and_account_exists_or_was_named_by_the_values(
+    case: str,
+) -> None:
+    objects = rendered(case)
+    made = {item["metadata"]["name"] for item in of_kind("Secret", objects)}
+    accounts = {item["metadata"]["name"] for item in of_kind("ServiceAccount", objects)}
+    claims = {
+        item["metadata"]["name"]: [
+            claim["metadata"]["name"] for claim in item["spec"]["volumeClaimTemplates"]
+        ]
+        for item in of_kind("StatefulSet", objects)
+        if "volumeClaimTemplates" in item["spec"]
+    }
+    for name, pod in pods(objects):
+        volumes = [volume["name"] for volume in pod["spec"]["volumes"]] + claims.get(name, [])
+        assert sorted(set(volumes)) == sorted(volumes)
+        mounted = {mount["name"] for item in containers(pod) for mount in item["volumeMounts"]}
+        assert mounted == set(volumes)
+        assert pod["spec"].get("serviceAccountName", "default") in {*accounts, "default"}
+        secrets = re.findall(r"'(?:secretName|secretKeyRef': \{'key': '\w+', 'name)': '([^']+)'", str(pod))
+        for secret in secrets:
+            assert secret in made or not secret.startswith("demo-"), secret
+
+
+def reachable_from(component: str, objects: tuple[Object, ...]) -> dict[str, set[str]]:
+    """Components that have a policy, and the ports at which they let pods of `component` in."""
+    pod = next(pod for _, pod in pods(objects) if component_of(pod) == component)
+    reached: dict[str, set[str]] = {}
+    for policy in of_kind("NetworkPolicy", objects):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        (target,) = {
+            component_of(other)
+            for _, other in pods(objects)
+            if matches(policy["spec"]["podSelector"]["matchLabels"], other)
+        }
+        allowed = reached.setdefault(target, set())
+        for rule in policy["spec"]["ingress"]:
+            peers = rule.get("from")
+            if peers is None or any(
+                "podSelector" in peer and matches(peer["podSelector"]["matchLabels"], pod) for peer in peers
+            ):
+                allowed |= {port["port"] for port in rule["ports"]}
+    return reached
+
+
+@pytest.mark.parametrize("case", ["nothing set", "three-pools", "laptop"])
+def test_only_routers_reach_replicas_and_only_routers_and_replicas_reach_redis(case: str) -> None:
+    objects = rendered(case)
+    assert reachable_from("router", objects) == {"router": {"http"}, "replica": {"grpc"}, "redis": {"redis"}}
+    assert reachable_from("replica", objects) == {"router": {"http"}, "replica": set(), "redis": {"redis"}}
+    assert reachable_from("redis", objects) == {"router": {"http"}, "replica": set(), "redis": set()}
+    assert reachable_from("test", objects) == {"router": {"http"}, "replica": set(), "redis": set()}
+
+
+def test_where_few_may_reach_the_routers_helm_test_still_may() -> None:
+    objects = rendered("ways in")
+    assert reachable_from("test", objects)["router"] == {"http"}
+    assert reachable_from("replica", objects)["router"] == set()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_policies_name_ports_of_the_pods_that_they_protect(case: str) -> None:
+    objects = rendered(case)
+    for policy in of_kind("NetworkPolicy", objects):
+        for _, pod in pods(objects):
+            if matches(policy["spec"]["podSelector"]["matchLabels"], pod):
+                for rule in policy["spec"]["ingress"]:
+                    assert {port["port"] for port in rule["ports"]} <= ports(pod).keys()
+
+
+def test_prometheus_gives_targets_the_labels_that_rules_and_dashboards_ask_for() -> None:
+    objects = rendered("monitoring")
+    wanted = {
+        "ServiceMonitor": ("endpoints", "router", {"job", "router"}),
+        "PodMonitor": ("podMetricsEndpoints", "replica", {"job", "replica", "pool"}),
+    }
+    for kind, (field, component, labels) in wanted.items():
+        (monitor,) = of_kind(kind, objects)
+        assert set(monitor["spec"]) == {"selector", field}
+        (endpoint,) = monitor["spec"][field]
+        assert set(endpoint) == {"port", "path", "interval", "relabelings"}
+        rules = {rule["targetLabel"]: rule for rule in endpoint["relabelings"]}
+        assert rules.keys() == labels
+        assert "kvasir" in rules["job"]["replacement"]
+        assert rules[component]["sourceLabels"] == ["__meta_kubernetes_pod_name"]
+        for _, pod in pods(objects):
+            if component_of(pod) == component:
+                assert matches(monitor["spec"]["selector"]["matchLabels"], pod)
+                assert endpoint["port"] in ports(pod)
+                if "pool" in labels:
+                    assert "kvasir/pool" in pod["metadata"]["labels"]
+    services = [
+        item
+        for item in of_kind("Service", objects)
+        if matches(of_kind("ServiceMonitor", objects)[0]["spec"]["selector"]["matchLabels"], item)
+    ]
+    assert [item["spec"]["ports"][0]["name"] for item in services] == ["http"]
