@@ -28,7 +28,7 @@ def source_files() -> list[str]:
         for name in tracked_files()
         if name.endswith(".py")
         and not name.endswith(GENERATED)
-        and name.split("/")[0] in ("replicas", "router", "cluster", "loadtests", "helm")
+        and name.split("/")[0] in ("replicas", "router", "cluster", "loadtests", "helm", "deploy")
     ]
 
 
@@ -77,6 +77,7 @@ def test_the_tree_in_the_architecture_document_is_the_tree() -> None:
 
 def test_only_process_edges_read_the_environment() -> None:
     edges = {"replicas/__main__.py", "router/__main__.py", "cluster/cli.py"}
+    edges |= {"deploy/images/check_replica.py"}
     edges |= {"replicas/engine_process.py", "replicas/engine_child.py"}  # both sides of one more
     for name in source_files():
         if name in edges or name.startswith("loadtests/"):

@@ -1,0 +1,32 @@
+"""Whether the replica of this container serves: exit status 0 if its gRPC health service says so.
+
+Owns the question that an image's HEALTHCHECK asks. It finds the replica by the two environment variables that
+the replica itself reads; a replica whose address comes from flags needs them too.
+"""
+
+import os
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_SECONDS = 4.0
+
+
+def main() -> int:
+    """0: serving; 1: draining, starting, or not there."""
+    host = os.environ.get("KVASIR_REPLICA_HOST", "127.0.0.1")
+    port = os.environ["KVASIR_REPLICA_PORT"]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with grpc.insecure_channel(address) as channel:
+        ask = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            answer = ask(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            sys.stderr.write(f"{address}: {error.code().name}\n")
+            return 1
+    return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

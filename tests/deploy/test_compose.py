@@ -1,0 +1,197 @@
+"""deploy/compose.yaml: valid for Docker Compose, and all that it names exists and fits together."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
+from replicas.config import ReplicaConfig
+from replicas.protocol.settings import load_settings
+from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
+from router.config import RouterConfig
+from tests.deploy.dockerfile import ROOT, command, environment, last_stage
+from tests.tools import needed_tool
+
+COMPOSE = ROOT / "deploy/compose.yaml"
+SCRAPING = ROOT / "deploy/prometheus/compose.yml"
+REPLICAS = ("replica-0", "replica-1")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    """The file as Docker Compose understands it: anchors, merges and relative paths resolved."""
+    compose = Path(sys.executable).with_name("docker-compose")
+    done = subprocess.run(
+        [compose, "-f", COMPOSE, "config", "--format", "json"],
+        env={"HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    understood: dict[str, Any] = json.loads(done.stdout)
+    return understood
+
+
+def dockerfile(service: dict[str, Any]) -> Path:
+    return Path(service["build"]["context"], service["build"]["dockerfile"])
+
+
+def replica_config(service: dict[str, Any]) -> ReplicaConfig:
+    return load_settings(
+        ReplicaConfig,
+        arguments=(),
+        environment=environment(dockerfile(service)) | service["environment"],
+        prefix=REPLICA_PREFIX,
+        program="",
+        description="",
+    )
+
+
+def router_config(service: dict[str, Any]) -> RouterConfig:
+    return load_settings(
+        RouterConfig,
+        arguments=(),
+        environment=environment(dockerfile(service)) | service["environment"],
+        prefix=ROUTER_PREFIX,
+        program="",
+        description="",
+    )
+
+
+def test_it_has_a_router_replicas_redis_prometheus_and_grafana(project: dict[str, Any]) -> None:
+    assert sorted(project["services"]) == ["grafana", "prometheus", "redis", *REPLICAS, "router"]
+
+
+def test_every_file_that_it_mounts_or_builds_exists(project: dict[str, Any]) -> None:
+    for name, service in project["services"].items():
+        if "build" in service:
+            assert dockerfile(service).is_file(), name
+        for volume in service.get("volumes", ()):
+            if volume["type"] == "bind":
+                assert Path(volume["source"]).exists(), volume["source"]
+                assert volume["read_only"], volume["source"]
+            else:
+                assert volume["source"] in project["volumes"]
+
+
+def test_every_service_says_whether_it_is_well_and_has_limits(project: dict[str, Any]) -> None:
+    for name, service in project["services"].items():
+        has_check = "healthcheck" in service or command(last_stage(dockerfile(service)), "HEALTHCHECK")
+        assert has_check, name
+        assert int(service["deploy"]["resources"]["limits"]["memory"]) > 0, name
+        assert service["deploy"]["resources"]["limits"]["cpus"] > 0, name
+
+
+def test_no_container_is_root_can_become_it_or_writes_where_it_should_not(project: dict[str, Any]) -> None:
+    for name, service in project["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"], name
+
+
+def test_only_this_machine_reaches_the_ports(project: dict[str, Any]) -> None:
+    published = {
+        name: port["host_ip"]
+        for name, service in project["services"].items()
+        for port in service.get("ports", ())
+    }
+    assert published == dict.fromkeys(("router", "prometheus", "grafana"), "127.0.0.1")
+
+
+def test_redis_and_replicas_have_no_way_out(project: dict[str, Any]) -> None:
+    assert project["networks"]["inside"]["internal"]
+    for name in ("redis", *REPLICAS):
+        assert list(project["services"][name]["networks"]) == ["inside"]
+
+
+def test_the_settings_exist_and_lead_to_one_redis(project: dict[str, Any]) -> None:
+    services = project["services"]
+    configs = [replica_config(services[name]) for name in REPLICAS]
+    assert {config.redis_url for config in configs} == {router_config(services["router"]).redis_url}
+    assert configs[0].redis_url == "redis://redis:6379/0"
+    for name in ("router", *REPLICAS):
+        assert services[name]["depends_on"]["redis"]["condition"] == "service_healthy"
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_a_replica_listens_where_the_others_find_it(project: dict[str, Any], name: str) -> None:
+    config = replica_config(project["services"][name])
+    assert (config.replica_id, config.host, config.port) == (name, name, 50051)
+    assert project["services"][name]["hostname"] == name
+
+
+def test_containers_are_given_the_time_that_a_drain_may_take(project: dict[str, Any]) -> None:
+    services = project["services"]
+    longest = {name: replica_config(services[name]).drain_seconds for name in REPLICAS}
+    longest["router"] = router_config(services["router"]).drain_seconds
+    for name, seconds in longest.items():
+        assert services[name]["stop_grace_period"] == "40s", name
+        assert seconds < 40
+
+
+def test_the_router_reads_the_secret_from_a_file_that_git_and_images_never_see(
+    project: dict[str, Any],
+) -> None:
+    secret = Path(project["secrets"]["cluster_secret"]["file"])
+    (mounted,) = project["services"]["router"]["secrets"]
+    assert mounted["source"] == "cluster_secret"
+    assert mounted["target"] == router_config(project["services"]["router"]).secret_file
+    ignored = subprocess.run(["git", "check-ignore", "--quiet", secret], cwd=ROOT, check=False)
+    assert ignored.returncode == 0, "git would take it"
+
+
+def test_prometheus_scrapes_the_router_and_every_replica(project: dict[str, Any]) -> None:
+    services = project["services"]
+    labels: dict[str, dict[str, str]] = {}
+    for job in yaml.safe_load(SCRAPING.read_text(encoding="utf-8"))["scrape_configs"]:
+        for group in job["static_configs"]:
+            labels |= {target: {"job": job["job_name"], **group["labels"]} for target in group["targets"]}
+    expected = {
+        f"{name}:{replica_config(services[name]).metrics_port}": {
+            "job": "kvasir-replica",
+            "replica": replica_config(services[name]).replica_id,
+            "pool": "replica",
+        }
+        for name in REPLICAS
+    }
+    router = f"router:{router_config(services['router']).port}"
+    assert labels == {router: {"job": "kvasir-router", "router": router}, **expected}
+
+
+def test_prometheus_accepts_its_configuration_and_finds_the_rules() -> None:
+    done = subprocess.run(
+        [needed_tool("promtool"), "check", "config", SCRAPING], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_paths_of_prometheus_are_those_of_the_repository(project: dict[str, Any]) -> None:
+    """The rules are named relative to the configuration; so both must lie as they do here."""
+    service = project["services"]["prometheus"]
+    mounted = {
+        volume["target"]: Path(volume["source"]) for volume in service["volumes"] if volume["type"] == "bind"
+    }
+    assert {target: Path("/etc/kvasir") / source.relative_to(ROOT) for target, source in mounted.items()} == {
+        target: Path(target) for target in mounted
+    }
+    (config,) = [word.partition("=")[2] for word in service["command"] if word.startswith("--config.file=")]
+    assert mounted[config] == SCRAPING
+
+
+def test_grafana_is_told_all_that_its_provisioning_asks_for(project: dict[str, Any]) -> None:
+    service = project["services"]["grafana"]
+    files = sorted((ROOT / "deploy/grafana/provisioning").rglob("*.yaml"))
+    asked = {name for file in files for name in re.findall(r": \$(\w+)", file.read_text(encoding="utf-8"))}
+    assert asked == {"KVASIR_DASHBOARDS", "KVASIR_PROMETHEUS"}
+    assert asked <= set(service["environment"])
+    assert service["environment"]["KVASIR_DASHBOARDS"] in [volume["target"] for volume in service["volumes"]]
+    assert "localhost" not in service["environment"]["KVASIR_PROMETHEUS"]
+    by_hand = (ROOT / "deploy/grafana/run").read_text(encoding="utf-8")
+    assert all(f"export {name}=" in by_hand for name in asked)

