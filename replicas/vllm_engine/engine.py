@@ -283,16 +283,18 @@ class VllmEngine:
     def _usage(self, live: _Live, output: Any) -> PromptUsage:
         """vLLM's own counters, less what they say of output that an earlier run produced."""
         num_prompt_tokens = live.num_prompt_tokens
-        num_cached_tokens = int(output.num_cached_tokens or 0)
+        num_cached_tokens = min(int(output.num_cached_tokens or 0), num_prompt_tokens)
+        # Shares are of what was found when the request was first scheduled; loading it may have failed.
+        num_cross_user_tokens = min(live.shares.cross_user, num_cached_tokens)
         num_full_tokens = num_prompt_tokens // self._card.block_size * self._card.block_size
         return PromptUsage(
             num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=min(num_cached_tokens, num_prompt_tokens),
+            num_cached_tokens=num_cached_tokens,
             num_written_tokens=min(
                 int(output.num_cache_creation_tokens or 0), max(0, num_full_tokens - num_cached_tokens)
             ),
-            num_cross_user_tokens=live.shares.cross_user,
-            num_own_tokens=live.shares.own,
+            num_cross_user_tokens=num_cross_user_tokens,
+            num_own_tokens=min(live.shares.own, num_cached_tokens - num_cross_user_tokens),
             num_slower_tier_tokens=min(live.num_external_tokens, num_prompt_tokens),
         )
 
