@@ -40,7 +40,7 @@ from loadtests.locust_run import run_headless
 from loadtests.named_tests import NAMED_TESTS, SIMULATED_SETTINGS
 from loadtests.report import RequestRecord
 from loadtests.run_file import Run
-from loadtests.soak_figures import Growth, Memory, errors_by_kind, growth, memory_of, raised_gauges
+from loadtests.soak_figures import Memory, errors_by_kind, growth, memory_of, raised_gauges
 from loadtests.streaming import Connection, StreamCut
 from loadtests.workloads import GENERATORS, Workload, without_longer_than
 from replicas.config import DEFAULT_BLOCK_SIZE, DEFAULT_VLLM_BLOCK_SIZE
@@ -59,6 +59,9 @@ CAPACITY_QPS = 10.0
 """Enough for the users not to run out of sessions."""
 IN_FLIGHT = "router_in_flight"
 CACHES = ("router_token_cache_bytes", "router_hash_cache_bytes")
+SMALL_CACHES: dict[str, object] = {"tokenizer_cache_bytes": 8 << 20, "hash_cache_bytes": 1 << 20}
+SHORT_STREAM: dict[str, object] = {"events_stream_length": 5000}
+"""What is bounded shall be full before half-time: while it fills, nothing else that grows would be seen."""
 MEBIBYTE = 2**20
 
 
@@ -126,9 +129,11 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[Cluster]:
     num_blocks = NAMED_TESTS[WORKLOAD].cache_tokens // block_size + 1
     settings: dict[str, object] = {"engine": arguments.engine, "model_name": MODEL, "num_blocks": num_blocks}
     settings |= SIMULATED_SETTINGS if arguments.engine == "simulated" else {"num_threads": 1}
-    settings |= dict(setting.split("=", 1) for setting in arguments.set)
+    settings |= SHORT_STREAM | dict(setting.split("=", 1) for setting in arguments.set)
+    router_settings = SMALL_CACHES | dict(setting.split("=", 1) for setting in arguments.router_set)
     ports = tuple(free_port() for _ in range(arguments.replicas))
-    with local_stack(replica_settings={**settings, "metrics_port": ports[0]}) as stack:
+    first = {**settings, "metrics_port": ports[0]}
+    with local_stack(replica_settings=first, router_settings=router_settings) as stack:
         for number, port in enumerate(ports[1:], 1):
             own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url, "metrics_port": port}
             stack.start(f"replica-{number}", python_command("replicas", {**settings, **own}))
@@ -152,13 +157,17 @@ def send(
     )
 
 
-def find_capacity(cluster: Cluster, folder: Path, seed: int, num_users: int) -> float:
-    """Answers per second to users who wait for them, once the caches have filled.
+def send_closed_loop(cluster: Cluster, folder: Path, seed: int, num_users: int) -> Run:
+    """Users who wait for their answers.
 
     The workload is one of ten times as long, made faster, so that its conversations come to their ends.
     """
     options = {"closed-loop": str(num_users), "speed": "10"}
-    run = send(cluster, folder, seed, CAPACITY_SECONDS, CAPACITY_QPS, options)
+    return send(cluster, folder, seed, CAPACITY_SECONDS, CAPACITY_QPS, options)
+
+
+def capacity_of(run: Run) -> float:
+    """Answers per second, once the caches have filled."""
     ends = [record.arrival_seconds + record.e2e_seconds for record in run.records if record.e2e_seconds]
     counted = sum(CAPACITY_WARMUP <= end < CAPACITY_SECONDS for end in ends)
     return counted / (CAPACITY_SECONDS - CAPACITY_WARMUP)
@@ -264,24 +273,32 @@ def print_memory(names: Sequence[str], samples: Sequence[Sample]) -> None:
     for name in names:
         for kind in ("anonymous", "resident"):
             values = [getattr(each.memory[name], kind) for each in samples]
-            try:
-                slope = _per_hour(growth(seconds, values[len(samples) // 2 :]))
-            except ValueError:
-                slope = "too few samples for a slope"
+            slope = slope_of(seconds, values[len(samples) // 2 :])
             print(
                 f"- {name:<10} {kind:<9} first {values[0] / MEBIBYTE:7.1f} MiB   half-way"
                 f" {values[len(values) // 2] / MEBIBYTE:7.1f}   last {values[-1] / MEBIBYTE:7.1f}   {slope}"
             )
 
 
+def print_router_caches(samples: Sequence[Sample]) -> None:
+    """By the router's own count: until they are full, the router grows."""
+    for name in CACHES:
+        sizes = [samples[at].router[name] / MEBIBYTE for at in (0, len(samples) // 2, -1)]
+        print(f"- {name}: first {sizes[0]:.1f} MiB, half-way {sizes[1]:.1f}, last {sizes[2]:.1f}")
+
+
+def slope_of(seconds: Sequence[float], values: Sequence[float]) -> str:
+    try:
+        found = growth(seconds, values)
+    except ValueError:
+        return "too few samples for a slope"
+    scale = 3600 / MEBIBYTE
+    return f"second half {found.per_second * scale:+7.1f} ± {found.margin * scale:.1f} MiB/h"
+
+
 def _quarters(values: Sequence[float]) -> list[Sequence[float]]:
     edges = [round(number * len(values) / 4) for number in range(5)]
     return [values[start:end] for start, end in itertools.pairwise(edges)]
-
-
-def _per_hour(found: Growth) -> str:
-    scale = 3600 / MEBIBYTE
-    return f"second half {found.per_second * scale:+7.1f} ± {found.margin * scale:.1f} MiB/h"
 
 
 def print_ttft(seen: Soak, seconds: float) -> None:
@@ -314,7 +331,11 @@ def judge(cluster: Cluster, records: Sequence[RequestRecord], seen: Soak) -> boo
 def measure(arguments: argparse.Namespace, folder: Path) -> bool:
     seconds = arguments.minutes * 60
     with cluster_of(arguments) as cluster:
-        capacity = arguments.capacity or find_capacity(cluster, folder, arguments.seed, arguments.users)
+        records: tuple[RequestRecord, ...] = ()
+        capacity = arguments.capacity
+        if capacity is None:
+            burst = send_closed_loop(cluster, folder, arguments.seed, arguments.users)
+            capacity, records = capacity_of(burst), burst.records
         qps = capacity * arguments.load
         print(
             f"- {arguments.replicas} x {arguments.engine}: capacity {capacity:.1f} requests/s, sent {qps:.1f}"
@@ -327,13 +348,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> bool:
         in_flight = [each.router[IN_FLIGHT] for each in seen.samples]
         quarters = [round(statistics.fmean(each), 1) for each in _quarters(in_flight)]
         print(f"- requests in flight, mean of each quarter: {quarters}")
-        for name in CACHES:
-            sizes = [seen.samples[at].router[name] / MEBIBYTE for at in (0, len(seen.samples) // 2, -1)]
-            print(f"- {name}: " + ", ".join(f"{size:.1f}" for size in sizes) + " MiB")
+        print_router_caches(seen.samples)
         print_ttft(seen, seconds)
         if arguments.output:
             arguments.output.write_text(json.dumps([asdict(each) for each in seen.samples]))
-        return judge(cluster, seen.run.records, seen)
+        return judge(cluster, (*records, *seen.run.records), seen)
 
 
 def main() -> int:
@@ -349,6 +368,7 @@ def main() -> int:
     add("--users", type=count, default=16, help="who wait for their answers, to find it (default: 16)")
     add("--seed", type=int, default=1)
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the replicas")
+    add("--router-set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the router")
     add("--output", type=Path, help="samples of memory, as JSON")
     arguments = parser.parse_args()
     print_header("Soak")
