@@ -1,0 +1,120 @@
+"""Install, upgrade, rollback and uninstall, against a server that records what it is sent."""
+
+import base64
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.helm.api_server import KINDS, ApiServer, Key, Object, api_server
+from tests.helm.chart import chart, objects_in, values_of
+
+pytestmark = pytest.mark.timeout(60)
+
+LAPTOP = dict(values_of("laptop"))
+CHANGED: dict[str, Any] = {
+    **LAPTOP,
+    "pools": {"one": {}, "two": {"replicas": 3}},
+    "logLevel": "debug",
+    "monitoring": {"rules": {"enabled": True}},
+}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with api_server() as server:
+        yield server
+
+
+@pytest.fixture
+def helm(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[helm_python.Config]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "here", "cluster": {"server": server.url}}],
+        "users": [{"name": "me", "user": {"token": "mine"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "llm"}}],
+        "current-context": "here",
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(config))
+    with helm_python.Config(kubeconfig_path=path, namespace="llm", qps=1000.0, burst_limit=1000) as helm:
+        yield helm
+
+
+def rendered_with_lookup(helm: helm_python.Config, values: dict[str, Any]) -> dict[Key, Object]:
+    files = helm.render(chart(), values, name="demo", namespace="llm", is_upgrade=True)
+    return {
+        (item["kind"], item["metadata"]["name"]): item
+        for item in objects_in({path: text for path, text in files.items() if "/test.yaml" not in path})
+    }
+
+
+def secrets_in(objects: dict[Key, Object]) -> dict[str, Any]:
+    return {name: copy.deepcopy(item["data"]) for (kind, name), item in objects.items() if kind == "Secret"}
+
+
+def test_an_install_makes_all_objects_and_an_uninstall_leaves_none(
+    server: ApiServer, helm: helm_python.Config
+) -> None:
+    helm.install(chart(), "demo", LAPTOP, namespace="llm")
+    assert server.installed().keys() == rendered_with_lookup(helm, LAPTOP).keys()
+    helm.uninstall("demo")
+    assert server.objects == {}
+
+
+def test_an_upgrade_changes_what_the_values_change_and_a_rollback_restores_it(
+    server: ApiServer, helm: helm_python.Config
+) -> None:
+    helm.install(chart(), "demo", LAPTOP, namespace="llm")
+    before = copy.deepcopy(server.installed())
+    helm.upgrade(chart(), "demo", CHANGED, namespace="llm")
+    after = copy.deepcopy(server.installed())
+    assert before.keys() - after.keys() == {("StatefulSet", "demo-kvasir-pool-main")}
+    assert after.keys() - before.keys() == {
+        ("StatefulSet", "demo-kvasir-pool-one"),
+        ("StatefulSet", "demo-kvasir-pool-two"),
+        ("PrometheusRule", "demo-kvasir"),
+    }
+    changed = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+    assert changed == {("Deployment", "demo-kvasir-router")}, (
+        "of all that stays, the log level is the routers' only"
+    )
+    helm.rollback("demo", version=1)
+    assert server.installed() == before
+
+
+def test_secrets_are_made_once_and_kept(server: ApiServer, helm: helm_python.Config) -> None:
+    helm.install(chart(), "demo", LAPTOP, namespace="llm")
+    first = secrets_in(server.installed())
+    secret = base64.b64decode(first["demo-kvasir-secret"]["secret"]).decode()
+    assert len(bytes.fromhex(secret)) == 32
+    helm.upgrade(chart(), "demo", CHANGED, namespace="llm")
+    assert secrets_in(server.installed()) == first
+    helm.uninstall("demo")
+    helm.install(chart(), "demo", LAPTOP, namespace="llm")
+    assert secrets_in(server.installed()) != first
+
+
+def test_a_release_of_another_name_has_secrets_of_its_own(
+    server: ApiServer, helm: helm_python.Config
+) -> None:
+    helm.install(chart(), "one", LAPTOP, namespace="llm")
+    helm.install(chart(), "two", LAPTOP, namespace="llm")
+    secrets = secrets_in(server.installed())
+    assert secrets["one-kvasir-secret"] != secrets["two-kvasir-secret"]
+    assert secrets["one-kvasir-redis"]["password"] != secrets["two-kvasir-redis"]["password"]
+
+
+def test_where_prometheus_operator_is_missing_nothing_is_installed(
+    server: ApiServer, helm: helm_python.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(KINDS, "monitoring.coreos.com/v1")
+    with pytest.raises(helm_python.HelmError, match="could not find the requested resource"):
+        helm.install(chart(), "demo", CHANGED, namespace="llm")
+    assert server.objects == {}
