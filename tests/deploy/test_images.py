@@ -34,7 +34,10 @@ def redis_url() -> Iterator[str]:
     """On a port: a container sees no socket file of ours."""
     port = free_port()
     command = [str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
-    with tempfile.TemporaryDirectory() as folder, subprocess.Popen([*command, "--dir", folder]) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL) as server,
+    ):
         yield f"redis://127.0.0.1:{port}/0"
         server.terminate()
 
