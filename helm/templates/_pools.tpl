@@ -62,3 +62,76 @@ runtimeClassName: {{ . }}
 {{- $_ := set $served $model_name (dict "pool" $name "what" $what) -}}
 {{- end -}}
 {{- end -}}
+
+{{/* The container that brings a pool's model from a hub, if it comes from there: dict "root" $ "pool" $pool. */}}
+{{- define "kvasir.modelDownload" -}}
+{{- if eq .pool.model.source "hub" -}}
+{{- $model := .pool.model -}}
+- name: model
+  image: {{ include "kvasir.image" (dict "root" .root "image" .pool.image) }}
+  imagePullPolicy: {{ .pool.image.pullPolicy }}
+  {{- /* What is there already is not loaded again. */}}
+  command:
+    - hf
+    - download
+    - {{ $model.repository | quote }}
+    - --revision
+    - {{ $model.revision | quote }}
+    - --local-dir
+    - {{ include "kvasir.modelPath" .pool | quote }}
+  securityContext:
+    {{- include "kvasir.containerSecurity" . | nindent 4 }}
+  env:
+    {{- include "kvasir.home" . | nindent 4 }}
+    {{- if $model.tokenSecret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ $model.tokenSecret }}
+          key: {{ $model.tokenKey }}
+    {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 1Gi}
+    limits: {memory: 4Gi}
+  volumeMounts:
+    - name: models
+      mountPath: /models
+    - name: tmp
+      mountPath: /tmp
+{{- end -}}
+{{- end -}}
+
+{{/* What a pool's containers mount, and the volumes of it, but for that of a model from a hub:
+dict "root" $ "pool" $pool. */}}
+{{- define "kvasir.poolMounts" -}}
+- name: tmp
+  mountPath: /tmp
+{{- if has .pool.model.source (list "hub" "claim") }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- if .pool.sharedMemory }}
+- name: shared-memory
+  mountPath: /dev/shm
+{{- end }}
+{{- include "kvasir.redisMounts" .root }}
+{{- end -}}
+
+{{- define "kvasir.poolVolumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- if eq .pool.model.source "claim" }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ .pool.model.claim }}
+    readOnly: true
+{{- end }}
+{{- with .pool.sharedMemory }}
+- name: shared-memory
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ . }}
+{{- end }}
+{{- include "kvasir.redisVolumes" .root }}
+{{- end -}}
