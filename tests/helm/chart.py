@@ -70,6 +70,26 @@ TOGGLES: dict[str, Values] = {
         "commonLabels": {"team": "llm"},
     },
     "model in the image": {"poolDefaults": {"model": {"source": "image", "path": "/opt/model"}}},
+    "KubeRay": {
+        "fleet": {"mode": "kuberay"},
+        "monitoring": MONITORING,
+        "networkPolicy": {"routerFrom": [{"namespaceSelector": {}}]},
+    },
+    "KubeRay, external Redis": {
+        "fleet": {"mode": "kuberay"},
+        "redis": {
+            "mode": "external",
+            "external": {**EXTERNAL, "username": "me", "tls": {"enabled": True, "caSecret": "ca"}},
+        },
+        "ray": {"head": {"tolerations": [{"operator": "Exists"}]}},
+    },
+    "KubeRay without fault tolerance": {
+        "fleet": {"mode": "kuberay"},
+        "ray": {"faultTolerance": False},
+        "redis": {"mode": "external", "external": {"urlSecret": "address"}},
+        "networkPolicy": {"enabled": False},
+        "pools": {"a": {"replicas": 1, "surge": 1}, "b": {"settings": {"num_threads": 4}}},
+    },
     "placed": {
         "router": {
             "nodeSelector": {"a": "b"},
@@ -131,6 +151,10 @@ def pods(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
             yield name, item
         elif item["kind"] in ("Deployment", "StatefulSet", "Job"):
             yield name, item["spec"]["template"]
+        elif item["kind"] == "RayCluster":
+            yield f"{name}-head", item["spec"]["headGroupSpec"]["template"]
+            for group in item["spec"]["workerGroupSpecs"]:
+                yield f"{name}-pool-{group['groupName']}", group["template"]
 
 
 def containers(pod: Object) -> list[Object]:
@@ -140,7 +164,9 @@ def containers(pod: Object) -> list[Object]:
 def main_containers(module: str, objects: tuple[Object, ...]) -> list[Object]:
     """Containers that run `python -m module`."""
     command = ["python", "-m", module]
-    return [item for _, pod in pods(objects) for item in containers(pod) if item["command"][:3] == command]
+    return [
+        item for _, pod in pods(objects) for item in containers(pod) if item.get("command", [])[:3] == command
+    ]
 
 
 def component_of(item: Object) -> str:

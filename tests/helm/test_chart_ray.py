@@ -1,0 +1,215 @@
+"""The fleet in a RayCluster: what KubeRay, Ray and `kvasir fleet apply` are given fits together."""
+
+import argparse
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster.config import FleetSpec
+from cluster.fleet import add_arguments
+from cluster.fleet_file import parse_fleet
+from tests.helm.chart import (
+    FOLDER,
+    Object,
+    component_of,
+    named,
+    of_kind,
+    pods,
+    ports,
+    render,
+    rendered,
+)
+from tests.helm.test_chart_wiring import reachable_from, router_config
+
+CASES = [
+    "kuberay",
+    "KubeRay",
+    "KubeRay, external Redis",
+    "KubeRay without fault tolerance",
+]
+CRDS = Path(os.environ.get("KUBERAY_CRDS") or FOLDER.parent.parent / "shared" / "kuberay-crds")
+
+
+def cluster_of(case: str) -> Object:
+    (found,) = of_kind("RayCluster", rendered(case))
+    spec: Object = found["spec"]
+    return spec
+
+
+def fleet_of(case: str) -> FleetSpec:
+    text = named("ConfigMap", "demo-kvasir-fleet", rendered(case))["data"]["fleet.yaml"]
+    return parse_fleet(text, redis_url="redis://redis")
+
+
+@pytest.fixture(scope="module")
+def schema() -> Object:
+    """KubeRay's own, made strict: it would otherwise take any field."""
+    path = CRDS / "ray.io_rayclusters.yaml"
+    if not path.exists():
+        assert "KUBERAY_CRDS" not in os.environ, f"there is no {path}"
+        pytest.skip("KubeRay's definitions are not here; KUBERAY_CRDS names a folder that has them")
+    versions = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["spec"]["versions"]
+    (found,) = [version for version in versions if version["name"] == "v1"]
+    return strict(found["schema"]["openAPIV3Schema"])
+
+
+def strict(schema: Any) -> Any:
+    """Unknown fields are errors; a quantity may be a number."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: strict(item) for name, item in schema.items()}
+    if found.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "number", "string"]}
+    if "properties" in found and isinstance(found.get("type"), str):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def complaints(schema: Object, case: str, change: Any = None) -> list[str]:
+    (item,) = of_kind("RayCluster", rendered(case))
+    plain = {**copy.deepcopy(item), "metadata": {}}
+    if change is not None:
+        change(plain["spec"])
+    schema = {**schema, "properties": {**schema["properties"], "metadata": {}}}
+    return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(plain)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kuberay_takes_the_cluster(schema: Object, case: str) -> None:
+    assert complaints(schema, case) == []
+
+
+def test_a_misspelt_field_of_the_cluster_would_be_seen(schema: Object) -> None:
+    def misspell(spec: Object) -> None:
+        spec["headGroupSpec"]["rayStartParam"] = {}
+
+    assert "rayStartParam" in complaints(schema, "KubeRay", misspell)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kvasir_takes_the_fleet_file_and_every_replica_has_a_worker_to_itself(case: str) -> None:
+    fleet = fleet_of(case)
+    groups = {group["groupName"]: group for group in cluster_of(case)["workerGroupSpecs"]}
+    assert [pool.name for pool in fleet.pools] == list(groups)
+    for pool in fleet.pools:
+        group = groups[pool.name]
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+        assert group["replicas"] == pool.num_replicas + pool.surge
+        has = json.loads(json.loads(group["rayStartParams"]["resources"]))
+        assert pool.custom_resources == has == {f"kvasir-pool-{pool.name}": 1}
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert pool.num_gpus == limits.get("nvidia.com/gpu", 0)
+        assert ports(group["template"])["grpc"] == pool.replica.port
+        assert ports(group["template"])["metrics"] == pool.replica.metrics_port
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > pool.replica.drain_seconds
+        assert pool.is_on_node_address
+        assert pool.replica.index_stride == router_config(case).index_stride
+
+
+def test_settings_of_pools_reach_their_replicas() -> None:
+    values = {
+        "fleet": {"mode": "kuberay"},
+        "pools": {
+            "a": {
+                "model": {"source": "image", "path": "/opt/model", "name": "big"},
+                "settings": {"kv_cache_bytes": 2**40, "engine_args": {"seed": 1}},
+            },
+            "b": {"engine": "torch", "settings": {"num_threads": 4}},
+        },
+    }
+    text = named("ConfigMap", "demo-kvasir-fleet", tuple(render(values)))["data"]["fleet.yaml"]
+    first, second = parse_fleet(text, redis_url="redis://redis").pools
+    assert (first.replica.model, first.replica.model_name) == ("/opt/model", "big")
+    assert first.replica.kv_cache_bytes == 2**40
+    assert first.replica.engine_args == {"seed": 1}
+    assert (second.replica.engine, second.replica.model, second.num_threads) == ("torch", None, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_head_runs_no_replica_and_serves_the_controllers_metrics(case: str) -> None:
+    head = cluster_of(case)["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    fleet = fleet_of(case)
+    assert ports(head["template"])["metrics"] == fleet.metrics_port
+    assert fleet.metrics_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_job_asks_the_command_line_for_what_it_knows(case: str) -> None:
+    (job,) = of_kind("Job", rendered(case))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    lines = container["command"][-1].splitlines()
+    assert lines[0].startswith("ray start --address=demo-kvasir-head-svc:6379 ")
+    (apply,) = [line for line in lines if line.startswith("kvasir ")]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    command = apply.replace('"$REDIS_URL"', "redis://redis").split()
+    assert command[:2] == ["kvasir", "fleet"]
+    arguments = parser.parse_args(command[2:])
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(arguments.file.parent) in mounted
+    variables = {variable["name"]: variable for variable in container["env"]}
+    assert "REDIS_URL" in variables
+    token = variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+    assert cluster_of(case)["authOptions"] == {"mode": "token", "secretName": token["name"]}
+    assert token["key"] in named("Secret", token["name"], rendered(case))["data"]
+
+
+def test_another_fleet_is_another_job_since_jobs_cannot_be_changed() -> None:
+    def name(**values: Any) -> str:
+        (job,) = of_kind("Job", tuple(render({"fleet": {"mode": "kuberay"}, **values})))
+        return str(job["metadata"]["name"])
+
+    assert name() == name()
+    assert len({name(), name(ray={"image": {"tag": "2"}}), name(pools={"main": {"replicas": 3}})}) == 3
+
+
+def test_rays_state_is_in_the_same_redis() -> None:
+    assert cluster_of("KubeRay")["gcsFaultToleranceOptions"]["redisAddress"] == "demo-kvasir-redis:6379"
+    external = cluster_of("KubeRay, external Redis")
+    options = external["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://redis.example:6379"
+    assert options["redisUsername"] == {"value": "me"}
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "credentials"
+    variables = external["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "RAY_REDIS_CA_CERT", "value": "/etc/kvasir/redis-ca/ca.crt"} in variables
+    assert "gcsFaultToleranceOptions" not in cluster_of("KubeRay without fault tolerance")
+
+
+def test_only_rays_own_pods_reach_all_its_ports_and_only_routers_the_replicas() -> None:
+    objects = rendered("KubeRay")
+    everything = {"ray-head": {None}, "fleet": {None}, "redis": {"redis"}}
+    assert reachable_from("router", objects) == {
+        "router": set(),
+        "replica": {"grpc"},
+        "redis": {"redis"},
+        "ray-head": set(),
+        "fleet": set(),
+    }
+    for component in ("replica", "ray-head", "fleet"):
+        assert reachable_from(component, objects) == {**everything, "router": set(), "replica": {None}}
+    assert set().union(*reachable_from("redis", objects).values()) == set()
+
+
+def test_prometheus_finds_the_controller() -> None:
+    objects = rendered("KubeRay")
+    monitor = named("PodMonitor", "demo-kvasir-controller", objects)["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "kvasir-controller"}]
+    assert monitor["selector"]["matchLabels"]["app.kubernetes.io/component"] == "ray-head"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_are_no_replicas_outside_ray(case: str) -> None:
+    names = {item["metadata"]["name"] for item in of_kind("StatefulSet", rendered(case))}
+    assert names <= {"demo-kvasir-redis"}
+    components = {component_of(pod) for _, pod in pods(rendered(case))}
+    assert {"router", "replica", "ray-head", "fleet"} <= components
