@@ -68,3 +68,6 @@ def test_both_ways_to_start_ray_use_one_port_and_one_token() -> None:
     token = Path("~/.ray/auth_token")
     assert str(token) in config["file_mounts"]
     assert str(token) in PAGE
+    starts = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    assert all("RAY_AUTH_MODE=token" in command for command in starts if "ray start" in command)
+    assert "export RAY_AUTH_MODE=token" in PAGE
