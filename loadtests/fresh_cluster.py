@@ -34,7 +34,7 @@ class FreshCluster:
 
 @contextlib.contextmanager
 def fresh_cluster(words: Sequence[str], logs: Path) -> Iterator[FreshCluster]:
-    """`words` follow `kvasir up`. If it does not come up, its logs are left in `logs`. Raises StartFailed."""
+    """`words` follow `kvasir up`. However it ends, its logs are left in `logs`. Raises StartFailed."""
     began = time.monotonic()
     directory = RunDirectory(Path(tempfile.mkdtemp(prefix="kvasir-loadtest-")))
     said = directory.path / "up.log"
@@ -47,6 +47,7 @@ def fresh_cluster(words: Sequence[str], logs: Path) -> Iterator[FreshCluster]:
         if process is not None:
             _stop(process)
         kill_marked(directory.path, directory.ray_directory)
+        _keep_logs(directory, said, logs)
         shutil.rmtree(directory.ray_directory, ignore_errors=True)
         shutil.rmtree(directory.path, ignore_errors=True)
 
@@ -78,10 +79,16 @@ def _wait_ready(
             return state
         time.sleep(0.05)
     cause = f"it was not ready within {START_SECONDS:g} s" if process.poll() is None else _last_words(said)
-    logs.mkdir(parents=True, exist_ok=True)
-    for log in (said, *directory.logs.glob("*.log")):
-        shutil.copy(log, logs)
     raise StartFailed(f"the cluster did not come up: {cause}; logs are in {logs}")
+
+
+def _keep_logs(directory: RunDirectory, said: Path, logs: Path) -> None:
+    """Ray's too: what its own processes say is all there is if they took the replicas with them."""
+    logs.mkdir(parents=True, exist_ok=True)
+    of_ray = directory.ray_directory / "session_latest" / "logs"
+    for log in (said, *directory.logs.glob("*.log"), *of_ray.glob("raylet.*"), *of_ray.glob("gcs_server.*")):
+        with contextlib.suppress(OSError):
+            shutil.copy(log, logs)
 
 
 def _last_words(said: Path) -> str:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import shlex
+import shutil
 import signal
 import sys
 import webbrowser
@@ -30,7 +31,7 @@ __all__ = ["LoadtestError", "run"]
 
 BUSY_PERCENT = 30.0
 INTERRUPTED = 130
-HTML, MARKDOWN = "report.html", "report.md"
+HTML, MARKDOWN, LOGS = "report.html", "report.md", "logs"
 
 Say = Callable[[str], None]
 
@@ -53,8 +54,7 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     except (LoadTestFailed, RunFileError) as error:
         raise LoadtestError(f"the load generator did not get through: {error}") from error
     if was_interrupted and not runs:
-        with contextlib.suppress(OSError):  # it was there before, with files in it
-            plan.output.rmdir()
+        _forget_output(plan)
         say("Interrupted before anything was measured; everything is stopped.")
         return INTERRUPTED
     status = _conclude(plan, runs, say)
@@ -64,6 +64,15 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.open:
         webbrowser.open((plan.output / HTML).as_uri())
     return status
+
+
+def _forget_output(plan: LoadtestPlan) -> None:
+    """Only what is ours: the folder may have been there before, with other files in it."""
+    for planned in plan.runs:
+        shutil.rmtree(plan.output / LOGS / planned.name, ignore_errors=True)
+    for folder in (plan.output / LOGS, plan.output):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _announcement(plan: LoadtestPlan) -> str:
@@ -89,7 +98,7 @@ def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
         path = plan.output / f"{planned.name}.json.gz"
         try:
             words = [*plan.cluster_words, f"--policy={planned.policy}"]
-            with fresh_cluster(words, plan.output / "logs") as cluster:
+            with fresh_cluster(words, plan.output / LOGS / planned.name) as cluster:
                 say(f"{label}: cluster up in {cluster.start_seconds:.1f} s at {cluster.state.router_url}")
                 _send(plan, planned, cluster, label)
         finally:

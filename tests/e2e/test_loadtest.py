@@ -119,6 +119,7 @@ def test_a_load_test_shows_what_the_policy_is_worth_and_counts_as_the_engines_do
         page = (command.output / "report.html").read_text(encoding="utf-8")
         assert "round_robin" in page
         assert (command.output / "report.md").is_file()
+        assert (command.output / "logs/run-1-kvasir/replica-0.log").is_file()
         assert "kvasir answered the same traffic with " in command.said()
         assert (command.output / "report.html").as_uri() in command.said()
         assert command.run_directories() == []
@@ -164,6 +165,6 @@ def test_a_cluster_that_does_not_come_up_is_one_sentence_and_its_logs(tmp_path: 
         assert last.startswith("kvasir: the cluster did not come up: ")
         assert "nonsense" in last
         assert "Traceback" not in command.said()
-        assert "nonsense" in (command.output / "logs/up.log").read_text(encoding="utf-8")
+        assert "nonsense" in (command.output / "logs/run-1-round_robin/up.log").read_text(encoding="utf-8")
         assert command.run_directories() == []
         assert command.leftovers([]) == []

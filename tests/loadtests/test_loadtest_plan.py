@@ -7,7 +7,8 @@ from loadtests.load_options import add_arguments as add_locust_options
 from loadtests.load_options import load_options
 from loadtests.loadtest_plan import LoadtestError, LoadtestPlan, add_arguments, make_plan
 from loadtests.locust_run import headless_command
-from loadtests.named_tests import NAMED_TESTS
+from loadtests.locust_stream import REFUSALS
+from loadtests.named_tests import NAMED_TESTS, OVERLOAD
 from loadtests.workloads import GENERATORS, Workload
 
 TRACE = '{"timestamp": 0, "input_length": 700, "output_length": 10, "hash_ids": [1, 2]}\n'
@@ -141,6 +142,10 @@ def test_the_runs_of_an_earlier_load_test_are_not_mixed_with_new_ones(tmp_path: 
     (tmp_path / "run-1-kvasir.json.gz").touch()
     with pytest.raises(LoadtestError, match="earlier load test"):
         plan("chat", "--output", str(tmp_path))
+
+
+def test_what_a_full_cluster_may_say_is_what_the_client_calls_it() -> None:
+    assert {f"refused ({status})" for status in REFUSALS} == OVERLOAD
 
 
 def test_every_workload_of_the_table_exists() -> None:

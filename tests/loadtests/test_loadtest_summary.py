@@ -63,7 +63,7 @@ def test_the_sentence_says_how_many_times_the_hits_and_how_much_sooner(
 
 
 def test_where_nothing_came_nothing_is_sooner() -> None:
-    theirs = run_of("round_robin", cached=0, error="refused 503")
+    theirs = run_of("round_robin", cached=0, error="refused (503)")
     assert sentence(compared(theirs, run_of("kvasir", cached=5))) == (
         "kvasir answered the same traffic with hits where round_robin had none (5.0 % against 0.0 %)."
     )
@@ -104,13 +104,13 @@ def test_a_client_that_was_late_is_doubted() -> None:
 
 
 def test_errors_are_complained_about_unless_the_test_expects_them() -> None:
-    runs = compared(run_of("kvasir", error="refused 503"), run_of("round_robin"))
+    runs = compared(run_of("kvasir", error="refused (503)"), run_of("round_robin"))
     (complaint,) = complaints(runs, ("truncated",), is_killing=True)[1:]
     assert complaint == "run-kvasir: no request was answered."
     assert complaints(runs, ("truncated",), is_killing=True)[0] == (
-        "run-kvasir: requests failed: 10 refused 503."
+        "run-kvasir: requests failed: 10 refused (503)."
     )
-    assert complaints(runs, ("refused 503",), is_killing=True) == ["run-kvasir: no request was answered."]
+    assert complaints(runs, ("refused (503)",), is_killing=True) == ["run-kvasir: no request was answered."]
 
 
 def test_tokens_of_another_tenant_are_complained_about() -> None:
