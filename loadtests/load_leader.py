@@ -63,7 +63,8 @@ class LoadLeader:
         if self._has_failed:
             self._has_failed = False
             return None
-        if self._run is None:
+        # Another number of users while a run starts would make Locust give that up and start again.
+        if self._run is None or not self._run.has_started:
             return max(1, self._num_connected()), SPAWN_RATE
         if self._run.is_over(self._connected()):
             return None
@@ -130,6 +131,7 @@ class _LeadRun:
         self.senders = senders
         self.run_id = f"{options.seed}-{time.time_ns()}"
         self.has_news = False
+        self.has_started = False
         self._options, self._own, self._target = options, own, target
         self._shape = options.make_shape()
         self._workload, num_left_out = options.make_workload(target.context_length)
@@ -171,6 +173,7 @@ class _LeadRun:
             self._options.duration_seconds,
             self._target.base_url,
         )
+        self.has_started = True
 
     def num_users(self) -> int:
         if not self._options.closed_loop:

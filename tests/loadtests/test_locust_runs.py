@@ -5,6 +5,7 @@ Locust changes Python's own modules, so it always runs as a child.
 
 import csv
 import signal
+import socket
 import statistics
 import subprocess
 import time
@@ -144,6 +145,28 @@ def test_a_closed_loop_has_so_many_in_flight_and_no_more(tmp_path: Path) -> None
     assert server.most_in_flight == 3
     assert len(run.records) > 20
     assert run.info.workload["closed_loop_users"] == 3
+
+
+def test_replicas_that_are_slow_to_tell_their_metrics_do_not_begin_a_closed_loop_twice(
+    tmp_path: Path,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        running(DelayServer(first_seconds=0.5)) as server,
+    ):
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        lines: list[str] = []
+        run = load(
+            *(server, tmp_path, "chat"),
+            seconds=5.0,
+            lines=lines,
+            closed_loop="4",
+            qps="20",
+            replica_metrics=address,
+        )
+    assert Counter(record.error for record in run.records).keys() == {None}
+    assert sum("requests in 5 s" in line for line in lines) == 1
+    assert not any("stopped before the last answer" in line for line in lines)
 
 
 def test_a_run_that_is_stopped_by_hand_keeps_what_it_has(tmp_path: Path) -> None:
