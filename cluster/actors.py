@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -26,6 +27,7 @@ from replicas.vllm_engine.environment import VLLM_ENVIRONMENT
 NAMESPACE = "kvasir"
 CONTROLLER_NAME = "fleet-controller"
 _REPLICA_PREFIX = "replica:"
+_STATE_KEY = b"fleet-state"
 
 ReplicaHandle: TypeAlias = Any
 """Ray's handle to a ReplicaActor. Its methods exist at run time only, so there is no type to check."""
@@ -41,6 +43,7 @@ class ReplicaReport:
     address: str
     epoch: Epoch
     metrics_address: str | None
+    revision: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class StartFailure:
 class ReplicaActor:
     """Hosts one ReplicaHost. Plain values in and out, so that the caller needs none of its modules."""
 
-    def __init__(self, config: ReplicaConfig, log_directory: str | None) -> None:
+    def __init__(self, config: ReplicaConfig, pool: PoolSpec, log_directory: str | None) -> None:
         # Here, since the controller and `kvasir up` import this file too, and need none of all that.
         import replicas.protocol.lean_redis  # noqa: F401
         from replicas.host import ReplicaHost
@@ -61,7 +64,10 @@ class ReplicaActor:
         file = None if log_directory is None else Path(log_directory) / f"{config.replica_id}.log"
         fields = {"service": "replica", "replica": config.replica_id}
         set_up_logs(config.log_format, config.log_level, file=file, fields=fields)
+        if pool.is_on_node_address:
+            config = dataclasses.replace(config, host=_machine_address())
         self._host = ReplicaHost(config)
+        self._revision = pool.revision
         self._outcome: ReplicaReport | StartFailure | None = None
         self._starting = asyncio.Lock()
 
@@ -79,7 +85,7 @@ class ReplicaActor:
             logger.exception("the replica did not start")
             return StartFailure(str(error) or repr(error))
         host = self._host
-        return ReplicaReport(os.getpid(), host.address, host.epoch, host.metrics_address)
+        return ReplicaReport(os.getpid(), host.address, host.epoch, host.metrics_address, self._revision)
 
     async def run_until_dead(self) -> str:
         """Pending while the replica lives: the controller's sentinel. Ends with what killed the engine."""
@@ -112,6 +118,7 @@ async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | Non
     config = dataclasses.replace(
         pool.config_of(replica_id), num_threads=pool.replica.num_threads or pool.num_threads
     )
+    resources = dict(pool.bundles()[0])
     actor_class: Any = ray.remote(ReplicaActor)
     options = actor_class.options(
         name=name,
@@ -119,12 +126,13 @@ async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | Non
         lifetime="detached",
         max_restarts=0,  # with restarts of Ray's own a death is seen after 1.5 s instead of 10 ms
         max_concurrency=1000,
-        num_cpus=pool.bundles()[0].get("CPU", 0),
-        num_gpus=pool.bundles()[0].get("GPU", 0),
+        num_cpus=resources.pop("CPU", 0),
+        num_gpus=resources.pop("GPU", 0),
+        resources=resources,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         runtime_env={"env_vars": environment},
     )
-    return await asyncio.to_thread(options.remote, config, log_directory)
+    return await asyncio.to_thread(options.remote, config, pool, log_directory)
 
 
 def find() -> dict[ReplicaId, ReplicaHandle]:
@@ -142,8 +150,39 @@ def find() -> dict[ReplicaId, ReplicaHandle]:
 def remove(replica_id: ReplicaId, actor: ReplicaHandle | None) -> None:
     """End the actor, if it lives, and give its place back."""
     if actor is not None:
-        ray.kill(actor, no_restart=True)
+        kill(actor)
     _remove_group(_REPLICA_PREFIX + replica_id)
+
+
+def kill(actor: ReplicaHandle) -> None:
+    """End the actor, if it lives."""
+    ray.kill(actor, no_restart=True)
+
+
+def machines() -> list[dict[str, float]]:
+    """What each machine that lives has in all."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [dict(node["Resources"]) for node in nodes if node["Alive"]]
+
+
+def remember(state: bytes) -> None:
+    """Keep it with Ray's control service, so that a controller that is started again can recall it."""
+    _internal_kv_put(_STATE_KEY, state, overwrite=True, namespace=NAMESPACE.encode())
+
+
+def recall() -> bytes | None:
+    value: bytes | None = _internal_kv_get(_STATE_KEY, namespace=NAMESPACE.encode())
+    return value
+
+
+def forget() -> None:
+    _internal_kv_del(_STATE_KEY, namespace=NAMESPACE.encode())
+
+
+def _machine_address() -> str:
+    """Where the other machines of the Ray cluster reach this one."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
 
 
 def _create_group(pool: PoolSpec, name: str) -> Any:

@@ -1,103 +1,93 @@
 """FleetController: the detached actor that keeps the fleet as specified: observe, plan, execute.
 
-Owns what is known of each replica between its start and its end. Decides nothing (`plan.py` does) and
-touches Ray through `actors.py`. Its memory is a convenience: after a restart it finds the replicas
-again by their names, and nothing is started twice.
+Owns the carrying out. Decides nothing (`plan.py`, `changes.py` and `autoscale.py` do) and touches Ray
+through `actors.py`. After a restart it finds the replicas again by their names, and nothing is started
+twice; what should exist it has kept with Ray, if it runs by itself.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
+import pickle
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from prometheus_client import CollectorRegistry
 from ray.exceptions import RayError
 
 from cluster import actors
-from cluster.actors import ReplicaHandle, ReplicaReport, StartFailure
+from cluster.actors import ReplicaHandle, StartFailure
+from cluster.autoscale import LoadSample, decide, kept
+from cluster.capacity import Machine
+from cluster.changes import FleetState, applied, given_up, rolled, scaled, settled
 from cluster.config import FleetSpec, PoolSpec, pool_of_id
+from cluster.leases import LeaseBook, load_of
+from cluster.members import FleetView, Member, pool_views
 from cluster.metrics import FleetMetrics
-from cluster.plan import Action, ActionKind, ObservedReplica, count_early_deaths, plan
+from cluster.plan import Action, ActionKind, count_early_deaths, plan
+from cluster.status import read_registry
 from replicas.metrics import metrics_endpoint
+from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.logs import set_up_logs
-from replicas.protocol.status import ReplicaId, ReplicaState, advance
+from replicas.protocol.settings import SettingsError
+from replicas.protocol.status import ReplicaId, ReplicaState
 
 NUM_NOTES_KEPT = 200
 NODES_SECONDS = 15.0
 """Time between looks at the machines that Ray has."""
+LEASE_SECONDS = 0.5
+"""Time between looks at the leases of replicas."""
+HEAD_RESOURCE = "node:__internal_head__"
+"""What only Ray's head has: a controller there ends with no other machine."""
 STOP_SECONDS = 3.0
 """How long a replica may take to say goodbye before it is killed."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """A replica as shown to people. `report` is there once it has started; `cause` once it has ended."""
-
-    replica_id: ReplicaId
-    state: ReplicaState
-    report: ReplicaReport | None
-    cause: str | None
-    num_early_deaths: int
-    refused_to_start: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FleetView:
-    """The fleet at one moment. `version` grows with every change; `notes` are those since the last look."""
-
-    version: int
-    replicas: tuple[ReplicaView, ...]
-    notes: tuple[str, ...]
-    metrics_address: str | None
-
-
-@dataclass(slots=True)
-class Member:
-    """One incarnation of a replica, as the controller knows it. `dismissed`: its end is wanted."""
-
-    replica_id: ReplicaId
-    num_early_deaths: int = 0
-    actor: ReplicaHandle | None = None
-    state: ReplicaState = ReplicaState.STARTING
-    since: float = field(default_factory=time.monotonic)
-    report: ReplicaReport | None = None
-    cause: str | None = None
-    dismissed: bool = False
-    refused_to_start: bool = False
-
-    def observed(self) -> ObservedReplica:
-        return ObservedReplica(self.replica_id, self.state, self.since, self.num_early_deaths, self.cause)
-
-    def view(self) -> ReplicaView:
-        return ReplicaView(
-            self.replica_id, self.state, self.report, self.cause, self.num_early_deaths, self.refused_to_start
-        )
-
-    def move(self, state: ReplicaState) -> None:
-        self.state, self.since = advance(self.state, state), time.monotonic()
-
-
 class FleetController:
-    """A Ray actor. `run` is the controller's life: whoever called it hears when it ends."""
+    """A Ray actor. `run` is the controller's life: whoever called it hears when it ends.
 
-    def __init__(self, spec: FleetSpec) -> None:
+    With `runs_itself` nobody needs to call: it begins with the actor, what is applied is kept with Ray, and
+    an actor that Ray has started again goes on with that.
+    """
+
+    def __init__(self, spec: FleetSpec, *, runs_itself: bool = False) -> None:
         file = None if spec.log_directory is None else Path(spec.log_directory) / "controller.log"
         set_up_logs(spec.log_format, file=file, fields={"service": "controller"})
-        self._spec = spec
+        kept_state = actors.recall() if runs_itself else None
+        self._state: FleetState = FleetState(spec) if kept_state is None else pickle.loads(kept_state)
+        self._runs_itself = runs_itself
         self._members: dict[ReplicaId, Member] = {}
+        self._tasks = asyncio.TaskGroup()
         self._stopping = False
         self._wake = asyncio.Event()
         self._notes: deque[tuple[int, str]] = deque(maxlen=NUM_NOTES_KEPT)
         self._version = 0
         self._changed = asyncio.Condition()
+        self._changing = asyncio.Lock()
+        self._leases = LeaseBook()
+        self._samples: dict[str, list[LoadSample]] = {}
         self._metrics = FleetMetrics(CollectorRegistry())
         self._metrics_address: str | None = None
+        if runs_itself:
+            self._life = asyncio.get_running_loop().create_task(self._run_or_die())
+
+    @property
+    def _spec(self) -> FleetSpec:
+        return self._state.spec
+
+    async def _run_or_die(self) -> None:
+        try:
+            await self.run()
+        except BaseException:  # the actor's outermost frame: Ray starts it again only if its process ends
+            logger.critical("the controller has failed", exc_info=True)
+            os._exit(1)
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -110,8 +100,11 @@ class FleetController:
         if port is not None:
             bound = await stack.enter_async_context(metrics_endpoint(self._metrics.registry, host, port))
             self._metrics_address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-        counting = asyncio.create_task(self._count_nodes())
-        stack.callback(counting.cancel)
+        watching = [asyncio.create_task(self._count_nodes())]
+        if self._runs_itself:
+            watching.append(asyncio.create_task(self._watch_leases()))
+        for task in watching:
+            stack.callback(task.cancel)
 
     async def _count_nodes(self) -> None:
         while True:
@@ -124,29 +117,79 @@ class FleetController:
             await asyncio.sleep(NODES_SECONDS)
 
     async def _run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with self._tasks:
             for replica_id, actor in (await asyncio.to_thread(actors.find)).items():
                 await self._note(f"found {replica_id}, which runs already")
-                self._adopt(Member(replica_id, actor=actor), None, tasks)
+                self._adopt(Member(replica_id, actor=actor), None)
             while not self._stopping:
                 self._wake.clear()
                 with self._metrics.reconcile_seconds.time():
-                    observed = tuple(member.observed() for member in self._members.values())
-                    decided = plan(self._spec, observed, time.monotonic())
-                    for action in decided.actions:
-                        await self._execute(action, tasks)
+                    wake_in_seconds = await self._reconcile()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(decided.wake_in_seconds):
+                    async with asyncio.timeout(wake_in_seconds):
                         await self._wake.wait()
+
+    async def _reconcile(self) -> float | None:
+        observed = tuple(member.observed() for member in self._members.values())
+        decided = plan(self._spec, observed, time.monotonic())
+        for action in decided.actions:
+            await self._execute(action)
+        for name, why in decided.failed_rollouts:
+            if name not in self._state.failures:
+                await self._keep(given_up(self._state, name, why))
+                await self._note(f"the rollout of pool {name} is given up, the old replicas stay: {why}")
+        for view in pool_views(self._state, self._members.values()):
+            if view.is_settled and view.name in self._state.previous:
+                await self._keep(settled(self._state, view.name))
+                await self._note(f"pool {view.name} is rolled over to revision {view.revision}")
+        return decided.wake_in_seconds
 
     async def spec(self) -> FleetSpec:
         return self._spec
 
-    async def apply(self, spec: FleetSpec) -> None:
-        """From now on, keep the fleet as `spec` says."""
-        self._spec = spec
-        self._wake.set()
+    async def apply(self, spec: FleetSpec) -> str | None:
+        """From now on, keep the fleet as `spec` says; or say in one sentence why not."""
+        return await self._change(lambda machines: applied(self._state, spec, machines))
+
+    async def scale(self, pool_name: str, num_replicas: int) -> str | None:
+        """As `apply`, for one pool's size."""
+        return await self._change(lambda machines: scaled(self._state, pool_name, num_replicas, machines))
+
+    async def roll_out(self, pool_name: str, values: Mapping[str, str]) -> str | None:
+        """As `apply`, for one pool's settings; without any its replicas are made anew."""
+        return await self._change(lambda machines: rolled(self._state, pool_name, values, machines))
+
+    async def drain(self, replica_id: ReplicaId) -> str | None:
+        """Let one replica finish and leave. The plan then fills its place."""
+        member = self._members.get(replica_id)
+        if member is None:
+            return f"there is no replica {replica_id}; there is {', '.join(sorted(self._members)) or 'none'}"
+        if member.state is not ReplicaState.READY:
+            return f"{replica_id} cannot drain: it is {member.state.value}"
+        await self._execute(Action(ActionKind.DRAIN, replica_id, f"{replica_id} was asked to"))
+        return None
+
+    async def _change(self, change: Callable[[Sequence[Machine]], FleetState]) -> str | None:
+        async with self._changing:
+            machines = await asyncio.to_thread(actors.machines)
+            try:
+                state = change(machines)
+            except SettingsError as error:
+                return str(error)
+            await self._keep(state)
         self._see()
+        return None
+
+    async def _keep(self, state: FleetState) -> None:
+        """Before anything is done about it: a controller that starts again must not go back."""
+        for pool in state.spec.pools:
+            old = self._spec.pool(pool.name)
+            if old is None or old.num_replicas != pool.num_replicas:
+                self._samples.pop(pool.name, None)
+        if self._runs_itself:
+            await asyncio.to_thread(actors.remember, pickle.dumps(state))
+        self._state = state
+        self._wake.set()
 
     async def view(self, seen_version: int | None = None) -> FleetView:
         """The fleet, as soon as it is newer than `seen_version`; None takes it as it is."""
@@ -155,35 +198,45 @@ class FleetController:
             await self._changed.wait_for(lambda: self._version > seen)
             notes = tuple(note for version, note in self._notes if version > seen)
             replicas = tuple(self._members[name].view() for name in sorted(self._members))
-            return FleetView(self._version, replicas, notes, self._metrics_address)
+            pools = pool_views(self._state, self._members.values())
+            redis_url = next((pool.replica.redis_url for pool in self._spec.pools), None)
+            return FleetView(self._version, replicas, notes, self._metrics_address, pools, redis_url)
 
     async def stop_fleet(self) -> None:
         """End every replica, politely but soon, and start none again. `run` ends with the last."""
         self._stopping = True
         self._wake.set()
+        if self._runs_itself:
+            await asyncio.to_thread(actors.forget)
         async with asyncio.TaskGroup() as tasks:
             for member in self._members.values():
                 if member.state is not ReplicaState.STOPPED:
                     tasks.create_task(self._end(member))
+        async with self._changed:
+            await self._changed.wait_for(self._has_ended)
 
-    def _adopt(self, member: Member, pool: PoolSpec | None, tasks: asyncio.TaskGroup) -> None:
+    def _has_ended(self) -> bool:
+        return all(member.state is ReplicaState.STOPPED for member in self._members.values())
+
+    def _adopt(self, member: Member, pool: PoolSpec | None) -> None:
         self._members[member.replica_id] = member
-        tasks.create_task(self._live(member, pool))
+        self._tasks.create_task(self._live(member, pool))
 
-    async def _execute(self, action: Action, tasks: asyncio.TaskGroup) -> None:
+    async def _execute(self, action: Action) -> None:
         member = self._members.get(action.replica_id)
         match action.kind:
             case ActionKind.START | ActionKind.REPLACE:
-                fresh = Member(action.replica_id, member.num_early_deaths if member else 0)
-                self._adopt(fresh, self._spec.pool_of(action.replica_id), tasks)
-                pool = pool_of_id(action.replica_id)
-                self._metrics.starts.labels(pool).inc()
+                pool = self._spec.pool_of(action.replica_id)
+                assert pool is not None, "only replicas of a pool are started"
+                deaths = member.num_early_deaths if member else 0
+                self._adopt(Member(action.replica_id, deaths, revision=pool.revision), pool)
+                self._metrics.starts.labels(pool.name).inc()
                 if action.kind is ActionKind.REPLACE:
-                    self._metrics.restarts.labels(pool).inc()
+                    self._metrics.restarts.labels(pool.name).inc()
             case ActionKind.DRAIN:
                 assert member is not None
                 member.move(ReplicaState.DRAINING)
-                tasks.create_task(self._drain(member))
+                self._tasks.create_task(self._drain(member))
             case ActionKind.STOP:
                 assert member is not None
                 if member.state is ReplicaState.STOPPED:
@@ -191,7 +244,7 @@ class FleetController:
                 elif member.dismissed:
                     return  # it is on its way out
                 else:
-                    tasks.create_task(self._end(member))
+                    self._tasks.create_task(self._end(member))
         await self._note(f"{action.kind}: {action.details}")
 
     async def _live(self, member: Member, pool: PoolSpec | None) -> None:
@@ -206,13 +259,14 @@ class FleetController:
             if isinstance(outcome, StartFailure):
                 member.refused_to_start, cause = True, outcome.sentence
             else:
-                member.report = outcome
+                member.report, member.revision = outcome, outcome.revision
                 if is_new:
                     assert pool is not None
                     self._metrics.start_seconds.labels(pool.name).observe(time.monotonic() - member.since)
                 member.move(ReplicaState.READY)
+                self._wake.set()
                 await self._note(f"{member.replica_id} is ready at {outcome.address}, epoch {outcome.epoch}")
-                cause = await actor.run_until_dead.remote()
+                cause = await _first(actor.run_until_dead.remote(), member.lost)
         except (RayError, ValueError) as error:  # ValueError: its name in Ray is still taken
             logger.info("%s: %s", member.replica_id, error, extra={"replica": member.replica_id})
             cause = "its process ended" if isinstance(error, RayError) else str(error)
@@ -252,7 +306,49 @@ class FleetController:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await member.actor.stop.remote()
-        await asyncio.to_thread(actors.remove, member.replica_id, member.actor)
+        # Its place in Ray is given back in _bury: after that it may be its successor's.
+        await asyncio.to_thread(actors.kill, member.actor)
+
+    async def _watch_leases(self) -> None:
+        """Follow the registry: a machine that is cut off falls silent there long before Ray gives it up."""
+        while True:
+            await asyncio.sleep(LEASE_SECONDS)
+            redis_url = next((pool.replica.redis_url for pool in self._spec.pools), None)
+            if redis_url is None:
+                continue
+            registry = await asyncio.to_thread(read_registry, redis_url)
+            if registry.complaint is not None:
+                self._samples.clear()
+                continue
+            now = time.monotonic()
+            ready = {
+                member.replica_id: member.report.epoch
+                for member in self._members.values()
+                if member.state is ReplicaState.READY and member.report is not None
+            }
+            for replica_id in self._leases.look(registry.records, ready, now):
+                if not self._members[replica_id].lost.done():
+                    self._members[replica_id].lost.set_result("its lease ran out")
+            for pool in self._spec.pools:
+                if pool.autoscaling is not None:
+                    await self._follow_load(pool, registry.records, now)
+
+    async def _follow_load(
+        self, pool: PoolSpec, records: Mapping[ReplicaId, ReplicaRecord], now: float
+    ) -> None:
+        assert pool.autoscaling is not None
+        samples = self._samples.setdefault(pool.name, [])
+        samples.append(load_of(pool.name, records.values(), now))
+        samples[:] = kept(pool.autoscaling, samples, now)
+        wanted = decide(pool.autoscaling, pool.num_replicas, samples, now)
+        if wanted != pool.num_replicas:
+            refusal = await self.scale(pool.name, wanted)
+            self._samples.pop(pool.name, None)
+            sample = samples[-1]
+            await self._note(
+                f"pool {pool.name}: {sample.num_in_flight} requests and {sample.num_pending_tokens} pending "
+                f"tokens ask for {wanted} replicas" + (f", but {refusal}" if refusal else "")
+            )
 
     def _see(self) -> None:
         members = self._members.values()
@@ -265,3 +361,30 @@ class FleetController:
             self._version += 1
             self._notes.append((self._version, text))
             self._changed.notify_all()
+
+
+async def _first(sentinel: "asyncio.Future[str]", lost: "asyncio.Future[str]") -> str:
+    """What the replica says at its end, or why it is given up, whichever comes first."""
+    call = asyncio.ensure_future(sentinel)
+    done, _ = await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
+    if call not in done:
+        call.cancel()
+        await asyncio.wait((call,))
+    return (call if call in done else lost).result()
+
+
+def find_or_create(spec: FleetSpec, *, runs_itself: bool) -> Any:
+    """The handle to the one controller of this Ray cluster; `spec` is for a new one."""
+    controller: Any = ray.remote(FleetController)
+    own_life = (
+        {"max_restarts": -1, "resources": {HEAD_RESOURCE: 0.001}} if runs_itself else {"max_restarts": 0}
+    )
+    return controller.options(
+        name=actors.CONTROLLER_NAME,
+        namespace=actors.NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_concurrency=1000,
+        num_cpus=0,
+        **own_life,
+    ).remote(spec, runs_itself=runs_itself)

@@ -5,10 +5,25 @@ and refuses what cannot be before anything is touched.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from cluster.errors import ClusterError
+from cluster.capacity import misfit
+from cluster.config import FleetSpec, pool_of_id
+from cluster.errors import ClusterError, NotRunning
+from cluster.fleet_file import parse_fleet, settings_from
+from cluster.status import Registry, align, read_registry
+from replicas.protocol.settings import SettingsError
+
+if TYPE_CHECKING:
+    from cluster.members import FleetView  # it loads Ray, which a refused file need not wait for
+
 
 Say = Callable[[str], None]
 
@@ -83,4 +98,208 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say) -> int:
     """The command. Raises ClusterError."""
-    raise ClusterError(f"fleet {arguments.fleet_command} does nothing yet")
+    if arguments.fleet_command == "apply":
+        spec = _read(arguments)
+        with connected(arguments, environment) as ray:
+            return _apply(ray, arguments, spec, say)
+    with connected(arguments, environment) as ray:
+        controller = _controller(ray)
+        match arguments.fleet_command:
+            case "status":
+                return _status(ray, controller, as_json=arguments.json, say=say)
+            case "stop":
+                return _stop(ray, controller, arguments.timeout, say)
+            case "scale":
+                refusal = _ask(ray, controller.scale.remote(arguments.pool, arguments.num_replicas))
+            case "drain":
+                refusal = _ask(ray, controller.drain.remote(arguments.replica))
+            case "rollout":
+                try:
+                    values = settings_from(arguments.set)
+                except SettingsError as error:
+                    raise ClusterError(str(error)) from error
+                refusal = _ask(ray, controller.roll_out.remote(arguments.pool, values))
+        return _conclude(ray, controller, arguments, refusal, say)
+
+
+def _read(arguments: argparse.Namespace) -> FleetSpec:
+    try:
+        return parse_fleet(arguments.file.read_text(encoding="utf-8"), arguments.redis_url)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cannot read {arguments.file}: {error}") from error
+    except SettingsError as error:
+        raise ClusterError(f"{arguments.file}: {error}") from error
+
+
+@contextlib.contextmanager
+def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Iterator[Any]:
+    """Ray, as a driver of the cluster that was named. Raises ClusterError."""
+    import ray
+
+    from cluster.actors import NAMESPACE
+
+    address = arguments.address or environment.get("RAY_ADDRESS") or "auto"
+    host = address.rpartition(":")[0]
+    # On loopback Ray would look for this machine under its address on the network.
+    options: dict[str, Any] = {"_node_ip_address": host} if host.startswith("127.") else {}
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **options,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from error
+    try:
+        yield ray
+    except ray.exceptions.RayActorError as error:
+        raise ClusterError(f"the fleet controller does not answer: {' '.join(str(error).split())}") from error
+    finally:
+        ray.shutdown()
+
+
+def _controller(ray: Any) -> Any:
+    from cluster.actors import CONTROLLER_NAME, NAMESPACE
+
+    try:
+        return ray.get_actor(CONTROLLER_NAME, NAMESPACE)
+    except ValueError:
+        raise NotRunning("no fleet runs on this Ray cluster; start one with kvasir fleet apply") from None
+
+
+def _apply(ray: Any, arguments: argparse.Namespace, spec: FleetSpec, say: Say) -> int:
+    from cluster.actors import machines
+    from cluster.controller import find_or_create
+
+    refusal = misfit(spec, machines())
+    if refusal is not None:
+        raise ClusterError(refusal)
+    if arguments.dry_run:
+        say(f"{arguments.file} has {len(spec.pools)} pools, and the cluster can hold them.")
+        return 0
+    controller = find_or_create(replace(spec, pools=()), runs_itself=True)
+    return _conclude(ray, controller, arguments, _ask(ray, controller.apply.remote(spec)), say)
+
+
+def _ask(ray: Any, call: Any) -> str | None:
+    answer: str | None = ray.get(call)
+    return answer
+
+
+def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, refusal: str | None, say: Say) -> int:
+    if refusal is not None:
+        raise ClusterError(refusal)
+    if arguments.no_wait:
+        return 0
+    deadline = time.monotonic() + arguments.timeout
+    version: int | None = None
+    while True:
+        try:
+            left = max(0.0, deadline - time.monotonic())
+            view: FleetView = ray.get(controller.view.remote(version), timeout=left)
+        except ray.exceptions.GetTimeoutError:
+            raise ClusterError(
+                f"the fleet is not what it should be after {arguments.timeout:g} s; the controller goes on"
+            ) from None
+        if version is not None:
+            for note in view.notes:
+                say(note)
+        version = view.version
+        complaint = None
+        if arguments.fleet_command in ("apply", "rollout"):  # else an old failure is no news
+            complaint = trouble(view, arguments.pool if "pool" in arguments else None)
+        if complaint is not None:
+            raise ClusterError(complaint)
+        if all(pool.is_settled for pool in view.pools) and not _orphans(view):
+            ready = ", ".join(f"{pool.name} {pool.num_ready}" for pool in view.pools)
+            say(f"ready: {ready}")
+            return 0
+
+
+def trouble(view: "FleetView", pool_name: str | None) -> str | None:
+    """Why waiting will not help, for one pool or for any: one sentence, or None."""
+    for pool in view.pools:
+        if pool_name not in (None, pool.name):
+            continue
+        if pool.failure is not None:
+            return f"the rollout of pool {pool.name} was given up, the old replicas serve on: {pool.failure}"
+        if pool.num_ready == 0:
+            for replica in view.replicas:
+                if replica.cause and replica.refused_to_start and pool_of_id(replica.replica_id) == pool.name:
+                    return f"pool {pool.name} does not start: {replica.replica_id}: {replica.cause}"
+    return None
+
+
+def _orphans(view: "FleetView") -> list[str]:
+    names = {pool.name for pool in view.pools}
+    return [replica.replica_id for replica in view.replicas if pool_of_id(replica.replica_id) not in names]
+
+
+def _stop(ray: Any, controller: Any, timeout: float, say: Say) -> int:
+    with contextlib.suppress(ray.exceptions.GetTimeoutError):
+        ray.get(controller.stop_fleet.remote(), timeout=timeout)
+    ray.kill(controller, no_restart=True)
+    say("The fleet is stopped.")
+    return 0
+
+
+def _status(ray: Any, controller: Any, *, as_json: bool, say: Say) -> int:
+    view: FleetView = ray.get(controller.view.remote())
+    registry = Registry({}) if view.redis_url is None else read_registry(view.redis_url)
+    say(json.dumps(as_plain(view, registry), indent=2) if as_json else render(view, registry))
+    return 0
+
+
+def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
+    """The fleet as JSON has it."""
+    return {
+        "redis_url": view.redis_url,
+        "redis_complaint": registry.complaint,
+        "controller_metrics": view.metrics_address,
+        "pools": [asdict(pool) for pool in view.pools],
+        "replicas": [
+            {
+                "replica_id": replica.replica_id,
+                "pool": pool_of_id(replica.replica_id),
+                "state": replica.state.value,
+                "revision": replica.revision,
+                "cause": replica.cause,
+                **(asdict(replica.report) if replica.report else {}),
+                "load": asdict(registry.records[replica.replica_id].load)
+                if replica.replica_id in registry.records
+                else None,
+            }
+            for replica in view.replicas
+        ],
+    }
+
+
+def render(view: "FleetView", registry: Registry) -> str:
+    pools = [("POOL", "MODEL", "READY", "WANTED", "REVISION", "")]
+    for pool in view.pools:
+        remark = "" if pool.is_settled else "on its way"
+        if pool.failure is not None:
+            remark = f"rollout given up: {pool.failure}"
+        pools.append(
+            (pool.name, pool.model, str(pool.num_ready), str(pool.num_replicas), pool.revision, remark)
+        )
+    replicas = [("REPLICA", "STATE", "REVISION", "ADDRESS", "REQUESTS", "PENDING TOKENS")]
+    for replica in view.replicas:
+        record = registry.records.get(replica.replica_id)
+        load = None if record is None else record.load
+        replicas.append(
+            (
+                replica.replica_id,
+                replica.state.value + (f" ({replica.cause})" if replica.cause else ""),
+                replica.revision or "-",
+                replica.report.address if replica.report else "-",
+                "-" if load is None else str(load.num_running + load.num_waiting),
+                "-" if load is None else str(load.num_pending_tokens),
+            )
+        )
+    redis_line = f"Redis  {view.redis_url or '-'}"
+    if registry.complaint is not None:
+        redis_line += f"  NOT REACHABLE: {registry.complaint}"
+    return "\n".join([*align(pools), "", *align(replicas), "", redis_line])

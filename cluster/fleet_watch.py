@@ -12,10 +12,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.actors import CONTROLLER_NAME, NAMESPACE
 from cluster.config import BackoffSpec, FleetSpec, pool_of_id
-from cluster.controller import FleetController, FleetView, ReplicaView
+from cluster.controller import find_or_create
 from cluster.errors import StartFailed
+from cluster.members import FleetView, ReplicaView
 from replicas.protocol.status import ReplicaState
 
 MOST_EARLY_DEATHS = 3
@@ -120,13 +120,4 @@ async def _call_ray(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _find_or_create(spec: FleetSpec) -> Any:
-    controller: Any = ray.remote(FleetController)
-    return controller.options(
-        name=CONTROLLER_NAME,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=0,
-        max_concurrency=1000,
-        num_cpus=0,
-    ).remote(spec)
+    return find_or_create(spec, runs_itself=False)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec
-from cluster.controller import FleetView
 from cluster.errors import StartFailed
 from cluster.fleet_watch import FleetWatch
+from cluster.members import FleetView
 from cluster.processes import Service, kill_marked
 from cluster.ray_head import RayHead, start_ray, stop_ray
 from cluster.redis_server import PrivateRedis

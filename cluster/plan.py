@@ -105,8 +105,10 @@ def plan(spec: FleetSpec, observed: tuple[ObservedReplica, ...], now: float) -> 
 
 
 def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica]) -> None:
-    fresh = [replica for replica in replicas if replica.revision in (None, pool.revision)]
-    stale = [replica for replica in replicas if replica not in fresh]
+    if any(replica.revision is None for replica in replicas):
+        return  # a controller that has just started has found it; it will say what it is, or end
+    fresh = [replica for replica in replicas if replica.revision == pool.revision]
+    stale = [replica for replica in replicas if replica.revision != pool.revision]
     failure = _failure(fresh, stale)
     if failure is not None:
         draft.failed.append((pool.name, failure))
