@@ -290,6 +290,23 @@ def test_a_pool_grows_and_shrinks_without_a_failed_request(fleet: Fleet) -> None
     assert after["alpha-0"]["epoch"] == before["alpha-0"]["epoch"], "those that stay do not notice"
 
 
+def test_a_pool_that_scales_itself_follows_its_load(fleet: Fleet, pools: list[dict[str, Any]]) -> None:
+    scaling = {"min": 1, "max": 2, "target_in_flight": 2, "up_seconds": 1, "down_seconds": 2}
+    alpha, beta = (json.loads(json.dumps(pool)) for pool in pools)
+    applied = fleet.apply(alpha | {"replicas": 1}, beta | {"autoscaling": scaling})
+    assert applied.returncode == 0, applied.stdout + applied.stderr
+    with fleet.clients("beta", count=8):
+        wait_until(lambda: "beta-1 is ready" in said(fleet), lambda: said(fleet), SECONDS)
+    wait_until(lambda: "beta-1 has ended" in said(fleet), lambda: said(fleet), SECONDS)
+    assert "tokens ask for 2 replicas" in said(fleet)
+    assert fleet.apply(alpha | {"replicas": 1}, beta).returncode == 0
+    assert sorted(fleet.ready()) == ["alpha-0", "beta-0"]
+
+
+def said(fleet: Fleet) -> str:
+    return "\n".join(fleet.controller_log())
+
+
 def test_a_rollout_under_load_replaces_every_replica_without_a_failed_request(fleet: Fleet) -> None:
     fleet.do("scale", "alpha", "2")
     before = fleet.ready()
