@@ -88,13 +88,11 @@ def _announcement(plan: LoadtestPlan) -> str:
 
 def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
     """What is finished, or was begun, is in `runs` whatever happens."""
-    notes: tuple[str, ...] = ()
-    busy = psutil.cpu_percent(1.0)
-    if busy > BUSY_PERCENT:
-        notes = (f"other programs used {busy:.0f} % of the machine before the load test",)
-        say(f"This machine is busy: {notes[0]}. Times will be longer, and differ from run to run.")
     for number, planned in enumerate(plan.runs, start=1):
         label = f"[{number}/{len(plan.runs)}] {planned.policy}"
+        notes = _busyness()
+        for note in notes:
+            say(f"{label}: {note}: times will be longer, and differ from run to run.")
         path = plan.output / f"{planned.name}.json.gz"
         try:
             words = [*plan.cluster_words, f"--policy={planned.policy}"]
@@ -104,6 +102,14 @@ def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
         finally:
             if path.is_file():
                 runs.append((planned.name, _described(path, notes)))
+
+
+def _busyness() -> tuple[str, ...]:
+    """What to note of a machine that has other work. Before each run: it comes and goes."""
+    busy = psutil.cpu_percent(1.0)
+    if busy <= BUSY_PERCENT:
+        return ()
+    return (f"other programs used {busy:.0f} % of the machine just before the run",)
 
 
 def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label: str) -> None:
