@@ -163,6 +163,7 @@ def test_an_answer_without_tokens_or_usage_still_has_a_line() -> None:
     )
 
 
+@pytest.mark.timeout(60)  # a busy machine takes its time to start a process
 def test_ctrl_c_stops_the_current_answer_only(router: Router) -> None:
     def endless(body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
         while body["messages"][-1]["content"] == "Endless":
@@ -185,5 +186,5 @@ def test_ctrl_c_stops_the_current_answer_only(router: Router) -> None:
     assert process.returncode == 0
     assert "[stopped]" in said
     assert "the end" in said
-    assert router.gone.wait(10), "the request was cancelled, not only hidden"
+    assert router.gone.wait(30), "the request was cancelled, not only hidden"
     assert [message["role"] for message in router.bodies[1]["messages"]] == ["user", "assistant", "user"]
