@@ -57,13 +57,15 @@ def run(arguments: argparse.Namespace, say: Say) -> int:
         _forget_output(plan)
         say("Interrupted before anything was measured; everything is stopped.")
         return INTERRUPTED
-    status = _conclude(plan, runs, say)
-    if was_interrupted:
+    problems = _conclude(plan, runs, say)
+    if was_interrupted:  # what was cut off explains every difference
         say("Interrupted: this is what was measured until then. Everything is stopped.")
         return INTERRUPTED
     if arguments.open:
         webbrowser.open((plan.output / HTML).as_uri())
-    return status
+    for problem in problems:
+        say(f"PROBLEM {problem}")
+    return 1 if problems else 0
 
 
 def _forget_output(plan: LoadtestPlan) -> None:
@@ -144,15 +146,15 @@ def _described(path: Path, notes: tuple[str, ...]) -> Run:
     return found
 
 
-def _conclude(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> int:
-    """Write the report and say what came of it. Returns the exit status."""
+def _conclude(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> list[str]:
+    """Write the report and say what came of it. Returns what must not be."""
     slo = Slo(plan.slo_ttft)
     write_pages(runs, slo, html=plan.output / HTML, markdown_file=plan.output / MARKDOWN)
     problems: list[str] = []
     for run_set in compare(runs, slo):
         problems += _say_set(plan, run_set, say)
     say(f"\nReport: {(plan.output / HTML).as_uri()}")
-    return 1 if problems else 0
+    return problems
 
 
 def _say_set(plan: LoadtestPlan, run_set: RunSet, say: Say) -> list[str]:
@@ -163,10 +165,9 @@ def _say_set(plan: LoadtestPlan, run_set: RunSet, say: Say) -> list[str]:
     for each in (each for variant in run_set.variants for each in variant.runs):
         for note in each.run.info.notes:
             say(f"{each.name}: {note}.")
-    problems = complaints(run_set, plan.test.expected_errors, is_killing=bool(plan.test.kill_at))
-    for line in (*doubts(run_set), *(f"PROBLEM {problem}" for problem in problems)):
+    for line in doubts(run_set):
         say(line)
-    return problems
+    return complaints(run_set, plan.test.expected_errors, is_killing=bool(plan.test.kill_at))
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a parameter of the workload, such as num_tenants; repeatable",
     )
     add("--slo-ttft", type=positive, default=0.5, metavar="S", help="limit of a good TTFT (default: 0.5)")
-    add("--quick", action="store_true", help="a small version that takes half a minute")
+    add("--quick", action="store_true", help="a small version that takes less than a minute")
     add("--output", type=Path, metavar="DIR", help="run files and report (default: loadtest-NAME-TIME)")
     add("--open", action="store_true", help="show the report in a browser")
 

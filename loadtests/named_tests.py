@@ -151,7 +151,7 @@ def size_of(test: NamedTest, engine: str, *, is_quick: bool) -> Size:
             qps=None if test.qps is None else test.qps * 0.75,
             parameters=_with_tenants(test.parameters, 4),
             cache_tokens=test.cache_tokens // 2,
-            duration_seconds=8.0,
+            duration_seconds=6.0,
             warmup_seconds=1.0,
         )
     if engine != SIMULATED:

@@ -142,6 +142,7 @@ def test_ctrl_c_in_the_middle_keeps_what_was_measured_and_leaves_nothing_running
         assert sum(each.error is None for each in records) > 10
         assert (command.output / "report.html").is_file()
         assert "Traceback" not in command.said()
+        assert "PROBLEM" not in command.said(), "what was cut off is no fault"
 
 
 def test_ctrl_c_while_the_cluster_comes_up_leaves_nothing_at_all(tmp_path: Path) -> None:
