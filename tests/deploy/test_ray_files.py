@@ -14,9 +14,9 @@ from cluster.fleet_file import parse_fleet
 from replicas.protocol.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from tests.deploy.dockerfile import ROOT, environment, last_stage, only
+from tests.kuberay import ray_cluster_schema
 
 MANIFEST = ROOT / "deploy/kuberay.yaml"
-CRD = ROOT.parent / "shared/kuberay-crds/ray.io_rayclusters.yaml"
 KUBERNETES = "1.31"
 
 Object = dict[str, Any]
@@ -51,29 +51,9 @@ def ray_pin() -> str:
     return str(version)
 
 
-def strict(schema: Any) -> Any:
-    """As the API server prunes: nothing but what is described, unless the schema says otherwise."""
-    if isinstance(schema, list):
-        return [strict(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: strict(value) for key, value in schema.items()}
-    if isinstance(closed.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        closed.setdefault("additionalProperties", False)
-    if schema.get("x-kubernetes-int-or-string"):
-        closed.pop("type", None)
-    return closed
-
-
 @pytest.fixture(scope="module")
-def ray_cluster_schema() -> Object:
-    if not CRD.exists():
-        pytest.skip("KubeRay's CRDs are not beside this checkout, in shared/kuberay-crds")
-    versions = yaml.safe_load(CRD.read_text(encoding="utf-8"))["spec"]["versions"]
-    (schema,) = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
-    closed: Object = strict(schema)
-    closed["properties"]["metadata"] = {"type": "object"}
-    return closed
+def schema() -> Object:
+    return ray_cluster_schema()
 
 
 def test_the_objects_of_kubernetes_own_kinds_are_valid() -> None:
@@ -82,15 +62,15 @@ def test_the_objects_of_kubernetes_own_kinds_are_valid() -> None:
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
 
 
-def test_the_ray_cluster_is_valid_for_kuberay(ray_cluster_schema: Object) -> None:
-    jsonschema.validate(ray_cluster(), ray_cluster_schema)
+def test_the_ray_cluster_is_valid_for_kuberay(schema: Object) -> None:
+    jsonschema.validate(ray_cluster(), schema)
 
 
-def test_that_check_finds_a_misspelt_field(ray_cluster_schema: Object) -> None:
+def test_that_check_finds_a_misspelt_field(schema: Object) -> None:
     wrong = ray_cluster()
     wrong["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["imagee"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="imagee"):
-        jsonschema.validate(wrong, ray_cluster_schema)
+        jsonschema.validate(wrong, schema)
 
 
 def test_ray_has_the_version_of_the_images_and_asks_for_a_token() -> None:

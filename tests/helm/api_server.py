@@ -7,12 +7,16 @@ than names, namespaces and that Secrets come in protobuf: `kubernetes_validate` 
 import base64
 import contextlib
 import json
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import helm_python
 import yaml
 
 Object = dict[str, Any]
@@ -28,6 +32,9 @@ KINDS: dict[str, dict[str, str]] = {
         "ServiceAccount": "serviceaccounts",
     },
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
+    "batch/v1": {"Job": "jobs"},
+    "ray.io/v1": {"RayCluster": "rayclusters"},
+    "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "networking.k8s.io/v1": {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
@@ -157,6 +164,33 @@ def api_server() -> Iterator[ApiServer]:
         finally:
             http.shutdown()
             thread.join()
+
+
+@contextlib.contextmanager
+def helm_at(server: ApiServer, namespace: str) -> Iterator[helm_python.Config]:
+    """Helm, which leaves nothing on the disk."""
+    kubeconfig = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "here", "cluster": {"server": server.url}}],
+        "users": [{"name": "me", "user": {"token": "mine"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": namespace}}],
+        "current-context": "here",
+    }
+    home = os.environ.get("HOME")
+    with tempfile.TemporaryDirectory(prefix="kvasir-helm-") as folder:
+        path = Path(folder) / "kubeconfig"
+        path.write_text(json.dumps(kubeconfig), encoding="utf-8")
+        os.environ["HOME"] = folder
+        try:
+            with helm_python.Config(
+                kubeconfig_path=path, namespace=namespace, qps=1000.0, burst_limit=1000
+            ) as helm:
+                yield helm
+        finally:
+            os.environ.pop("HOME")
+            if home is not None:
+                os.environ["HOME"] = home
 
 
 def _group_path(version: str) -> str:

@@ -2,15 +2,13 @@
 
 import base64
 import copy
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import helm_python
 import pytest
 
-from tests.helm.api_server import KINDS, ApiServer, Key, Object, api_server
+from tests.helm.api_server import KINDS, ApiServer, Key, Object, api_server, helm_at
 from tests.helm.chart import chart, objects_in, values_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,19 +29,8 @@ def server() -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def helm(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[helm_python.Config]:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "here", "cluster": {"server": server.url}}],
-        "users": [{"name": "me", "user": {"token": "mine"}}],
-        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "llm"}}],
-        "current-context": "here",
-    }
-    path = tmp_path / "kubeconfig"
-    path.write_text(json.dumps(config))
-    with helm_python.Config(kubeconfig_path=path, namespace="llm", qps=1000.0, burst_limit=1000) as helm:
+def helm(server: ApiServer) -> Iterator[helm_python.Config]:
+    with helm_at(server, "llm") as helm:
         yield helm
 
 

@@ -8,17 +8,19 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.helm.chart import CASES, EXAMPLES, FOLDER, chart, named, of_kind, render, rendered, values_of
-
-KUBERNETES = "1.37"
-DEFINED_BY_OTHERS = {
-    ("monitoring.coreos.com/v1", "ServiceMonitor"),
-    ("monitoring.coreos.com/v1", "PodMonitor"),
-    ("monitoring.coreos.com/v1", "PrometheusRule"),
-    ("gateway.networking.k8s.io/v1", "HTTPRoute"),
-    ("ray.io/v1", "RayCluster"),
-}
-"""Kinds whose schemas are not Kubernetes' own; other tests look at their fields."""
+from tests.helm.chart import (
+    CASES,
+    DEFINED_BY_OTHERS,
+    EXAMPLES,
+    FOLDER,
+    KUBERNETES,
+    chart,
+    named,
+    of_kind,
+    render,
+    rendered,
+    values_of,
+)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,19 +3,15 @@
 import argparse
 import copy
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from cluster.config import FleetSpec
 from cluster.fleet import add_arguments
 from cluster.fleet_file import parse_fleet
 from tests.helm.chart import (
-    FOLDER,
     Object,
     component_of,
     named,
@@ -26,6 +22,7 @@ from tests.helm.chart import (
     rendered,
 )
 from tests.helm.test_chart_wiring import reachable_from, router_config
+from tests.kuberay import ray_cluster_schema
 
 CASES = [
     "kuberay",
@@ -33,7 +30,6 @@ CASES = [
     "KubeRay, external Redis",
     "KubeRay without fault tolerance",
 ]
-CRDS = Path(os.environ.get("KUBERAY_CRDS") or FOLDER.parent.parent / "shared" / "kuberay-crds")
 
 
 def cluster_of(case: str) -> Object:
@@ -49,28 +45,7 @@ def fleet_of(case: str) -> FleetSpec:
 
 @pytest.fixture(scope="module")
 def schema() -> Object:
-    """KubeRay's own, made strict: it would otherwise take any field."""
-    path = CRDS / "ray.io_rayclusters.yaml"
-    if not path.exists():
-        assert "KUBERAY_CRDS" not in os.environ, f"there is no {path}"
-        pytest.skip("KubeRay's definitions are not here; KUBERAY_CRDS names a folder that has them")
-    versions = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["spec"]["versions"]
-    (found,) = [version for version in versions if version["name"] == "v1"]
-    return strict(found["schema"]["openAPIV3Schema"])
-
-
-def strict(schema: Any) -> Any:
-    """Unknown fields are errors; a quantity may be a number."""
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: strict(item) for name, item in schema.items()}
-    if found.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "number", "string"]}
-    if "properties" in found and isinstance(found.get("type"), str):
-        found.setdefault("additionalProperties", False)
-    return found
+    return ray_cluster_schema()
 
 
 def complaints(schema: Object, case: str, change: Any = None) -> list[str]:
@@ -78,7 +53,6 @@ def complaints(schema: Object, case: str, change: Any = None) -> list[str]:
     plain = {**copy.deepcopy(item), "metadata": {}}
     if change is not None:
         change(plain["spec"])
-    schema = {**schema, "properties": {**schema["properties"], "metadata": {}}}
     return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(plain)]
 
 

@@ -1,0 +1,53 @@
+"""What an installation would do, told without a cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helm import rehearsal
+from tests.helm.chart import EXAMPLES, FOLDER
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_installed_upgraded_and_gone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearsal.main([str(FOLDER / f"ci/{name}.yaml")]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "Deployment kvasir-router",
+        "nothing changed",
+        "left behind: nothing",
+        "helm --namespace llm test",
+    ):
+        assert line in said
+
+
+def test_later_values_win_key_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("pools: {one: {replicas: 2}, two: {}}\n")
+    second.write_text("pools: {one: {replicas: 3}}\n")
+    assert rehearsal.main([str(first), str(second)]) == 0
+    said = capsys.readouterr().out
+    assert "pool one: 3 ×" in said
+    assert "pool two:" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pols: {}", "pols"),
+        ("router: {extraEnv: [{nam: A}]}", "nam"),
+        ("[1]", "no mapping"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_installed(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "values.yaml"
+    path.write_text(text)
+    assert rehearsal.main([str(path)]) == 1
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "installed" not in said.out
