@@ -38,6 +38,16 @@ class ReplicaConfig:
     model_name: str | None = setting(None, help="name that clients ask for; none means the directory's name")
     host: str = setting("127.0.0.1", help="address to listen on for gRPC; routers must reach it")
     port: int = setting(0, help="gRPC port; 0 takes a free one")
+    tls_certificate: str | None = setting(
+        None, help="PEM file with the replica's certificate; with it routers are served over TLS"
+    )
+    tls_key: str | None = setting(None, help="PEM file with that certificate's key, without a password")
+    tls_client_ca: str | None = setting(
+        None, help="PEM file with a private CA: only routers with a certificate of it are served"
+    )
+    health_socket: str | None = setting(
+        None, help="Unix socket at which only the health service answers, without TLS; for probes beside it"
+    )
 
     device: str = setting("auto", help="cpu, cuda, cuda:N, or auto: CUDA where there is a GPU")
     dtype: str = setting(
@@ -111,6 +121,10 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} must be at least 1")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise SettingsError("settings tls_certificate and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise SettingsError("setting tls_client_ca needs tls_certificate and tls_key")
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 
+import grpc
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -34,6 +35,7 @@ from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.registration import Registration
+from replicas.protocol.tls import TlsFiles, server_credentials
 from replicas.server import Identity, ReplicaServer
 from replicas.trace_points import Tracing
 
@@ -67,6 +69,7 @@ class ReplicaHost:
         self._ended = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._parts: _Parts | None = None
+        self._credentials: grpc.ServerCredentials | None = None
         self.metrics_port: int | None = None
         """Of its Prometheus endpoint, if it has one."""
 
@@ -92,6 +95,7 @@ class ReplicaHost:
         """
         assert self._supervisor is None, "a replica starts once"
         engine, bundle = await asyncio.to_thread(self._build, self._config)
+        self._credentials = await asyncio.to_thread(_open_tls, self._config)
         try:
             await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
             tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
@@ -190,7 +194,9 @@ class ReplicaHost:
             if config.metrics_port is not None:
                 endpoint = metrics_endpoint(parts.metrics.registry, config.host, config.metrics_port)
                 self.metrics_port = await stack.enter_async_context(endpoint)
-            port = await parts.server.start(config.host, config.port)
+            port = await parts.server.start(
+                config.host, config.port, self._credentials, health_socket=config.health_socket
+            )
         except OSError as error:
             raise StartupError(f"cannot listen: {error}") from error
         self._address = _address(config.host, port)
@@ -319,6 +325,12 @@ class _Parts:
 
 
 def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
+def _open_tls(config: ReplicaConfig) -> grpc.ServerCredentials | None:
+    if config.tls_certificate is None:
+        return None
+    return server_credentials(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
+
+
     if config.otlp_endpoint is None:
         return Tracing()
     from replicas.tracing import SpanTracing  # here, since a replica without traces must not load the SDK

@@ -26,6 +26,7 @@ from replicas.engine import EngineRequest, expand
 from replicas.grpc_options import SERVER_OPTIONS
 from replicas.loop import ENGINE_FAILED
 from replicas.metrics import ReplicaMetrics
+from replicas.ports import bind, health_server
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol import replica_pb2_grpc, wire
 from replicas.protocol.blocks import BlockHash
@@ -127,7 +128,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
 
     @property
     def load(self) -> LoadSnapshot:
@@ -142,7 +143,14 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
     def num_streams(self) -> int:
         return len(self._streams)
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(
+        self,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        *,
+        health_socket: str | None = None,
+    ) -> int:
         """Listen, not yet healthy. Returns the port; raises OSError if it cannot be had."""
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, server)  # type: ignore[no-untyped-call]
@@ -151,14 +159,14 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         await self.set_serving(False)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            bound = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}") from error
-        await server.start()
-        self._server = server
-        return int(bound)
+        bound = bind(server, host, port, credentials)
+        servers = [server]
+        if health_socket is not None:
+            servers.append(health_server(self._health, health_socket))
+        for each in servers:
+            await each.start()
+        self._servers = servers
+        return bound
 
     async def set_serving(self, is_serving: bool) -> None:
         """What grpc.health answers, for the whole server and for the service."""
@@ -176,12 +184,10 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     async def stop(self, grace_seconds: float) -> None:
         """Send what is queued, end every stream, close. What still runs is aborted."""
-        if self._server is None:
-            return
         for stream in self._streams:
             stream.close()
-        await self._server.stop(grace_seconds)
-        self._server = None
+        servers, self._servers = self._servers, []
+        await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
 
     def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""

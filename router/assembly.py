@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.tls import RouterTls, TlsFiles
 from router.access_log import log_request
 from router.api.context import ApiContext
 from router.app import create_app
@@ -73,6 +74,7 @@ class Router:
             on_model=self._add_model,
             on_records=self._set_live,
             on_adapters=self._catalog.set_adapters,
+            tls=_open_tls(config),
         )
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
@@ -135,6 +137,13 @@ class Router:
         table.end_lingering()
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
         parts.read_lag(self._lag.seconds)
+
+
+def _open_tls(config: RouterConfig) -> RouterTls | None:
+    if config.replica_tls_ca is None:
+        return None
+    files = TlsFiles(config.replica_tls_certificate, config.replica_tls_key, config.replica_tls_ca)
+    return RouterTls(files, config.replica_tls_name)
 
 
 def _open_tracing(config: RouterConfig) -> Tracing:

@@ -51,6 +51,19 @@ class RouterConfig:
         128, help="the index keeps one block hash per this many tokens; as the replicas have it"
     )
     poll_seconds: float = setting(0.5, help="time between looks at the registry of replicas")
+    replica_tls_ca: str | None = setting(
+        None,
+        help="PEM file with the CA of the replicas' certificates; with it replicas are spoken to over TLS",
+    )
+    replica_tls_certificate: str | None = setting(
+        None, help="PEM file with this router's certificate, for replicas that demand one"
+    )
+    replica_tls_key: str | None = setting(
+        None, help="PEM file with that certificate's key, without a password"
+    )
+    replica_tls_name: str = setting(
+        "kvasir-replica", help="DNS name that the replicas' certificates are for, wherever replicas are"
+    )
 
     max_body_bytes: int = setting(8 * 2**20, help="longest request body; beyond, 413")
     upload_seconds: float = setting(60.0, help="longest time for a request to arrive; slower bodies get 408")
@@ -95,6 +108,12 @@ class RouterConfig:
         for name in ("poll_seconds", "upload_seconds"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"setting {name} must be positive")
+        if (self.replica_tls_certificate is None) != (self.replica_tls_key is None):
+            raise SettingsError("settings replica_tls_certificate and replica_tls_key go together")
+        if self.replica_tls_certificate is not None and self.replica_tls_ca is None:
+            raise SettingsError("setting replica_tls_certificate needs replica_tls_ca")
+        if not self.replica_tls_name:
+            raise SettingsError("setting replica_tls_name must not be empty")
         if self.admin_access not in ADMIN_ACCESS:
             raise SettingsError(f"setting admin_access must be one of {', '.join(ADMIN_ACCESS)}")
         if self.secret is not None and self.secret_file is not None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from replicas.protocol.tls import RouterTls
 from router.replica_client import ReplicaClient, ReplicaLost, Traffic
 from router.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
 from router.routing.table import RoutingTable
@@ -114,6 +115,7 @@ class Membership:
         on_model: OnModel,
         on_records: OnRecords | None = None,
         on_adapters: OnAdapters | None = None,
+        tls: RouterTls | None = None,
         stall_seconds: float = 10.0,
         proof_seconds: float = PROOF_SECONDS,
     ) -> None:
@@ -123,6 +125,7 @@ class Membership:
         self._on_model = on_model
         self._on_records = on_records
         self._on_adapters = on_adapters
+        self._tls = tls
         self._stall_seconds = stall_seconds
         self._proof_seconds = proof_seconds
         self._members: dict[ReplicaId, Member] = {}
@@ -227,6 +230,7 @@ class Membership:
                 on_lost=lambda lost, member=member: self._lose(member, lost),  # type: ignore[misc]
                 stall_seconds=self._stall_seconds,
                 traffic=self._traffic,
+                tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),
             )
             try:
                 await self._connect(member, client)

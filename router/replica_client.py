@@ -28,6 +28,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.keys import Announcement
 from replicas.protocol.replica_pb2_grpc import ReplicaStub
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.tls import ChannelTls, explained
 from replicas.protocol.wire import abort_to_wire, card_from_wire, server_frame_from_wire, submit_to_wire
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
@@ -155,6 +156,7 @@ class ReplicaClient:
         on_lost: Callable[["ReplicaClient"], None] | None = None,
         stall_seconds: float = 10.0,
         traffic: Traffic | None = None,
+        tls: ChannelTls | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.address = address
@@ -170,7 +172,8 @@ class ReplicaClient:
         self._submits: deque[pb.Submit] = deque()
         self._aborts: list[pb.Abort] = []
         self._outbox_filled = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._tls = tls
+        self._channel = _channel(address, tls)
         self._stub = ReplicaStub(self._channel)  # type: ignore[no-untyped-call]
 
     @property
@@ -253,7 +256,9 @@ class ReplicaClient:
                 timeout=timeout_seconds,
             )
         except grpc.RpcError as error:
-            raise ReplicaLost(f"replica {self.replica_id} at {self.address}: {_reason(error)}") from error
+            raise ReplicaLost(
+                f"replica {self.replica_id} at {self.address}: {self._reason(error)}"
+            ) from error
         bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
         return Description(
             card_from_wire(response.card), bundle, ReplicaId(response.replica_id), Epoch(response.epoch)
@@ -291,7 +296,7 @@ class ReplicaClient:
                 self._last_frame_time = time()
                 self._receive(message)
         except grpc.RpcError as error:
-            raise self._break(_reason(error)) from error
+            raise self._break(self._reason(error)) from error
         except ValueError as error:
             raise self._break(f"a frame breaks the contract: {error}") from error
         except asyncio.CancelledError:
@@ -352,6 +357,11 @@ class ReplicaClient:
             else:
                 raise self._break(f"nothing came for {self._stall_seconds:g} seconds")
 
+    def _reason(self, error: grpc.RpcError) -> str:
+        assert isinstance(error, grpc.aio.AioRpcError)
+        details = error.details() or ""
+        return explained(details, self._tls) or f"{error.code().name}: {details}"
+
     def _break(self, reason: str) -> ReplicaLost:
         """Tell everyone, once. Synchronous, so that no request is routed here in between."""
         if self.lost is None:
@@ -372,6 +382,7 @@ def _is_cancelled() -> bool:
     return task.cancelling() > 0
 
 
-def _reason(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.aio.AioRpcError)
-    return f"{error.code().name}: {error.details()}"
+def _channel(address: str, tls: ChannelTls | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.credentials, options=[*CHANNEL_OPTIONS, *tls.options])

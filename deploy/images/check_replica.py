@@ -1,7 +1,8 @@
 """Whether the replica of this container serves: exit status 0 if its gRPC health service says so.
 
-Owns the question that an image's HEALTHCHECK asks. It finds the replica by the two environment variables that
-the replica itself reads; a replica whose address comes from flags needs them too.
+Owns the question that an image's HEALTHCHECK and the chart's probes ask. It finds the replica by the
+environment variables that the replica itself reads; a replica whose address comes from flags needs them too.
+It has no certificate, so a replica with TLS is asked at its health socket.
 """
 
 import os
@@ -15,9 +16,11 @@ TIMEOUT_SECONDS = 4.0
 
 def main() -> int:
     """0: serving; 1: draining, starting, or not there."""
-    host = os.environ.get("KVASIR_REPLICA_HOST", "127.0.0.1")
-    port = os.environ["KVASIR_REPLICA_PORT"]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    socket = os.environ.get("KVASIR_REPLICA_HEALTH_SOCKET")
+    if not socket and os.environ.get("KVASIR_REPLICA_TLS_CERTIFICATE"):
+        sys.stderr.write("a replica with TLS tells its health at KVASIR_REPLICA_HEALTH_SOCKET only\n")
+        return 1
+    address = f"unix:{socket}" if socket else _port_address()
     with grpc.insecure_channel(address) as channel:
         ask = health_pb2_grpc.HealthStub(channel).Check
         try:
@@ -26,6 +29,12 @@ def main() -> int:
             sys.stderr.write(f"{address}: {error.code().name}\n")
             return 1
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def _port_address() -> str:
+    host = os.environ.get("KVASIR_REPLICA_HOST", "127.0.0.1")
+    port = os.environ["KVASIR_REPLICA_PORT"]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,187 @@
+"""TLS between routers and replicas: PEM files, read, checked, and followed when they are renewed.
+
+Owns what a set of files must be, which of them are in force, and what a failed handshake means in words.
+Knows no setting and no address. There are no roles: whoever has a certificate of the CA is trusted, as far
+as the usages in it say.
+"""
+
+import logging
+import ssl
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from replicas.protocol.settings import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """One's own certificate (the chain, leaf first) and its key, and the CA that the other side must come
+    from. Either part may be absent, but not the whole."""
+
+    certificate: str | None
+    key: str | None
+    ca: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """What is in the files."""
+
+    certificate: bytes | None
+    key: bytes | None = field(repr=False)
+    ca: bytes | None
+
+
+class FollowedFiles:
+    """The newest files that were whole. To be used from any thread; it reads, so not on an event loop."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises SettingsError."""
+        self.pems = read_pems(files)
+        self._files = files
+        self._complaint: str | None = None
+        self._lock = threading.Lock()
+
+    def renewed(self) -> Pems | None:
+        """The new content, once after each change. What is broken is logged, once, and changes nothing."""
+        with self._lock:
+            try:
+                pems = read_pems(self._files, known=self.pems)
+            except SettingsError as error:
+                if str(error) != self._complaint:
+                    self._complaint = str(error)
+                    logger.error("renewed TLS files are broken, those before stay in force: %s", error)
+                return None
+            self._complaint = None
+            if pems == self.pems:
+                return None
+            self.pems = pems
+            logger.info(
+                "TLS files were renewed certificate=%s ca=%s", self._files.certificate, self._files.ca
+            )
+            return pems
+
+
+def read_pems(files: TlsFiles, *, known: Pems | None = None) -> Pems:
+    """Read and check, unless it is what is `known`. Raises SettingsError with one sentence."""
+    assert (files.certificate is None) == (files.key is None), "a certificate has a key"
+    pems = _read_all(files)
+    if pems == known:
+        return pems
+    for path, content in ((files.certificate, pems.certificate), (files.ca, pems.ca)):
+        if path is not None and content is not None:
+            _check_certificates(path, content)
+    if files.certificate is not None and files.key is not None:
+        _check_pair(files.certificate, files.key)
+        if _read_all(files) != pems:
+            raise SettingsError(f"{files.certificate} and {files.key} changed while they were read")
+    return pems
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """What a server shows, and demands if `files` name a CA; each handshake is made with the files as they
+    are then. Raises SettingsError."""
+    followed = FollowedFiles(files)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        # In a thread of gRPC's, before every handshake. None: as before.
+        renewed = followed.renewed()
+        return None if renewed is None else _server_configuration(renewed)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _server_configuration(followed.pems),
+        fetch,  # type: ignore[arg-type] # the stubs do not know of None
+        require_client_authentication=files.ca is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelTls:
+    """What a new channel to a replica is made with. `name` is what the replica's certificate must be for,
+    wherever the replica is."""
+
+    credentials: grpc.ChannelCredentials
+    name: str
+
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        return [("grpc.ssl_target_name_override", self.name)]
+
+
+class RouterTls:
+    """The router's side: credentials for channels, made anew when the files are renewed."""
+
+    def __init__(self, files: TlsFiles, name: str) -> None:
+        """Raises SettingsError."""
+        self._followed = FollowedFiles(files)
+        self._name = name
+        self._current = self._make(self._followed.pems)
+
+    def current(self) -> ChannelTls:
+        """With the files as they are now. Reads them: not on an event loop."""
+        if (renewed := self._followed.renewed()) is not None:
+            self._current = self._make(renewed)
+        return self._current
+
+    def _make(self, pems: Pems) -> ChannelTls:
+        return ChannelTls(grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate), self._name)
+
+
+def explained(details: str, tls: ChannelTls | None) -> str | None:
+    """Why no connection came about, from what gRPC says of it; None if it is not known to be for TLS."""
+    if "failed to connect" not in details:
+        return None
+    if "Socket closed" in details or "Connection reset" in details:
+        if tls is None:
+            return "it hangs up at once: it may want TLS, and this router has no replica_tls_ca"
+        return "it hangs up at once: it may want another certificate of this router, or one at all"
+    if "WRONG_VERSION_NUMBER" in details:
+        return "it does not speak TLS, and this router wants it"
+    if "Hostname Verification" in details:
+        return f"its certificate is not for {'' if tls is None else tls.name}"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
+        return f"its certificate is not believed: {reason}"
+    return None
+
+
+def _server_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    assert pems.key is not None and pems.certificate is not None, "a server has a certificate"
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.ca)
+
+
+def _read_all(files: TlsFiles) -> Pems:
+    return Pems(*(None if path is None else _read(path) for path in (files.certificate, files.key, files.ca)))
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _check_certificates(path: str, content: bytes) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
+    except (ValueError, ssl.SSLError) as error:  # UnicodeDecodeError is a ValueError
+        raise SettingsError(f"{path} holds no certificate in PEM form") from error
+
+
+def _check_pair(certificate: str, key: str) -> None:
+    try:
+        # The password keeps OpenSSL from asking the terminal for one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=b"")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise SettingsError(
+                f"the key in {key} does not belong to the certificate in {certificate}"
+            ) from error
+        raise SettingsError(f"{key} holds no key in PEM form without a password") from error
+    except OSError as error:
+        raise SettingsError(f"cannot read {certificate} and {key}: {error.strerror}") from error
