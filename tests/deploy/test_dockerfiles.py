@@ -96,6 +96,24 @@ def test_vllm_has_one_version_on_cpus_and_gpus_and_leaves_the_lock_alone() -> No
     assert set(cuda) & set(pins("lock.txt")) == set()
 
 
+def test_the_images_of_replicas_on_cpus_and_gpus_are_alike_but_for_the_engine() -> None:
+    """So that whatever runs one runs the other."""
+    cpu, cuda = (ROOT / f"deploy/images/replica-{kind}.Dockerfile" for kind in ("cpu", "cuda"))
+    for name in ("ENTRYPOINT", "USER", "WORKDIR", "EXPOSE"):
+        assert only(last_stage(cuda), name) == only(last_stage(cpu), name), name
+    assert command(last_stage(cuda), "HEALTHCHECK") == command(last_stage(cpu), "HEALTHCHECK")
+    assert copied_code(cuda) == copied_code(cpu)
+    more = {name for name, value in environment(cuda).items() if environment(cpu).get(name) != value}
+    assert more == {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "KVASIR_REPLICA_ENGINE"}
+    assert environment(cpu).keys() < environment(cuda).keys()
+
+
+def copied_code(path: Path) -> list[str]:
+    return [
+        each.rest for each in instructions(path) if each.name == "COPY" and "requirements" not in each.rest
+    ]
+
+
 def test_the_router_image_has_the_routers_code_and_packages_only() -> None:
     copied = [
         each.rest for each in instructions(ROOT / "deploy/images/router.Dockerfile") if each.name == "COPY"
