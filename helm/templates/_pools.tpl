@@ -116,6 +116,7 @@ dict "root" $ "pool" $pool. */}}
   mountPath: /dev/shm
 {{- end }}
 {{- include "kvasir.redisMounts" .root }}
+{{- include "kvasir.mtlsMounts" .root }}
 {{- end -}}
 
 {{- define "kvasir.poolVolumes" -}}
@@ -134,4 +135,5 @@ dict "root" $ "pool" $pool. */}}
     sizeLimit: {{ . }}
 {{- end }}
 {{- include "kvasir.redisVolumes" .root }}
+{{- include "kvasir.mtlsVolumes" (dict "root" .root "side" "replica") }}
 {{- end -}}

@@ -20,7 +20,7 @@ of them can have the same ports. */}}
 {{- $pools = append $pools (dict
     "name" $name
     "replicas" $pool.replicas
-    "settings" (merge $settings $pool.settings)
+    "settings" (merge $settings (include "kvasir.mtlsReplicaSettings" $ | fromYaml) $pool.settings)
     "resources" $resources
     "threads" (max 1 (int (default 1 $pool.settings.num_threads)))
     "drain_seconds" $pool.drainSeconds

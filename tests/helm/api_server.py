@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, str]] = {
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
     "batch/v1": {"Job": "jobs"},
     "ray.io/v1": {"RayCluster": "rayclusters"},
+    "cert-manager.io/v1": {"Issuer": "issuers", "Certificate": "certificates"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "networking.k8s.io/v1": {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"},

@@ -21,6 +21,8 @@ DEFINED_BY_OTHERS = {
     ("monitoring.coreos.com/v1", "PrometheusRule"),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),
     ("ray.io/v1", "RayCluster"),
+    ("cert-manager.io/v1", "Issuer"),
+    ("cert-manager.io/v1", "Certificate"),
 }
 """Kinds whose schemas are not Kubernetes' own; other tests look at their fields."""
 
@@ -102,6 +104,26 @@ TOGGLES: dict[str, Values] = {
         "networkPolicy": {"enabled": False},
         "pools": {"a": {"replicas": 1, "surge": 1}, "b": {"settings": {"num_threads": 4}}},
     },
+    "mTLS": {"mtls": {"enabled": True}},
+    "mTLS, given issuer": {
+        "mtls": {
+            "enabled": True,
+            "replicaName": "replica.example",
+            "certManager": {
+                "issuerRef": {"name": "private", "kind": "ClusterIssuer"},
+                "duration": "48h",
+                "renewBefore": "16h",
+            },
+        }
+    },
+    "mTLS, given secrets": {
+        "mtls": {"enabled": True, "existingSecrets": {"router": "for-routers", "replica": "for-replicas"}},
+        "redis": {
+            "mode": "external",
+            "external": {**EXTERNAL, "tls": {"enabled": True, "caSecret": "ca"}},
+        },
+    },
+    "mTLS, KubeRay": {"mtls": {"enabled": True}, "fleet": {"mode": "kuberay"}},
     "placed": {
         "router": {
             "nodeSelector": {"a": "b"},

@@ -29,6 +29,7 @@ CASES = [
     "KubeRay",
     "KubeRay, external Redis",
     "KubeRay without fault tolerance",
+    "mTLS, KubeRay",
 ]
 
 

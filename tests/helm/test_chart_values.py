@@ -21,6 +21,10 @@ CHART_SETS = {"redis_url", "host", "port", "index_stride", "drain_seconds"}
 CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 """Settings with values of their own in the chart, for routers and replicas."""
 
+REPLICA_TLS = {"tls_certificate", "tls_key", "tls_client_ca", "health_socket"}
+ROUTER_TLS = {"replica_tls_ca", "replica_tls_certificate", "replica_tls_key", "replica_tls_name"}
+"""What `mtls` sets."""
+
 
 def test_the_readme_has_the_table_that_the_comments_make() -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
@@ -62,8 +66,12 @@ def test_the_schema_has_just_the_values_that_are_documented() -> None:
 @pytest.mark.parametrize(
     ("definition", "kind", "chart_sets"),
     [
-        ("router", RouterConfig, CHART_SETS | {"secret", "secret_file"}),
-        ("pool", ReplicaConfig, CHART_SETS | {"replica_id", "engine", "model", "model_name", "metrics_port"}),
+        ("router", RouterConfig, CHART_SETS | ROUTER_TLS | {"secret", "secret_file"}),
+        (
+            "pool",
+            ReplicaConfig,
+            CHART_SETS | REPLICA_TLS | {"replica_id", "engine", "model", "model_name", "metrics_port"},
+        ),
     ],
 )
 def test_every_setting_of_the_programs_can_be_set_once(
@@ -98,6 +106,10 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"ingress": {"enabled": True}}, "/ingress/hosts"),
         ({"gateway": {"enabled": True}}, "/gateway/parentRefs"),
         ({"networkPolicy": {"enabeld": False}}, "enabeld"),
+        ({"mtls": {"existingSecret": {}}}, "existingSecret"),
+        ({"mtls": {"certManager": {"issuer": {}}}}, "issuer"),
+        ({"mtls": {"certManager": {"duration": "90d"}}}, "/mtls/certManager/duration"),
+        ({"mtls": {"replicaName": ""}}, "/mtls/replicaName"),
         ({"monitoring": {"rule": {}}}, "rule"),
         ({"monitoring": {"monitors": {"labels": {"a": 1}}}}, "/monitoring/monitors/labels/a"),
         ({"traces": {"endpoint": "collector:4318"}}, "/traces/endpoint"),
@@ -141,6 +153,20 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         (
             {"router": {"autoscaling": {"enabled": True, "minReplicas": 20}}},
             "router.autoscaling.minReplicas is 20, more than maxReplicas, 10",
+        ),
+        (
+            {"mtls": {"enabled": True, "existingSecrets": {"router": "mine"}}},
+            "mtls.existingSecrets needs both, router and replica",
+        ),
+        (
+            {
+                "mtls": {
+                    "enabled": True,
+                    "existingSecrets": {"router": "a", "replica": "b"},
+                    "certManager": {"issuerRef": {"name": "mine"}},
+                }
+            },
+            "mtls.existingSecrets and mtls.certManager.issuerRef exclude each other",
         ),
     ],
 )

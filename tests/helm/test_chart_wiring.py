@@ -175,6 +175,8 @@ def test_probes_ask_for_routes_that_exist_and_ports_that_are_open(case: str) -> 
                     assert probe["httpGet"]["port"] in ports(pod)
                 elif "grpc" in probe:
                     assert probe["grpc"]["port"] == ports(pod)["grpc"]
+                elif "exec" in probe:
+                    assert probe["exec"]["command"] == ["python", "/app/deploy/check_replica.py"]
                 else:
                     assert probe["tcpSocket"]["port"] in ports(pod)
 
@@ -189,6 +191,7 @@ def test_every_mount_has_its_volume_and_every_secret_and_account_exists_or_was_n
 ) -> None:
     objects = rendered(case)
     made = {item["metadata"]["name"] for item in of_kind("Secret", objects)}
+    made |= {item["spec"]["secretName"] for item in of_kind("Certificate", objects)}
     accounts = {item["metadata"]["name"] for item in of_kind("ServiceAccount", objects)}
     claims = {
         item["metadata"]["name"]: [
