@@ -13,6 +13,7 @@ DEBIAN_PACKAGES = {
     "buildah": "buildah",
     "mmdebstrap": "mmdebstrap",
     "ip": "iproute2",
+    "openssl": "openssl",
 }
 
 

@@ -88,7 +88,13 @@ class _Stream:
 
 
 class ScriptedReplica(ReplicaServicer):
-    def __init__(self, replica_id: str = "r0", epoch: str = "e0", card: ModelCard = CARD) -> None:
+    def __init__(
+        self,
+        replica_id: str = "r0",
+        epoch: str = "e0",
+        card: ModelCard = CARD,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self.replica_id = ReplicaId(replica_id)
         self.epoch = Epoch(epoch)
         self.card = card
@@ -101,6 +107,7 @@ class ScriptedReplica(ReplicaServicer):
         self.num_describes = 0
         self._streams: list[_Stream] = []
         self._server: grpc.aio.Server | None = None
+        self._credentials = credentials
         self.port = 0
 
     @property
@@ -119,7 +126,10 @@ class ScriptedReplica(ReplicaServicer):
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_ReplicaServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        if self._credentials is None:
+            self.port = self._server.add_insecure_port(self.address)
+        else:
+            self.port = self._server.add_secure_port(self.address, self._credentials)
         await self._server.start()
 
     async def kill(self) -> None:

@@ -19,6 +19,7 @@ from replicas.protocol.status import (
     ReplicaState,
     TokenizerBundle,
 )
+from replicas.protocol.tls import RouterTls
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.membership import Membership, RegistrySource, ReplicaSource, StaticSource
 from router.replica_sources import FORGET_SCRIPT
@@ -91,6 +92,7 @@ async def watching(
     on_model: Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None] | None = None,
     proof_seconds: float = 1.0,
     stall_seconds: float = 0.4,
+    tls: RouterTls | None = None,
 ) -> AsyncIterator[World]:
     table = RoutingTable("kvasir", CostParameters(), random.Random(0))
     models: list[tuple[ModelCard, TokenizerBundle]] = []
@@ -105,6 +107,7 @@ async def watching(
         on_adapters=adapters.__setitem__,
         stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
+        tls=tls,
     )
     task = asyncio.create_task(membership.run())
     try:

@@ -1,0 +1,72 @@
+"""Real certificates, made with the openssl command, for the tests of TLS."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicas.protocol.tls import TlsFiles
+from tests.tools import needed_tool
+
+REPLICA_NAME = "kvasir-replica"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its key, as paths."""
+
+    certificate: str
+    key: str
+
+    def trusting(self, ca: "Authority") -> TlsFiles:
+        return TlsFiles(self.certificate, self.key, ca.certificate)
+
+
+class Authority:
+    """A CA with files of its own in `folder`."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._num_issued = 0
+        self.certificate = str(folder / f"{name}.crt")
+        self._key = str(folder / f"{name}.key")
+        _openssl(
+            *("req", "-x509", *_NEW_KEY, "-keyout", self._key, "-out", self.certificate),
+            *("-days", "2", "-subj", f"/CN={name}"),
+        )
+
+    def replica(self, name: str = REPLICA_NAME) -> Pair:
+        return self._issue("serverAuth", name)
+
+    def router(self) -> Pair:
+        return self._issue("clientAuth", "kvasir-router")
+
+    def _issue(self, usage: str, dns_name: str) -> Pair:
+        self._num_issued += 1
+        stem = str(self._folder / f"{dns_name}-{self._num_issued}")
+        extensions = Path(f"{stem}.ext")
+        extensions.write_text(f"extendedKeyUsage={usage}\nsubjectAltName=DNS:{dns_name}\n")
+        _openssl("req", "-new", *_NEW_KEY, "-keyout", f"{stem}.key", "-out", f"{stem}.csr", "-subj", "/CN=x")
+        _openssl(
+            *("x509", "-req", "-in", f"{stem}.csr", "-out", f"{stem}.crt", "-days", "2"),
+            *("-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial", "-extfile", str(extensions)),
+        )
+        return Pair(f"{stem}.crt", f"{stem}.key")
+
+
+def copied(files: TlsFiles, folder: Path) -> TlsFiles:
+    """The same content under names that stay, as in a mounted Secret; again into it is a renewal."""
+    folder.mkdir(exist_ok=True)
+    paths: list[str | None] = []
+    for name, source in (("tls.crt", files.certificate), ("tls.key", files.key), ("ca.crt", files.ca)):
+        paths.append(None if source is None else str(folder / name))
+        if source is not None:
+            (folder / name).write_bytes(Path(source).read_bytes())
+    return TlsFiles(*paths)
+
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def _openssl(*arguments: str) -> None:
+    subprocess.run([needed_tool("openssl"), *arguments], check=True, capture_output=True)
