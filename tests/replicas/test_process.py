@@ -111,6 +111,17 @@ async def test_a_second_signal_stops_at_once(redis_url: str) -> None:
         (["--engine", "simulated", "--model", "/nowhere"], {}, "no checkpoint directory /nowhere"),
         (["--engine", "simulated", "--redis-url", "nonsense"], {}, "setting redis_url is no Redis address"),
         (["--engine", "simulated", "--host", "203.0.113.1"], {}, "cannot listen"),
+        (["--tls-certificate", "x"], {}, "settings tls_certificate and tls_key go together"),
+        (
+            ["--tls-certificate", "/nowhere", "--tls-key", "/nowhere"],
+            {},
+            "cannot read /nowhere: No such file",
+        ),
+        (
+            ["--engine", "simulated", "--health-socket", "/nowhere/health.sock"],
+            {},
+            "cannot listen on the Unix socket /nowhere/health.sock",
+        ),
     ],
 )
 async def test_what_keeps_it_from_starting_is_one_sentence_and_exit_code_2(

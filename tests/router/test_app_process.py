@@ -29,7 +29,16 @@ def test_a_taken_port_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     "flags",
-    [["--port=70000"], ["--policy=best", "--port=0"], ["--secret=xyz", "--port=0"], ["--max-in-flight=0"]],
+    [
+        ["--port=70000"],
+        ["--policy=best", "--port=0"],
+        ["--secret=xyz", "--port=0"],
+        ["--max-in-flight=0"],
+        ["--replica-tls-certificate=x", "--replica-tls-ca=x"],
+        ["--replica-tls-certificate=x", "--replica-tls-key=x"],
+        ["--replica-tls-ca=x", "--replica-tls-name="],
+        ["--replica-tls-ca=/nowhere", "--port=0"],
+    ],
 )
 def test_a_wrong_setting_is_one_sentence_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], flags: list[str]

@@ -179,7 +179,7 @@ async def test_who_does_not_fit_is_never_used_the_log_says_why_once_and_the_othe
         assert len(await tokens(client_of(world, kept), 200)) == 200
         await asyncio.sleep(0.3)
         assert world.routed() == {"good"}
-    (complaint,) = complaints()
+        (complaint,) = complaints()
     assert complaint.startswith("replica bad: ")
     assert reason in complaint
     assert refused.num_describes == 0
@@ -199,7 +199,7 @@ async def test_a_renewal_of_everything_is_followed_and_cuts_no_stream(
         inflight = old.submit([1, 2, 3], SamplingParams(max_tokens=5, seed=9), ROOT)
         await eventually(lambda: len(replica.submits) == 1)
 
-        stale = (await asyncio.to_thread(RouterTls, router_files, REPLICA_NAME)).current()
+        stale = await asyncio.to_thread(lambda: RouterTls(router_files, REPLICA_NAME).current())
         copied(other_ca.replica().trusting(other_ca), tmp_path / "replica")
         copied(other_ca.router().trusting(other_ca), tmp_path / "router")
 

@@ -1,0 +1,108 @@
+"""A router and replicas as processes that speak mutual TLS, from HTTP to the engine and over a renewal."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from loadtests.local_stack import LocalStack, local_stack, python_command
+from replicas.protocol.tls import TlsFiles
+from tests.certificates import Authority, copied
+from tests.integration.observe import records, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+ENGINE = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096}
+
+
+def replica_settings(files: TlsFiles) -> dict[str, object]:
+    return {"tls_certificate": files.certificate, "tls_key": files.key, "tls_client_ca": files.ca}
+
+
+def renew(folder: Path, ca: Authority) -> tuple[TlsFiles, TlsFiles]:
+    """Certificates of the replicas and of the router, at paths that stay."""
+    replica = copied(ca.replica().trusting(ca), folder / "replica")
+    return replica, copied(ca.router().trusting(ca), folder / "router")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[LocalStack]:
+    replica, router = renew(folder, Authority(folder / "ca"))
+    router_settings = {
+        "replica_tls_ca": router.ca,
+        "replica_tls_certificate": router.certificate,
+        "replica_tls_key": router.key,
+    }
+    with local_stack(
+        num_replicas=2,
+        replica_settings={**ENGINE, **replica_settings(replica)},
+        router_settings=router_settings,
+    ) as running:
+        yield running
+
+
+def log_of(stack: LocalStack, name: str) -> str:
+    return (stack.run_directory / f"{name}.log").read_text()
+
+
+def answer(client: openai.OpenAI, max_tokens: int = 8) -> Iterator[str]:
+    """The pieces of a streamed answer; always the same."""
+    chunks = client.chat.completions.create(
+        model="toy",
+        messages=[{"role": "user", "content": "What is a replica?"}],
+        max_tokens=max_tokens,
+        seed=7,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in chunks:
+        if chunk.choices:
+            yield chunk.choices[0].delta.content or ""
+
+
+@pytest.fixture
+def client(stack: LocalStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=stack.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_request_is_answered_over_mutual_tls(client: openai.OpenAI) -> None:
+    assert "".join(answer(client))
+
+
+def test_a_replica_without_tls_gets_no_requests_and_the_routers_log_says_why(
+    stack: LocalStack, client: openai.OpenAI
+) -> None:
+    plain = {"replica_id": "plain", "redis_url": stack.redis_url, **ENGINE}
+    stack.start("plain", python_command("replicas", plain))
+    wait_until(lambda: "plain" in records(stack), "the lease of the replica without TLS")
+    wait_until(lambda: "replica plain: " in log_of(stack, "router"), "the router's complaint")
+    assert "it does not speak TLS, and this router wants it" in log_of(stack, "router")
+    assert "".join(answer(client))
+    stack.wait_ready(2)
+    assert stack.terminate("plain") == 0
+
+
+def test_a_renewal_of_everything_cuts_no_stream_and_who_comes_later_uses_it(
+    stack: LocalStack, client: openai.OpenAI, folder: Path
+) -> None:
+    whole = "".join(answer(client, max_tokens=300))
+    pieces = []
+    for number, piece in enumerate(answer(client, max_tokens=300)):
+        if number == 10:
+            renew(folder, Authority(folder / "another ca"))
+        pieces.append(piece)
+    assert "".join(pieces) == whole
+    assert "is lost" not in log_of(stack, "router")
+    stack.kill("replica-0")
+    stack.wait_ready(1)
+    stack.start("replica-0")  # has never seen the files of old
+    stack.wait_ready(2)
+    assert "TLS files were renewed" in log_of(stack, "router")
+    assert "".join(answer(client, max_tokens=300)) == whole
