@@ -36,7 +36,7 @@ from loadtests.chat_bodies import ChatBodies
 from loadtests.cluster_samples import parse_metrics
 from loadtests.figures import milliseconds, print_header
 from loadtests.local_stack import LocalStack, free_port, local_stack, python_command
-from loadtests.locust_run import run_headless
+from loadtests.locust_run import HeadlessRun, run_headless
 from loadtests.named_tests import NAMED_TESTS, SIMULATED_SETTINGS
 from loadtests.report import RequestRecord
 from loadtests.run_file import Run
@@ -146,14 +146,16 @@ def send(
     cluster: Cluster, folder: Path, seed: int, seconds: float, qps: float, options: Mapping[str, str]
 ) -> Run:
     return run_headless(
-        base_url=cluster.stack.url,
-        model=MODEL,
-        workload=WORKLOAD,
-        options={"qps": f"{qps:g}", "test-name": "soak", **options},
-        seed=seed,
-        duration_seconds=seconds,
-        replica_metrics=cluster.replica_metrics,
-        output=folder / f"run-{seed}.json",
+        HeadlessRun(
+            base_url=cluster.stack.url,
+            model=MODEL,
+            workload=WORKLOAD,
+            options={"qps": f"{qps:g}", "test-name": "soak", **options},
+            seed=seed,
+            duration_seconds=seconds,
+            replica_metrics=cluster.replica_metrics,
+            output=folder / f"run-{seed}.json",
+        )
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loadtests.delay_server import MODEL, DelayServer, running
 from loadtests.figures import print_header
-from loadtests.locust_run import run_headless
+from loadtests.locust_run import HeadlessRun, run_headless
 
 
 def main() -> None:
@@ -38,15 +38,16 @@ def _row(options: argparse.Namespace, processes: int, qps: float) -> str:
     server = DelayServer(first_seconds=options.first, gap_seconds=options.gap)
     with running(server), tempfile.TemporaryDirectory() as folder:
         run = run_headless(
-            base_url=server.url,
-            model=MODEL,
-            workload="no-reuse",
-            options={"qps": str(qps), "output_tokens": str(options.tokens), "prompt_tokens": "200"},
-            seed=1,
-            duration_seconds=options.seconds,
-            replica_metrics=[],
-            output=Path(folder) / "run.json",
-            processes=processes,
+            HeadlessRun(
+                base_url=server.url,
+                model=MODEL,
+                workload="no-reuse",
+                options={"qps": str(qps), "output_tokens": str(options.tokens), "prompt_tokens": "200"},
+                seed=1,
+                duration_seconds=options.seconds,
+                output=Path(folder) / "run.json",
+                processes=processes,
+            )
         )
     failed = [record for record in run.records if record.error is not None]
     ttft = [record.ttft_seconds for record in run.records if record.ttft_seconds is not None]

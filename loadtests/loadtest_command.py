@@ -21,7 +21,7 @@ from loadtests.comparison import RunSet, compare
 from loadtests.fresh_cluster import FreshCluster, fresh_cluster
 from loadtests.loadtest_plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan
 from loadtests.loadtest_summary import complaints, doubts, sentence, table
-from loadtests.locust_run import LoadTestFailed, run_headless
+from loadtests.locust_run import HeadlessRun, LoadTestFailed, run_headless
 from loadtests.report import Slo
 from loadtests.report_page import write_pages
 from loadtests.run_file import Run, RunFileError, read_run, write_run
@@ -124,14 +124,16 @@ def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label:
         )
     with RunProgress(label, cluster.state.router_url) as progress:
         run_headless(
-            base_url=cluster.state.router_url,
-            model="",  # the only one
-            workload=plan.test.workload,
-            options=options,
-            seed=planned.seed,
-            duration_seconds=plan.size.duration_seconds,
-            replica_metrics=[str(cluster.directory.targets_file)],
-            output=plan.output / f"{planned.name}.json.gz",
+            HeadlessRun(
+                base_url=cluster.state.router_url,
+                model="",  # the only one
+                workload=plan.test.workload,
+                options=options,
+                seed=planned.seed,
+                duration_seconds=plan.size.duration_seconds,
+                replica_metrics=[str(cluster.directory.targets_file)],
+                output=plan.output / f"{planned.name}.json.gz",
+            ),
             on_line=progress.hear,
         )
 

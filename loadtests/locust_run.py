@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadtests.run_file import Run, read_run
@@ -22,43 +23,53 @@ class LoadTestFailed(Exception):
     """No run file was written; the message says why, as far as Locust did."""
 
 
-def run_headless(
-    *,
-    base_url: str,
-    model: str,
-    workload: str,
-    options: Mapping[str, str],
-    seed: int,
-    duration_seconds: float | None,
-    replica_metrics: Sequence[str],
-    output: Path,
-    processes: int = 1,
-    on_line: Callable[[str], None] | None = None,
-) -> Run:
-    """Send a workload to a cluster and read what was written to `output`.
-
-    Raises LoadTestFailed or RunFileError. Failed requests are no exception: they are in the records.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadlessRun:
+    """One run of the locustfile.
 
     `options` are the locustfile's own, by name without dashes ("qps"), or parameters of the workload
-    ("num_tenants"). A `duration_seconds` of None takes the locustfile's. `replica_metrics` are the replicas'
-    /metrics as NAME=URL or URL, or a file of targets for Prometheus (.json). With several processes, one
-    leads and the others send. `on_line` gets each line that Locust prints.
+    ("num_tenants"). An empty `model` is the only one served. A `duration_seconds` of None takes the
+    locustfile's. `replica_metrics` are the replicas' /metrics as NAME=URL or URL, or a file of targets for
+    Prometheus (.json). The run is written to `output`. With several processes, one leads and the others send.
     """
-    command = headless_command(
-        base_url=base_url,
-        model=model,
-        workload=workload,
-        options=options,
-        seed=seed,
-        duration_seconds=duration_seconds,
-        replica_metrics=replica_metrics,
-        output=output,
-        processes=processes,
-    )
-    output.unlink(missing_ok=True)
+
+    base_url: str
+    model: str
+    workload: str
+    seed: int
+    output: Path
+    options: Mapping[str, str] = field(default_factory=dict)
+    duration_seconds: float | None = None
+    replica_metrics: Sequence[str] = ()
+    processes: int = 1
+
+    def command(self) -> list[str]:
+        words = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
+        words += [f"--host={self.base_url}", f"--model={self.model}", f"--workload={self.workload}"]
+        words += [f"--seed={self.seed}", f"--run-file={self.output}"]
+        if self.duration_seconds is not None:
+            words.append(f"--duration={self.duration_seconds:g}")
+        if self.processes > 1:
+            words.append(f"--processes={self.processes}")
+        words += [f"--replica-metrics={each}" for each in self.replica_metrics]
+        generator = GENERATORS.get(self.workload)
+        parameters = set(inspect.signature(generator).parameters) if generator is not None else set()
+        for name, value in self.options.items():
+            is_parameter = name in parameters and name != "qps"
+            words.append(f"--set={name}={value}" if is_parameter else f"--{name}={value}")
+        return words
+
+
+def run_headless(run: HeadlessRun, on_line: Callable[[str], None] | None = None) -> Run:
+    """Send a workload to a cluster and read what was written of it.
+
+    Raises LoadTestFailed or RunFileError. Failed requests are no exception: they are in the records.
+    `on_line` gets each line that Locust prints.
+    """
+    run.output.unlink(missing_ok=True)
     lines: list[str] = []
     with subprocess.Popen(
-        command,
+        run.command(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -74,9 +85,9 @@ def run_headless(
         except BaseException:
             _end(child)
             raise
-    if not output.is_file():
+    if not run.output.is_file():
         raise LoadTestFailed(_reason(lines))
-    return read_run(output)
+    return read_run(run.output)
 
 
 def _end(child: "subprocess.Popen[str]") -> None:
@@ -86,34 +97,6 @@ def _end(child: "subprocess.Popen[str]") -> None:
         child.communicate(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
-
-
-def headless_command(
-    *,
-    base_url: str,
-    model: str,
-    workload: str,
-    options: Mapping[str, str],
-    seed: int,
-    duration_seconds: float | None,
-    replica_metrics: Sequence[str],
-    output: Path,
-    processes: int = 1,
-) -> list[str]:
-    """What `run_headless` starts."""
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
-    command += [f"--host={base_url}", f"--model={model}", f"--workload={workload}", f"--seed={seed}"]
-    command += [f"--run-file={output}"]
-    if duration_seconds is not None:
-        command.append(f"--duration={duration_seconds:g}")
-    if processes > 1:
-        command.append(f"--processes={processes}")
-    command += [f"--replica-metrics={each}" for each in replica_metrics]
-    parameters = set(inspect.signature(GENERATORS[workload]).parameters) if workload in GENERATORS else set()
-    for name, value in options.items():
-        is_parameter = name in parameters and name != "qps"
-        command.append(f"--set={name}={value}" if is_parameter else f"--{name}={value}")
-    return command
 
 
 def _reason(lines: Sequence[str]) -> str:

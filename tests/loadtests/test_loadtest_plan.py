@@ -6,7 +6,7 @@ import pytest
 from loadtests.load_options import add_arguments as add_locust_options
 from loadtests.load_options import load_options
 from loadtests.loadtest_plan import LoadtestError, LoadtestPlan, add_arguments, make_plan
-from loadtests.locust_run import headless_command
+from loadtests.locust_run import HeadlessRun
 from loadtests.locust_stream import REFUSALS
 from loadtests.named_tests import NAMED_TESTS, OVERLOAD
 from loadtests.workloads import GENERATORS, Workload
@@ -33,16 +33,15 @@ def words_of(name: str, trace: str) -> list[str]:
 def sent(made: LoadtestPlan) -> tuple[Workload, list[str]]:
     """What Locust would send in the first run, and the words that it is started with."""
     run = made.runs[0]
-    command = headless_command(
+    command = HeadlessRun(
         base_url="http://127.0.0.1:1",
         model="",
         workload=made.test.workload,
         options=made.locust_options(run),
         seed=run.seed,
         duration_seconds=made.size.duration_seconds,
-        replica_metrics=(),
         output=Path("run.json"),
-    )
+    ).command()
     parser = _LocustParser()
     add_locust_options(parser)
     parsed, _ = parser.parse_known_args(command)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.local_stack import LocalStack, free_port, local_stack
-from loadtests.locust_run import run_headless
+from loadtests.locust_run import HeadlessRun, run_headless
 from loadtests.run_file import Run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -31,15 +31,16 @@ def load(
 ) -> Run:
     stack, replica_metrics = cluster
     return run_headless(
-        base_url=stack.url,
-        model="toy",
-        workload=workload,
-        options={},
-        seed=seed,
-        duration_seconds=6.0,
-        replica_metrics=replica_metrics,
-        output=output,
-        processes=processes,
+        HeadlessRun(
+            base_url=stack.url,
+            model="toy",
+            workload=workload,
+            seed=seed,
+            duration_seconds=6.0,
+            replica_metrics=replica_metrics,
+            output=output,
+            processes=processes,
+        )
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from loadtests.delay_server import MODEL, DelayServer, num_words, running
-from loadtests.locust_run import LoadTestFailed, headless_command, run_headless
+from loadtests.locust_run import HeadlessRun, LoadTestFailed, run_headless
 from loadtests.report import make_report
 from loadtests.run_file import Run, read_run
 
@@ -39,15 +39,16 @@ def load(
     known = {name if name in SMALL else name.replace("_", "-"): value for name, value in options.items()}
     defaults = SMALL if workload == "cross-user" else {}
     return run_headless(
-        base_url=server.url,
-        model=MODEL,
-        workload=workload,
-        options={**defaults, **known},
-        seed=5,
-        duration_seconds=seconds,
-        replica_metrics=[],
-        output=folder / "run.json.gz",
-        processes=processes,
+        HeadlessRun(
+            base_url=server.url,
+            model=MODEL,
+            workload=workload,
+            options={**defaults, **known},
+            seed=5,
+            duration_seconds=seconds,
+            output=folder / "run.json.gz",
+            processes=processes,
+        ),
         on_line=None if lines is None else lines.append,
     )
 
@@ -172,18 +173,17 @@ def test_replicas_that_are_slow_to_tell_their_metrics_do_not_begin_a_closed_loop
 def test_a_run_that_is_stopped_by_hand_keeps_what_it_has(tmp_path: Path) -> None:
     output = tmp_path / "run.json"
     with running(DelayServer(first_seconds=30.0)) as server:
-        command = headless_command(
+        run = HeadlessRun(
             base_url=server.url,
             model=MODEL,
             workload="cross-user",
             options={"qps": "5"},
             seed=1,
             duration_seconds=60.0,
-            replica_metrics=[],
             output=output,
             processes=2,
         )
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        with subprocess.Popen(run.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
             deadline = time.monotonic() + 60
             while len(server.bodies) < 6 and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -211,12 +211,12 @@ def test_a_kill_command_runs_at_its_time(tmp_path: Path) -> None:
 def test_a_model_that_is_not_served_is_named(tmp_path: Path) -> None:
     with running(DelayServer()) as server, pytest.raises(LoadTestFailed, match="serves no model gpt"):
         run_headless(
-            base_url=server.url,
-            model="gpt",
-            workload="chat",
-            options={},
-            seed=1,
-            duration_seconds=2.0,
-            replica_metrics=[],
-            output=tmp_path / "run.json",
+            HeadlessRun(
+                base_url=server.url,
+                model="gpt",
+                workload="chat",
+                seed=1,
+                duration_seconds=2.0,
+                output=tmp_path / "run.json",
+            )
         )
