@@ -1,10 +1,11 @@
 """A whole replica with TLS: whom it serves, how its health is asked, and what it does not start with."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -46,6 +47,15 @@ def channel_to(host: ReplicaHost, ca: Authority, pair: Pair | None) -> grpc.aio.
     return grpc.aio.secure_channel(host.address, credentials, options=options)
 
 
+@contextlib.asynccontextmanager
+async def running(host: ReplicaHost) -> AsyncIterator[None]:
+    await host.start()
+    try:
+        yield
+    finally:
+        await host.stop()
+
+
 async def is_served(channel: grpc.aio.Channel) -> bool:
     async with channel:
         client = RouterClient(channel)
@@ -60,25 +70,23 @@ async def test_only_who_shows_a_certificate_of_the_ca_is_served(
     ca: Authority, redis_url: str, tmp_path: Path
 ) -> None:
     host = ReplicaHost(with_tls(redis_url, ca), build=scripted(ScriptedEngine()))
-    await host.start()
-    foreign = Authority(tmp_path, "foreign")
-    assert await is_served(channel_to(host, ca, ca.router()))
-    assert not await is_served(channel_to(host, ca, None))
-    assert not await is_served(channel_to(host, ca, foreign.router()))
-    assert not await is_served(channel_to(host, ca, ca.replica())), "a replica is no router"
-    assert not await is_served(grpc.aio.insecure_channel(host.address))
-    assert await is_served(channel_to(host, ca, ca.router()))
-    await host.stop()
+    async with running(host):
+        foreign = Authority(tmp_path, "foreign")
+        assert await is_served(channel_to(host, ca, ca.router()))
+        assert not await is_served(channel_to(host, ca, None))
+        assert not await is_served(channel_to(host, ca, foreign.router()))
+        assert not await is_served(channel_to(host, ca, ca.replica())), "a replica is no router"
+        assert not await is_served(grpc.aio.insecure_channel(host.address))
+        assert await is_served(channel_to(host, ca, ca.router()))
 
 
 async def test_without_a_client_ca_whoever_believes_the_replica_is_served(
     ca: Authority, redis_url: str
 ) -> None:
     host = ReplicaHost(with_tls(redis_url, ca, tls_client_ca=None), build=scripted(ScriptedEngine()))
-    await host.start()
-    assert await is_served(channel_to(host, ca, None))
-    assert not await is_served(grpc.aio.insecure_channel(host.address))
-    await host.stop()
+    async with running(host):
+        assert await is_served(channel_to(host, ca, None))
+        assert not await is_served(grpc.aio.insecure_channel(host.address))
 
 
 async def check(environment: Mapping[str, str]) -> tuple[int | None, str]:
@@ -105,25 +113,25 @@ async def test_the_health_check_needs_no_certificate_and_knows_ready_from_draini
     }
     assert (await check(environment))[0] == 1
     host = ReplicaHost(replica_config, build=scripted(engine))
-    await host.start()
-    assert await check(environment) == (0, "")
-    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await RouterClient(channel).stub.Describe(pb.DescribeRequest())
-    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    async with channel_to(host, ca, ca.router()) as channel:
-        client = RouterClient(channel)
-        engine.gate.clear()
-        await client.send(submit(1))
-        while len(engine.added) < 2:  # noqa: ASYNC110 - the first was the probe
-            await asyncio.sleep(0.005)
-        draining = asyncio.create_task(host.drain())
-        while host.state is not ReplicaState.DRAINING:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        assert (await check(environment))[0] == 1
-        engine.gate.set()
-        assert RequestKey(1, 0) in await client.finish((1, 0))
-    await draining
+    async with running(host):
+        assert await check(environment) == (0, "")
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await RouterClient(channel).stub.Describe(pb.DescribeRequest())
+        assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with channel_to(host, ca, ca.router()) as channel:
+            client = RouterClient(channel)
+            engine.gate.clear()
+            await client.send(submit(1))
+            while len(engine.added) < 2:  # noqa: ASYNC110 - the first was the probe
+                await asyncio.sleep(0.005)
+            draining = asyncio.create_task(host.drain())
+            while host.state is not ReplicaState.DRAINING:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            assert (await check(environment))[0] == 1
+            engine.gate.set()
+            assert RequestKey(1, 0) in await client.finish((1, 0))
+        await draining
 
 
 async def test_a_socket_that_a_killed_replica_left_behind_is_replaced(
@@ -134,9 +142,8 @@ async def test_a_socket_that_a_killed_replica_left_behind_is_replaced(
         left.bind(str(path))
     assert path.is_socket()
     host = ReplicaHost(with_tls(redis_url, ca, health_socket=str(path)), build=scripted(ScriptedEngine()))
-    await host.start()
-    assert await check({"KVASIR_REPLICA_HEALTH_SOCKET": str(path)}) == (0, "")
-    await host.stop()
+    async with running(host):
+        assert await check({"KVASIR_REPLICA_HEALTH_SOCKET": str(path)}) == (0, "")
 
 
 async def test_the_health_check_of_a_replica_with_tls_says_which_setting_it_needs(ca: Authority) -> None:
@@ -147,10 +154,9 @@ async def test_the_health_check_of_a_replica_with_tls_says_which_setting_it_need
 
 async def test_a_health_check_without_tls_asks_the_port(redis_url: str) -> None:
     host = ReplicaHost(config(redis_url), build=scripted(ScriptedEngine()))
-    await host.start()
-    port = host.address.rpartition(":")[2]
-    assert await check({"KVASIR_REPLICA_PORT": port}) == (0, "")
-    await host.stop()
+    async with running(host):
+        port = host.address.rpartition(":")[2]
+        assert await check({"KVASIR_REPLICA_PORT": port}) == (0, "")
 
 
 @pytest.mark.parametrize(
