@@ -34,8 +34,8 @@ from replicas.proof import prove_hashes
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle, advance
-from replicas.registration import Registration
 from replicas.protocol.tls import TlsFiles, server_credentials
+from replicas.registration import Registration
 from replicas.server import Identity, ReplicaServer
 from replicas.trace_points import Tracing
 
@@ -68,8 +68,8 @@ class ReplicaHost:
         self._end = asyncio.Event()
         self._ended = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
-        self._parts: _Parts | None = None
         self._credentials: grpc.ServerCredentials | None = None
+        self._parts: _Parts | None = None
         self.metrics_port: int | None = None
         """Of its Prometheus endpoint, if it has one."""
 
@@ -94,8 +94,8 @@ class ReplicaHost:
         Redis may be away: the replica serves all the same, and registers when it is back.
         """
         assert self._supervisor is None, "a replica starts once"
-        engine, bundle = await asyncio.to_thread(self._build, self._config)
         self._credentials = await asyncio.to_thread(_open_tls, self._config)
+        engine, bundle = await asyncio.to_thread(self._build, self._config)
         try:
             await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
             tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
@@ -324,13 +324,13 @@ class _Parts:
         host.fail(lost)
 
 
-def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
 def _open_tls(config: ReplicaConfig) -> grpc.ServerCredentials | None:
     if config.tls_certificate is None:
         return None
     return server_credentials(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
 
 
+def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
     if config.otlp_endpoint is None:
         return Tracing()
     from replicas.tracing import SpanTracing  # here, since a replica without traces must not load the SDK
