@@ -18,7 +18,7 @@ from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import PoolSpec
+from cluster.config import FleetSpec, PoolSpec
 from replicas.config import ReplicaConfig
 from replicas.protocol.logs import set_up_logs
 from replicas.protocol.status import Epoch, ReplicaId
@@ -28,6 +28,8 @@ NAMESPACE = "kvasir"
 CONTROLLER_NAME = "fleet-controller"
 _REPLICA_PREFIX = "replica:"
 _STATE_KEY = b"fleet-state"
+_HEAD_RESOURCE = "node:__internal_head__"
+"""What only Ray's head has: a controller there ends with no other machine."""
 
 ReplicaHandle: TypeAlias = Any
 """Ray's handle to a ReplicaActor. Its methods exist at run time only, so there is no type to check."""
@@ -44,6 +46,8 @@ class ReplicaReport:
     epoch: Epoch
     metrics_address: str | None
     revision: str
+    machine: str
+    """Ray's id of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,10 @@ class ReplicaActor:
             logger.exception("the replica did not start")
             return StartFailure(str(error) or repr(error))
         host = self._host
-        return ReplicaReport(os.getpid(), host.address, host.epoch, host.metrics_address, self._revision)
+        return ReplicaReport(
+            *(os.getpid(), host.address, host.epoch, host.metrics_address, self._revision),
+            machine=ray.get_runtime_context().get_node_id(),
+        )
 
     async def run_until_dead(self) -> str:
         """Pending while the replica lives: the controller's sentinel. Ends with what killed the engine."""
@@ -159,10 +166,41 @@ def kill(actor: ReplicaHandle) -> None:
     ray.kill(actor, no_restart=True)
 
 
+def waiting_for_room() -> frozenset[ReplicaId]:
+    """Replicas for which Ray has not found a place, or not found another one since theirs was lost."""
+    return frozenset(
+        ReplicaId(entry["name"].removeprefix(_REPLICA_PREFIX))
+        for entry in placement_group_table().values()
+        if entry["name"].startswith(_REPLICA_PREFIX) and entry["state"] in ("PENDING", "RESCHEDULING")
+    )
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The machines that live, as Ray describes them."""
+    described: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in described if node["Alive"]]
+
+
 def machines() -> list[dict[str, float]]:
     """What each machine that lives has in all."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [dict(node["Resources"]) for node in nodes if node["Alive"]]
+    return [dict(node["Resources"]) for node in nodes()]
+
+
+def find_or_create_controller(controller_class: type, spec: FleetSpec, *, runs_itself: bool) -> Any:
+    """The handle to the one controller of this Ray cluster; `spec` is for a new one."""
+    controller: Any = ray.remote(controller_class)
+    own_life = (
+        {"max_restarts": -1, "resources": {_HEAD_RESOURCE: 0.001}} if runs_itself else {"max_restarts": 0}
+    )
+    return controller.options(
+        name=CONTROLLER_NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_concurrency=1000,
+        num_cpus=0,
+        **own_life,
+    ).remote(spec, runs_itself=runs_itself)
 
 
 def remember(state: bytes) -> None:

@@ -69,7 +69,7 @@ def _place(pool: PoolSpec, room: list[dict[str, float]]) -> bool:
     """Take a replica's bundles out of `room`: all of them, or none."""
     taken: list[tuple[dict[str, float], dict[str, float]]] = []
     for bundle in pool.bundles():
-        machine = next((machine for machine in room if _fits(bundle, machine)), None)
+        machine = next((machine for machine in room if fits(bundle, machine)), None)
         if machine is None:
             for other, earlier in taken:
                 for name, amount in earlier.items():
@@ -81,7 +81,8 @@ def _place(pool: PoolSpec, room: list[dict[str, float]]) -> bool:
     return True
 
 
-def _fits(bundle: Mapping[str, float], machine: Mapping[str, float]) -> bool:
+def fits(bundle: Mapping[str, float], machine: Machine) -> bool:
+    """Whether the machine has so much, whoever else may be using it."""
     return all(machine.get(name, 0.0) + ROUNDING >= amount for name, amount in bundle.items())
 
 

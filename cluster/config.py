@@ -203,6 +203,16 @@ class FleetSpec:
     def pool(self, name: str) -> PoolSpec | None:
         return next((pool for pool in self.pools if pool.name == name), None)
 
+    def has_revision(self, pool: PoolSpec) -> bool:
+        """Whether the pool of that name makes replicas of that kind already."""
+        old = self.pool(pool.name)
+        return old is not None and old.revision == pool.revision
+
+    @property
+    def redis_url(self) -> str | None:
+        """All pools share one; None if there is no pool."""
+        return next((pool.replica.redis_url for pool in self.pools), None)
+
     def pool_of(self, replica_id: ReplicaId) -> PoolSpec | None:
         return self.pool(pool_of_id(replica_id))
 

@@ -11,39 +11,39 @@ import logging
 import os
 import pickle
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import ray
 from prometheus_client import CollectorRegistry
 from ray.exceptions import RayError
 
 from cluster import actors
 from cluster.actors import ReplicaHandle, StartFailure
-from cluster.autoscale import LoadSample, decide, kept
+from cluster.bulletin import Bulletin
 from cluster.capacity import Machine
 from cluster.changes import FleetState, applied, given_up, rolled, scaled, settled
 from cluster.config import FleetSpec, PoolSpec, pool_of_id
-from cluster.leases import LeaseBook, load_of
-from cluster.members import FleetView, Member, pool_views
+from cluster.endpoint import MetricsEndpoint
+from cluster.leases import LeaseBook, LoadBook
+from cluster.looks import repeat
+from cluster.members import FleetView, Member, first_end, mark_waiting, pool_views
 from cluster.metrics import FleetMetrics
+from cluster.model_check import check_models
 from cluster.plan import Action, ActionKind, count_early_deaths, plan
 from cluster.status import read_registry
-from replicas.metrics import metrics_endpoint
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.logs import set_up_logs
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ReplicaId, ReplicaState
 
-NUM_NOTES_KEPT = 200
 NODES_SECONDS = 15.0
 """Time between looks at the machines that Ray has."""
 LEASE_SECONDS = 0.5
 """Time between looks at the leases of replicas."""
-HEAD_RESOURCE = "node:__internal_head__"
-"""What only Ray's head has: a controller there ends with no other machine."""
+ROOM_SECONDS = 2.0
+"""Time between looks at the replicas that start: whether they wait for room."""
+ENDPOINT_SECONDS = 15.0
+"""Time until a port that was taken is tried again."""
 STOP_SECONDS = 3.0
 """How long a replica may take to say goodbye before it is killed."""
 
@@ -58,23 +58,20 @@ class FleetController:
     """
 
     def __init__(self, spec: FleetSpec, *, runs_itself: bool = False) -> None:
-        file = None if spec.log_directory is None else Path(spec.log_directory) / "controller.log"
-        set_up_logs(spec.log_format, file=file, fields={"service": "controller"})
         kept_state = actors.recall() if runs_itself else None
         self._state: FleetState = FleetState(spec) if kept_state is None else pickle.loads(kept_state)
+        _set_up_logs(self._spec)
         self._runs_itself = runs_itself
         self._members: dict[ReplicaId, Member] = {}
         self._tasks = asyncio.TaskGroup()
         self._stopping = False
         self._wake = asyncio.Event()
-        self._notes: deque[tuple[int, str]] = deque(maxlen=NUM_NOTES_KEPT)
-        self._version = 0
-        self._changed = asyncio.Condition()
+        self._bulletin = Bulletin()
         self._changing = asyncio.Lock()
         self._leases = LeaseBook()
-        self._samples: dict[str, list[LoadSample]] = {}
+        self._loads = LoadBook()
         self._metrics = FleetMetrics(CollectorRegistry())
-        self._metrics_address: str | None = None
+        self._endpoint = MetricsEndpoint(self._metrics.registry)
         if runs_itself:
             self._life = asyncio.get_running_loop().create_task(self._run_or_die())
 
@@ -90,44 +87,63 @@ class FleetController:
             os._exit(1)
 
     async def run(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            await self._serve_metrics(stack)
-            await self._run()
-
-    async def _serve_metrics(self, stack: contextlib.AsyncExitStack) -> None:
         self._metrics.see(self._spec, ())
-        host, port = self._spec.metrics_host, self._spec.metrics_port
-        if port is not None:
-            bound = await stack.enter_async_context(metrics_endpoint(self._metrics.registry, host, port))
-            self._metrics_address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-        watching = [asyncio.create_task(self._count_nodes())]
-        if self._runs_itself:
-            watching.append(asyncio.create_task(self._watch_leases()))
-        for task in watching:
-            stack.callback(task.cancel)
+        await self._complain("metrics", await self._serve_metrics())
+        try:
+            async with self._tasks, self._looking():
+                await self._run()
+        finally:
+            await self._endpoint.close()
 
-    async def _count_nodes(self) -> None:
-        while True:
-            try:
-                nodes = await asyncio.to_thread(ray.nodes)
-            except RayError:
-                logger.warning("Ray does not say which machines it has", exc_info=True)
-            else:
-                self._metrics.ray_nodes.set(sum(bool(node["Alive"]) for node in nodes))
-            await asyncio.sleep(NODES_SECONDS)
+    @contextlib.asynccontextmanager
+    async def _looking(self) -> AsyncIterator[None]:
+        looks = [
+            repeat("metrics", self._serve_metrics, ENDPOINT_SECONDS, self._complain),
+            repeat("machines", self._count_nodes, NODES_SECONDS, self._complain),
+            repeat("room", self._look_for_room, ROOM_SECONDS, self._complain),
+        ]
+        if self._runs_itself:
+            looks.append(repeat("leases", self._look_at_leases, LEASE_SECONDS, self._complain))
+        # Tasks of the group: should one end in spite of all, so does the controller, and Ray starts it again.
+        tasks = [self._tasks.create_task(look) for look in looks]
+        yield
+        for task in tasks:
+            task.cancel()
+
+    async def _serve_metrics(self) -> str | None:
+        await self._endpoint.serve(self._spec.metrics_host, self._spec.metrics_port)
+        return self._endpoint.complaint
+
+    async def _count_nodes(self) -> str | None:
+        nodes = await asyncio.to_thread(actors.machines)
+        self._metrics.ray_nodes.set(len(nodes))
+        return None
+
+    async def _look_for_room(self) -> str | None:
+        """Replicas may wait for a machine for as long as it takes: that is told, and never an error."""
+        is_starting = any(member.state is ReplicaState.STARTING for member in self._members.values())
+        pending = await asyncio.to_thread(actors.waiting_for_room) if is_starting else frozenset()
+        for member in mark_waiting(self._members.values(), pending, ROOM_SECONDS):
+            await self._note(f"{member.replica_id} waits for room: no machine has enough to spare")
+        return None
+
+    async def _complain(self, what: str, complaint: str | None) -> None:
+        """What is wrong with the controller itself, shown until it is right again."""
+        news = self._bulletin.news(what, complaint)
+        if news is not None:
+            await self._note(news)
 
     async def _run(self) -> None:
-        async with self._tasks:
-            for replica_id, actor in (await asyncio.to_thread(actors.find)).items():
-                await self._note(f"found {replica_id}, which runs already")
-                self._adopt(Member(replica_id, actor=actor), None)
-            while not self._stopping:
-                self._wake.clear()
-                with self._metrics.reconcile_seconds.time():
-                    wake_in_seconds = await self._reconcile()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wake_in_seconds):
-                        await self._wake.wait()
+        for replica_id, actor in (await asyncio.to_thread(actors.find)).items():
+            await self._note(f"found {replica_id}, which runs already")
+            self._adopt(Member(replica_id, actor=actor), None)
+        while not self._stopping:
+            self._wake.clear()
+            with self._metrics.reconcile_seconds.time():
+                wake_in_seconds = await self._reconcile()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wake_in_seconds):
+                    await self._wake.wait()
 
     async def _reconcile(self) -> float | None:
         observed = tuple(member.observed() for member in self._members.values())
@@ -147,9 +163,10 @@ class FleetController:
     async def spec(self) -> FleetSpec:
         return self._spec
 
-    async def apply(self, spec: FleetSpec) -> str | None:
-        """From now on, keep the fleet as `spec` says; or say in one sentence why not."""
-        return await self._change(lambda machines: applied(self._state, spec, machines))
+    async def apply(self, spec: FleetSpec, *, is_checked: bool = False) -> str | None:
+        """From now on, keep the fleet as `spec` says; or say in one sentence why not. With `is_checked`
+        somebody has looked already whether its models load."""
+        return await self._change(lambda machines: applied(self._state, spec, machines), is_checked)
 
     async def scale(self, pool_name: str, num_replicas: int) -> str | None:
         """As `apply`, for one pool's size."""
@@ -169,38 +186,52 @@ class FleetController:
         await self._execute(Action(ActionKind.DRAIN, replica_id, f"{replica_id} was asked to"))
         return None
 
-    async def _change(self, change: Callable[[Sequence[Machine]], FleetState]) -> str | None:
-        async with self._changing:
-            machines = await asyncio.to_thread(actors.machines)
-            try:
-                state = change(machines)
-            except SettingsError as error:
-                return str(error)
-            await self._keep(state)
+    async def _change(
+        self, change: Callable[[Sequence[Machine]], FleetState], is_checked: bool = False
+    ) -> str | None:
+        try:
+            if not is_checked:  # which takes seconds that others need not wait for
+                refusal = await self._check_models(change(await asyncio.to_thread(actors.machines)))
+                if refusal is not None:
+                    return refusal
+            async with self._changing:
+                await self._keep(change(await asyncio.to_thread(actors.machines)))
+        except SettingsError as error:
+            return str(error)
         self._see()
+        await self._complain("metrics", await self._serve_metrics())
         return None
+
+    async def _check_models(self, wanted: FleetState) -> str | None:
+        """Whether what is new of `wanted` can be loaded, asked of the machines: a sentence if not."""
+        pools = [pool for pool in wanted.spec.pools if not self._spec.has_revision(pool)]
+        found = await asyncio.to_thread(check_models, pools)
+        for note in found.notes:
+            await self._note(note)
+        return found.refusal
 
     async def _keep(self, state: FleetState) -> None:
         """Before anything is done about it: a controller that starts again must not go back."""
         for pool in state.spec.pools:
             old = self._spec.pool(pool.name)
             if old is None or old.num_replicas != pool.num_replicas:
-                self._samples.pop(pool.name, None)
+                self._loads.forget(pool.name)
         if self._runs_itself:
             await asyncio.to_thread(actors.remember, pickle.dumps(state))
+        if state.spec.log_format != self._spec.log_format:
+            _set_up_logs(state.spec)
         self._state = state
         self._wake.set()
 
     async def view(self, seen_version: int | None = None) -> FleetView:
         """The fleet, as soon as it is newer than `seen_version`; None takes it as it is."""
-        seen = -1 if seen_version is None else seen_version
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._version > seen)
-            notes = tuple(note for version, note in self._notes if version > seen)
-            replicas = tuple(self._members[name].view() for name in sorted(self._members))
-            pools = pool_views(self._state, self._members.values())
-            redis_url = next((pool.replica.redis_url for pool in self._spec.pools), None)
-            return FleetView(self._version, replicas, notes, self._metrics_address, pools, redis_url)
+        notes = await self._bulletin.newer_than(-1 if seen_version is None else seen_version)
+        replicas = tuple(self._members[name].view() for name in sorted(self._members))
+        pools = pool_views(self._state, self._members.values())
+        return FleetView(
+            *(self._bulletin.version, replicas, notes, self._endpoint.address, pools, self._spec.redis_url),
+            complaints=tuple(self._bulletin.complaints.values()),
+        )
 
     async def stop_fleet(self) -> None:
         """End every replica, politely but soon, and start none again. `run` ends with the last."""
@@ -212,8 +243,7 @@ class FleetController:
             for member in self._members.values():
                 if member.state is not ReplicaState.STOPPED:
                     tasks.create_task(self._end(member))
-        async with self._changed:
-            await self._changed.wait_for(self._has_ended)
+        await self._bulletin.until(self._has_ended)
 
     def _has_ended(self) -> bool:
         return all(member.state is ReplicaState.STOPPED for member in self._members.values())
@@ -266,7 +296,7 @@ class FleetController:
                 member.move(ReplicaState.READY)
                 self._wake.set()
                 await self._note(f"{member.replica_id} is ready at {outcome.address}, epoch {outcome.epoch}")
-                cause = await _first(actor.run_until_dead.remote(), member.lost)
+                cause = await first_end(actor.run_until_dead.remote(), member.lost)
         except (RayError, ValueError) as error:  # ValueError: its name in Ray is still taken
             logger.info("%s: %s", member.replica_id, error, extra={"replica": member.replica_id})
             cause = "its process ended" if isinstance(error, RayError) else str(error)
@@ -309,46 +339,37 @@ class FleetController:
         # Its place in Ray is given back in _bury: after that it may be its successor's.
         await asyncio.to_thread(actors.kill, member.actor)
 
-    async def _watch_leases(self) -> None:
+    async def _look_at_leases(self) -> str | None:
         """Follow the registry: a machine that is cut off falls silent there long before Ray gives it up."""
-        while True:
-            await asyncio.sleep(LEASE_SECONDS)
-            redis_url = next((pool.replica.redis_url for pool in self._spec.pools), None)
-            if redis_url is None:
-                continue
-            registry = await asyncio.to_thread(read_registry, redis_url)
-            if registry.complaint is not None:
-                self._samples.clear()
-                continue
-            now = time.monotonic()
-            ready = {
-                member.replica_id: member.report.epoch
-                for member in self._members.values()
-                if member.state is ReplicaState.READY and member.report is not None
-            }
-            for replica_id in self._leases.look(registry.records, ready, now):
-                if not self._members[replica_id].lost.done():
-                    self._members[replica_id].lost.set_result("its lease ran out")
-            for pool in self._spec.pools:
-                if pool.autoscaling is not None:
-                    await self._follow_load(pool, registry.records, now)
+        redis_url = self._spec.redis_url
+        if redis_url is None:
+            return None
+        registry = await asyncio.to_thread(read_registry, redis_url)
+        if registry.complaint is not None:
+            self._loads.forget_all()
+            return f"Redis does not answer: {registry.complaint}"
+        now = time.monotonic()
+        ready = {
+            member.replica_id: member.report.epoch
+            for member in self._members.values()
+            if member.state is ReplicaState.READY and member.report is not None
+        }
+        for replica_id in self._leases.look(registry.records, ready, now):
+            if not self._members[replica_id].lost.done():
+                self._members[replica_id].lost.set_result("its lease ran out")
+        for pool in self._spec.pools:
+            if pool.autoscaling is not None:
+                await self._follow_load(pool, registry.records, now)
+        return None
 
     async def _follow_load(
         self, pool: PoolSpec, records: Mapping[ReplicaId, ReplicaRecord], now: float
     ) -> None:
-        assert pool.autoscaling is not None
-        samples = self._samples.setdefault(pool.name, [])
-        samples.append(load_of(pool.name, records.values(), now))
-        samples[:] = kept(pool.autoscaling, samples, now)
-        wanted = decide(pool.autoscaling, pool.num_replicas, samples, now)
+        wanted, why = self._loads.look(pool, records.values(), now)
         if wanted != pool.num_replicas:
             refusal = await self.scale(pool.name, wanted)
-            self._samples.pop(pool.name, None)
-            sample = samples[-1]
-            await self._note(
-                f"pool {pool.name}: {sample.num_in_flight} requests and {sample.num_pending_tokens} pending "
-                f"tokens ask for {wanted} replicas" + (f", but {refusal}" if refusal else "")
-            )
+            self._loads.forget(pool.name)
+            await self._note(why + (f", but {refusal}" if refusal else ""))
 
     def _see(self) -> None:
         members = self._members.values()
@@ -357,34 +378,9 @@ class FleetController:
     async def _note(self, text: str) -> None:
         logger.info("%s", text)
         self._see()
-        async with self._changed:
-            self._version += 1
-            self._notes.append((self._version, text))
-            self._changed.notify_all()
+        await self._bulletin.note(text)
 
 
-async def _first(sentinel: "asyncio.Future[str]", lost: "asyncio.Future[str]") -> str:
-    """What the replica says at its end, or why it is given up, whichever comes first."""
-    call = asyncio.ensure_future(sentinel)
-    done, _ = await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
-    if call not in done:
-        call.cancel()
-        await asyncio.wait((call,))
-    return (call if call in done else lost).result()
-
-
-def find_or_create(spec: FleetSpec, *, runs_itself: bool) -> Any:
-    """The handle to the one controller of this Ray cluster; `spec` is for a new one."""
-    controller: Any = ray.remote(FleetController)
-    own_life = (
-        {"max_restarts": -1, "resources": {HEAD_RESOURCE: 0.001}} if runs_itself else {"max_restarts": 0}
-    )
-    return controller.options(
-        name=actors.CONTROLLER_NAME,
-        namespace=actors.NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_concurrency=1000,
-        num_cpus=0,
-        **own_life,
-    ).remote(spec, runs_itself=runs_itself)
+def _set_up_logs(spec: FleetSpec) -> None:
+    file = None if spec.log_directory is None else Path(spec.log_directory) / "controller.log"
+    set_up_logs(spec.log_format, file=file, fields={"service": "controller"})

@@ -19,10 +19,10 @@ from cluster.config import FleetSpec, pool_of_id
 from cluster.errors import ClusterError, NotRunning
 from cluster.fleet_file import parse_fleet, settings_from
 from cluster.status import Registry, align, read_registry
-from replicas.protocol.settings import SettingsError
+from replicas.protocol.settings import SettingsError, without_password
 
 if TYPE_CHECKING:
-    from cluster.members import FleetView  # it loads Ray, which a refused file need not wait for
+    from cluster.members import FleetView, ReplicaView  # it loads Ray, which a refused file need not wait for
 
 
 Say = Callable[[str], None]
@@ -110,15 +110,17 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
             case "stop":
                 return _stop(ray, controller, arguments.timeout, say)
             case "scale":
-                refusal = _ask(ray, controller.scale.remote(arguments.pool, arguments.num_replicas))
+                refusal = _ask(
+                    ray, arguments, controller.scale.remote(arguments.pool, arguments.num_replicas)
+                )
             case "drain":
-                refusal = _ask(ray, controller.drain.remote(arguments.replica))
+                refusal = _ask(ray, arguments, controller.drain.remote(arguments.replica))
             case "rollout":
                 try:
                     values = settings_from(arguments.set)
                 except SettingsError as error:
                     raise ClusterError(str(error)) from error
-                refusal = _ask(ray, controller.roll_out.remote(arguments.pool, values))
+                refusal = _ask(ray, arguments, controller.roll_out.remote(arguments.pool, values))
         return _conclude(ray, controller, arguments, refusal, say)
 
 
@@ -154,7 +156,9 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         raise ClusterError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from error
     try:
         yield ray
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayTaskError as error:
+        raise ClusterError(f"the fleet controller failed at that: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
         raise ClusterError(f"the fleet controller does not answer: {' '.join(str(error).split())}") from error
     finally:
         ray.shutdown()
@@ -170,21 +174,39 @@ def _controller(ray: Any) -> Any:
 
 
 def _apply(ray: Any, arguments: argparse.Namespace, spec: FleetSpec, say: Say) -> int:
-    from cluster.actors import machines
-    from cluster.controller import find_or_create
+    from cluster.actors import find_or_create_controller, machines
+    from cluster.controller import FleetController
+    from cluster.model_check import check_models
 
     refusal = misfit(spec, machines())
     if refusal is not None:
         raise ClusterError(refusal)
+    # A controller that runs looks by itself, at what is new to it; for none, not even one is started.
+    is_checked = arguments.dry_run or not _has_controller(ray)
+    if is_checked:
+        found = check_models(spec.pools)
+        if found.refusal is not None:
+            raise ClusterError(found.refusal)
+        for note in found.notes:
+            say(note)
     if arguments.dry_run:
-        say(f"{arguments.file} has {len(spec.pools)} pools, and the cluster can hold them.")
+        say(f"{arguments.file} has {len(spec.pools)} pools, and the cluster can hold and load them.")
         return 0
-    controller = find_or_create(replace(spec, pools=()), runs_itself=True)
-    return _conclude(ray, controller, arguments, _ask(ray, controller.apply.remote(spec)), say)
+    controller = find_or_create_controller(FleetController, replace(spec, pools=()), runs_itself=True)
+    refusal = _ask(ray, arguments, controller.apply.remote(spec, is_checked=is_checked))
+    return _conclude(ray, controller, arguments, refusal, say)
 
 
-def _ask(ray: Any, call: Any) -> str | None:
-    answer: str | None = ray.get(call)
+def _has_controller(ray: Any) -> bool:
+    try:
+        _controller(ray)
+    except NotRunning:
+        return False
+    return True
+
+
+def _ask(ray: Any, arguments: argparse.Namespace, call: Any) -> str | None:
+    answer: str | None = ray.get(call, timeout=arguments.timeout)
     return answer
 
 
@@ -194,19 +216,22 @@ def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, refusal:
     if arguments.no_wait:
         return 0
     deadline = time.monotonic() + arguments.timeout
-    version: int | None = None
+    view: FleetView | None = None
     while True:
         try:
+            seen_version = None if view is None else view.version
             left = max(0.0, deadline - time.monotonic())
-            view: FleetView = ray.get(controller.view.remote(version), timeout=left)
+            fresh: FleetView = ray.get(controller.view.remote(seen_version), timeout=left)
         except ray.exceptions.GetTimeoutError:
+            why = "" if view is None else missing(view)
             raise ClusterError(
-                f"the fleet is not what it should be after {arguments.timeout:g} s; the controller goes on"
+                f"the fleet is not what it should be after {arguments.timeout:g} s{why}; "
+                "the controller goes on"
             ) from None
-        if version is not None:
-            for note in view.notes:
+        if view is not None:
+            for note in fresh.notes:
                 say(note)
-        version = view.version
+        view = fresh
         complaint = None
         if arguments.fleet_command in ("apply", "rollout"):  # else an old failure is no news
             complaint = trouble(view, arguments.pool if "pool" in arguments else None)
@@ -216,6 +241,15 @@ def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, refusal:
             ready = ", ".join(f"{pool.name} {pool.num_ready}" for pool in view.pools)
             say(f"ready: {ready}")
             return 0
+
+
+def missing(view: "FleetView") -> str:
+    """What there is, and who waits for room, to be put behind a sentence."""
+    ready = ", ".join(f"{pool.name} {pool.num_ready} of {pool.num_replicas}" for pool in view.pools)
+    waiting = [replica.replica_id for replica in view.replicas if replica.is_waiting_for_room]
+    if not waiting:
+        return f" (ready: {ready})"
+    return f" (ready: {ready}; waiting for room in the Ray cluster: {', '.join(waiting)})"
 
 
 def trouble(view: "FleetView", pool_name: str | None) -> str | None:
@@ -255,9 +289,10 @@ def _status(ray: Any, controller: Any, *, as_json: bool, say: Say) -> int:
 def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
     """The fleet as JSON has it."""
     return {
-        "redis_url": view.redis_url,
+        "redis_url": None if view.redis_url is None else without_password(view.redis_url),
         "redis_complaint": registry.complaint,
         "controller_metrics": view.metrics_address,
+        "complaints": list(view.complaints),
         "pools": [asdict(pool) for pool in view.pools],
         "replicas": [
             {
@@ -266,6 +301,7 @@ def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
                 "state": replica.state.value,
                 "revision": replica.revision,
                 "cause": replica.cause,
+                "is_waiting_for_room": replica.is_waiting_for_room,
                 **(asdict(replica.report) if replica.report else {}),
                 "load": asdict(registry.records[replica.replica_id].load)
                 if replica.replica_id in registry.records
@@ -292,14 +328,23 @@ def render(view: "FleetView", registry: Registry) -> str:
         replicas.append(
             (
                 replica.replica_id,
-                replica.state.value + (f" ({replica.cause})" if replica.cause else ""),
+                _state(replica),
                 replica.revision or "-",
                 replica.report.address if replica.report else "-",
                 "-" if load is None else str(load.num_running + load.num_waiting),
                 "-" if load is None else str(load.num_pending_tokens),
             )
         )
-    redis_line = f"Redis  {view.redis_url or '-'}"
+    redis_line = f"Redis    {'-' if view.redis_url is None else without_password(view.redis_url)}"
     if registry.complaint is not None:
         redis_line += f"  NOT REACHABLE: {registry.complaint}"
-    return "\n".join([*align(pools), "", *align(replicas), "", redis_line])
+    lines = [*align(pools), "", *align(replicas), "", redis_line]
+    if view.metrics_address is not None:
+        lines.append(f"metrics  http://{view.metrics_address}/metrics (the controller's)")
+    return "\n".join([*lines, *(f"WRONG    {complaint}" for complaint in view.complaints)])
+
+
+def _state(replica: "ReplicaView") -> str:
+    if replica.is_waiting_for_room:
+        return f"{replica.state.value} (waits for room)"
+    return replica.state.value + (f" ({replica.cause})" if replica.cause else "")

@@ -12,7 +12,7 @@ import yaml
 
 from cluster.config import AutoscaleSpec, FleetSpec, PoolSpec
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError, build
+from replicas.protocol.settings import SettingsError, build, without_password
 
 TOY_MODEL = "toy"
 """Stands for the model that ships with Kvasir."""
@@ -50,7 +50,9 @@ def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
     if redis_url is None:
         raise SettingsError("the fleet has no redis_url: put it into the file, or give --redis-url")
     if not redis_url.startswith(("redis://", "rediss://", "unix://")):
-        raise SettingsError(f"redis_url begins with redis:// or rediss://, not as {redis_url}")
+        raise SettingsError(
+            f"redis_url begins with redis:// or rediss://, not as {without_password(redis_url)}"
+        )
     entries = fields.get("pools")
     if not isinstance(entries, list) or not entries:
         raise SettingsError("the fleet file needs pools: a list with at least one pool")
@@ -79,8 +81,9 @@ def changed(pool: PoolSpec, values: Mapping[str, str]) -> PoolSpec:
     plain = {**asdict(pool.replica), **values}
     if plain["model"] == TOY_MODEL:
         plain["model"] = None
+    is_on_node_address = pool.is_on_node_address and "host" not in values
     try:
-        return replace(pool, replica=build(ReplicaConfig, plain))
+        return replace(pool, replica=build(ReplicaConfig, plain), is_on_node_address=is_on_node_address)
     except SettingsError as error:
         raise SettingsError(f"pool {pool.name}: {error}") from error
 

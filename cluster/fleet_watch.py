@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from cluster.actors import find_or_create_controller
 from cluster.config import BackoffSpec, FleetSpec, pool_of_id
-from cluster.controller import find_or_create
+from cluster.controller import FleetController
 from cluster.errors import StartFailed
 from cluster.members import FleetView, ReplicaView
 from replicas.protocol.status import ReplicaState
@@ -120,4 +121,4 @@ async def _call_ray(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _find_or_create(spec: FleetSpec) -> Any:
-    return find_or_create(spec, runs_itself=False)
+    return find_or_create_controller(FleetController, spec, runs_itself=False)

@@ -1,12 +1,13 @@
-"""LeaseBook: which replicas have fallen silent, and how busy each pool is, from looks at the registry.
+"""LeaseBook and LoadBook: which replicas have fallen silent, and how busy each pool is, from looks at the
+registry.
 
-Owns what was seen of leases, look by look. Knows no Redis and no clock: the controller looks, and says when.
+Owns what was seen, look by look. Knows no Redis and no clock: the controller looks, and says when.
 """
 
 from collections.abc import Iterable, Mapping
 
-from cluster.autoscale import LoadSample
-from cluster.config import pool_of_id
+from cluster.autoscale import LoadSample, decide, kept
+from cluster.config import PoolSpec, pool_of_id
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
@@ -36,6 +37,31 @@ class LeaseBook:
                 self._last_seen[replica_id, epoch] = now
         silent = [key[0] for key, at in self._last_seen.items() if now - at >= SILENT_SECONDS]
         return sorted(silent)
+
+
+class LoadBook:
+    """How busy pools have been since their sizes last changed."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, list[LoadSample]] = {}
+
+    def forget(self, pool_name: str) -> None:
+        self._samples.pop(pool_name, None)
+
+    def forget_all(self) -> None:
+        self._samples.clear()
+
+    def look(self, pool: PoolSpec, records: Iterable[ReplicaRecord], now: float) -> tuple[int, str]:
+        """How many replicas the pool should have, and why: what it has to do just now."""
+        assert pool.autoscaling is not None, "only pools that scale themselves are looked at"
+        samples = self._samples.setdefault(pool.name, [])
+        samples.append(load_of(pool.name, records, now))
+        samples[:] = kept(pool.autoscaling, samples, now)
+        wanted, sample = decide(pool.autoscaling, pool.num_replicas, samples, now), samples[-1]
+        return wanted, (
+            f"pool {pool.name}: {sample.num_in_flight} requests and {sample.num_pending_tokens} pending "
+            f"tokens ask for {wanted} replicas"
+        )
 
 
 def load_of(pool_name: str, records: Iterable[ReplicaRecord], now: float) -> LoadSample:

@@ -28,6 +28,7 @@ from cluster.redis_server import PrivateRedis
 from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.scrape_targets import scrape_targets
 from replicas.config import ReplicaConfig
+from replicas.protocol.settings import without_password
 
 ROUTER_START_SECONDS = 60.0
 ROUTER_STOP_SECONDS = 2.0
@@ -106,7 +107,7 @@ class LocalCluster:
 
     async def _start_redis(self, stack: contextlib.AsyncExitStack) -> tuple[Service | None, str]:
         if self._options.redis_url is not None:
-            self._say(f"Redis     {self._options.redis_url} (from REDIS_URL)")
+            self._say(f"Redis     {without_password(self._options.redis_url)} (from REDIS_URL)")
             return None, self._options.redis_url
         with self._stage("Redis") as stage:
             log = self._directory.logs / "redis.log"
@@ -122,13 +123,12 @@ class LocalCluster:
     ) -> tuple[Service, str]:
         host = self._options.host
         command = [sys.executable, "-P", "-m", "router", "--host", host, "--port", str(port)]
-        command += ["--redis-url", redis_url, "--policy", self._options.policy]
-        command += ["--secret-file", str(self._directory.secret_file)]
+        command += ["--policy", self._options.policy, "--secret-file", str(self._directory.secret_file)]
         command += ["--index-stride", str(self._options.replica.index_stride)]
         command += _shared_settings(self._options.replica)
-        router = Service(
-            "the router", command, self._directory.logs / "router.log", self._options.environment
-        )
+        # Everybody on the machine can read a command line, and the URL may have a password.
+        environment = {**self._options.environment, "KVASIR_ROUTER_REDIS_URL": redis_url}
+        router = Service("the router", command, self._directory.logs / "router.log", environment)
         stack.push_async_callback(router.stop, ROUTER_STOP_SECONDS)
         await router.start()
         shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
@@ -290,7 +290,7 @@ def summary(state: ClusterState, model: str, targets_file: Path) -> str:
     lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
     lines += [
         f"page       {state.router_url}/  (the fleet, live, in a browser)",
-        f"Redis      {state.redis_url}",
+        f"Redis      {without_password(state.redis_url)}",
     ]
     lines += [
         f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"

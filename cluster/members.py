@@ -5,7 +5,7 @@ Owns what is remembered of a replica between its start and its end. Decides noth
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from cluster.actors import ReplicaHandle, ReplicaReport
@@ -27,6 +27,7 @@ class ReplicaView:
     num_early_deaths: int
     refused_to_start: bool
     revision: str | None
+    is_waiting_for_room: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class FleetView:
     metrics_address: str | None
     pools: tuple[PoolView, ...]
     redis_url: str | None
+    complaints: tuple[str, ...] = ()
+    """What is wrong with the controller itself, just now."""
 
 
 @dataclass(slots=True)
@@ -70,17 +73,20 @@ class Member:
     dismissed: bool = False
     refused_to_start: bool = False
     revision: str | None = None
+    is_waiting_for_room: bool = False
     lost: "asyncio.Future[str]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def observed(self) -> ObservedReplica:
         return ObservedReplica(
-            self.replica_id, self.state, self.since, self.num_early_deaths, self.cause, self.revision
+            *(self.replica_id, self.state, self.since, self.num_early_deaths, self.cause, self.revision),
+            machine=None if self.report is None else self.report.machine,
         )
 
     def view(self) -> ReplicaView:
         return ReplicaView(
             *(self.replica_id, self.state, self.report, self.cause),
             *(self.num_early_deaths, self.refused_to_start, self.revision),
+            is_waiting_for_room=self.is_waiting_for_room and self.state is ReplicaState.STARTING,
         )
 
     def move(self, state: ReplicaState) -> None:
@@ -105,3 +111,30 @@ def _pool_view(state: FleetState, pool: PoolSpec, members: Iterable[Member]) -> 
         len(fresh) == len(own) == pool.num_replicas,
         state.failures.get(pool.name),
     )
+
+
+def mark_waiting(
+    members: Iterable[Member], pending: Collection[ReplicaId], patience_seconds: float
+) -> list[Member]:
+    """Remember who waits for room, and for longer than it takes to be given some; those who begin to."""
+    begun = []
+    for member in members:
+        is_starting = member.state is ReplicaState.STARTING
+        is_late = is_starting and time.monotonic() - member.since >= patience_seconds
+        was_waiting, member.is_waiting_for_room = (
+            member.is_waiting_for_room,
+            is_late and member.replica_id in pending,
+        )
+        if member.is_waiting_for_room and not was_waiting:
+            begun.append(member)
+    return begun
+
+
+async def first_end(sentinel: "asyncio.Future[str]", lost: "asyncio.Future[str]") -> str:
+    """What the replica says at its end, or why it is given up, whichever comes first."""
+    call = asyncio.ensure_future(sentinel)
+    done, _ = await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
+    if call not in done:
+        call.cancel()
+        await asyncio.wait((call,))
+    return (call if call in done else lost).result()

@@ -9,8 +9,9 @@ one drains only while enough others are ready without it.
 """
 
 import enum
+from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec, pool_of_id
@@ -54,7 +55,8 @@ class ObservedReplica:
     """One replica as the controller knows it. `since` is when it entered `state`.
 
     STOPPED is how every end looks, `cause` says which. `num_early_deaths` is 0 for one that was
-    stopped on purpose. `revision` is that of the pool that it was made for; None if that is not known.
+    stopped on purpose. `revision` is that of the pool that it was made for; None if that is not known,
+    as is `machine`.
     """
 
     replica_id: ReplicaId
@@ -63,6 +65,7 @@ class ObservedReplica:
     num_early_deaths: int = 0
     cause: str | None = None
     revision: str | None = None
+    machine: str | None = None
 
 
 _BEST_FIRST = {
@@ -77,6 +80,8 @@ _BEST_FIRST = {
 class _Draft:
     now: float
     spec: FleetSpec
+    crowds: Mapping[str, int]
+    """How many replicas each machine has."""
     actions: list[Action] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -91,7 +96,8 @@ def plan(spec: FleetSpec, observed: tuple[ObservedReplica, ...], now: float) -> 
     for replica in sorted(observed, key=lambda replica: _number(replica.replica_id)):
         by_pool[pool_of_id(replica.replica_id)].append(replica)
     assert len({replica.replica_id for replica in observed}) == len(observed), "a replica was observed twice"
-    draft = _Draft(now, spec)
+    crowds = Tally(replica.machine for replica in observed if replica.machine is not None)
+    draft = _Draft(now, spec, crowds)
     for pool in spec.pools:
         _plan_pool(draft, pool, by_pool.pop(pool.name, []))
     for orphans in by_pool.values():
@@ -113,7 +119,7 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica
     if failure is not None:
         draft.failed.append((pool.name, failure))
         return
-    kept = sorted(fresh, key=lambda replica: _BEST_FIRST[replica.state])[: pool.num_replicas]
+    kept = _most_wanted(draft, fresh)[: pool.num_replicas]
     for replica in fresh:
         if replica not in kept:
             _remove(draft, replica, "is surplus")
@@ -130,6 +136,21 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica
     for replica_id in _free_ids(pool, taken, num_missing):
         draft.act(ActionKind.START, replica_id, f"{replica_id} does not run yet")
     _retire(draft, pool, kept, stale)
+
+
+def _most_wanted(draft: _Draft, fresh: Sequence[ObservedReplica]) -> list[ObservedReplica]:
+    """The order in which a pool keeps its replicas: those that serve, then the lower numbers.
+
+    Where Ray's autoscaler takes idle machines away, those on the fullest machines go before those with lower
+    numbers: what leaves is then what stands in the way of an idle machine.
+    """
+
+    def rank(replica: ObservedReplica) -> tuple[int, int, str]:
+        if not draft.spec.is_growing or replica.machine is None:
+            return (_BEST_FIRST[replica.state], 0, "")
+        return (_BEST_FIRST[replica.state], -draft.crowds[replica.machine], replica.machine)
+
+    return sorted(fresh, key=rank)
 
 
 def _failure(fresh: Sequence[ObservedReplica], stale: Sequence[ObservedReplica]) -> str | None:

@@ -111,10 +111,11 @@ class RunDirectory:
             file.write(secrets.token_hex(32) + "\n")
 
     def write_state(self, state: ClusterState) -> None:
-        _replace(self._state_file, dataclasses.asdict(state))
+        # Only this user may read it: the URL of Redis may have a password.
+        _replace(self._state_file, dataclasses.asdict(state), 0o600)
 
     def write_targets(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        _replace(self.targets_file, groups)
+        _replace(self.targets_file, groups, 0o644)
 
     def read_state(self) -> ClusterState | None:
         """None if there is none, or none that this version can read."""
@@ -130,10 +131,13 @@ class RunDirectory:
         self.secret_file.unlink(missing_ok=True)
 
 
-def _replace(path: Path, content: Any) -> None:
+def _replace(path: Path, content: Any, mode: int) -> None:
     """Whoever reads it finds the old content or the new."""
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
     fresh.replace(path)
 
 

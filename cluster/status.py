@@ -10,6 +10,7 @@ import redis
 
 from cluster.run_directory import ClusterState, ReplicaEntry
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, decode_record, replica_key, replicas_key
+from replicas.protocol.settings import without_password
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SILENT = "silent"
@@ -61,7 +62,9 @@ def render(state: ClusterState, registry: Registry) -> str:
                 *_load_cells(record, state.block_size),
             )
         )
-    redis_line = f"Redis   {state.redis_url}" + (f"  pid {state.redis_pid}" if state.redis_pid else "")
+    redis_line = f"Redis   {without_password(state.redis_url)}"
+    if state.redis_pid:
+        redis_line += f"  pid {state.redis_pid}"
     if registry.complaint:
         redis_line += f"  NOT REACHABLE: {registry.complaint}"
     phase = "" if state.ready else "  (still starting)"

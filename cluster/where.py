@@ -23,6 +23,7 @@ from replicas.protocol.keys import (
     replica_key,
     replicas_key,
 )
+from replicas.protocol.settings import without_password
 from replicas.protocol.status import ReplicaId
 
 
@@ -55,12 +56,13 @@ def where(
         model, entries = explained["model"], _entries(explained["block_hashes"])
         if not entries:
             raise ClusterError(f"the prompt fills no block: it has {explained['num_tokens']} tokens")
+    server = f"Redis at {without_password(redis_url)}"
     try:
         places = find(redis_url, model, entries)
     except (redis.RedisError, ValueError) as error:
-        raise ClusterError(f"Redis at {redis_url} does not tell: {error}") from error
+        raise ClusterError(f"{server} does not tell: {error}") from error
     if not places:
-        raise ClusterError(f"Redis at {redis_url} knows no live replica{f' of {model}' if model else ''}")
+        raise ClusterError(f"{server} knows no live replica{f' of {model}' if model else ''}")
     if arguments.json:
         say(json.dumps([place._asdict() for place in places], indent=2))
     else:

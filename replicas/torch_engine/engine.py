@@ -21,7 +21,7 @@ from replicas.torch_engine.request import SampledToken
 from replicas.torch_engine.runner import ModelRunner
 from replicas.torch_engine.sampler import Sampler
 from replicas.torch_engine.scheduler import Scheduler
-from replicas.torch_engine.weights import fingerprint, load_checkpoint, tokenizer_bundle
+from replicas.torch_engine.weights import fingerprint, load_checkpoint, load_headers, tokenizer_bundle
 
 _TOY_MODEL = Path(__file__).parent.parent / "toy_model"
 _CPU_CACHE_BYTES = 128 * 2**20
@@ -108,6 +108,16 @@ class TorchEngine:
         del self.runner
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def check_model(config: ReplicaConfig, directory: Path) -> None:
+    """Put the model together from the headers of its weights. Raises what the engine would for it.
+
+    On no device: whoever asks may have been given none of those that the engine will have.
+    """
+    checkpoint = load_headers(directory)
+    dtype = _dtype(config.dtype, checkpoint.config, torch.device("cpu"))
+    Decoder(checkpoint, dtype=dtype, device=torch.device("meta"))
 
 
 def _device(name: str) -> torch.device:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -29,14 +29,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointHeaders",
     "files_fingerprint",
     "fingerprint",
     "load_checkpoint",
+    "load_headers",
     "tokenizer_bundle",
+    "weight_files",
 ]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "BF16", "F16")
 _TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,34 +62,68 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: Sequence[int]) -> "torch.Tensor":
         """One tensor, on the CPU, as stored. Raises CheckpointError if it is absent or not of that shape."""
+        path = self._path(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                _check_header(name, file.get_slice(name), shape)
+                return cast("torch.Tensor", file.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read the tensor {name} from {path}: {error}") from error
+
+    def _path(self, name: str) -> Path:
         path = self.files.get(name)
         if path is None:
             raise CheckpointError(f"the checkpoint {self.directory} lacks the tensor {name}")
+        return path
+
+
+class CheckpointHeaders(Checkpoint):
+    """A checkpoint of which only headers are read: its tensors have shapes and no contents."""
+
+    __slots__ = ()
+
+    def tensor(self, name: str, shape: Sequence[int]) -> "torch.Tensor":
+        import torch
+
+        path = self._path(name)
         try:
             with safe_open(path, framework="pt") as file:
-                tensor = cast("torch.Tensor", file.get_tensor(name))
+                _check_header(name, file.get_slice(name), shape)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read the tensor {name} from {path}: {error}") from error
-        if tuple(tensor.shape) != tuple(shape):
-            raise CheckpointError(
-                f"the tensor {name} has shape {tuple(tensor.shape)} where config.json implies {tuple(shape)}"
-            )
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(f"the tensor {name} is quantized ({tensor.dtype}), which is unsupported")
-        return tensor
+        return torch.empty(tuple(shape), device="meta")
+
+
+def _check_header(name: str, header: Any, shape: Sequence[int]) -> None:
+    found, dtype = tuple(header.get_shape()), header.get_dtype()
+    if found != tuple(shape):
+        raise CheckpointError(f"the tensor {name} has shape {found} where config.json implies {tuple(shape)}")
+    if dtype not in _FLOATS:
+        raise CheckpointError(f"the tensor {name} is quantized ({dtype}), which is unsupported")
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
     """Read everything of a checkpoint but its tensors. Raises CheckpointError."""
+    return Checkpoint(*_read_checkpoint(directory))
+
+
+def load_headers(directory: Path) -> CheckpointHeaders:
+    """The same, and tensors of which nothing is ever read but the headers. Raises CheckpointError."""
+    return CheckpointHeaders(*_read_checkpoint(directory))
+
+
+def _read_checkpoint(
+    directory: Path,
+) -> tuple[Path, ModelConfig, tuple[int, ...], dict[str, Path]]:
     config = read_model_config(directory)
     files: dict[str, Path] = {}
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 files.update(dict.fromkeys(file.keys(), path))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {path} as safetensors: {error}") from error
-    return Checkpoint(directory, config, read_eos_token_ids(directory), files)
+    return directory, config, read_eos_token_ids(directory), files
 
 
 def fingerprint(directory: Path) -> str:
@@ -104,7 +142,7 @@ def files_fingerprint(directory: Path) -> str:
     threads run). Raises CheckpointError.
     """
     text_files = [directory / name for name in _bundle_names(directory)]
-    paths = sorted({directory / "config.json", *text_files, *_weight_files(directory)})
+    paths = sorted({directory / "config.json", *text_files, *weight_files(directory)})
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = list(pool.map(_file_digest, paths))
     combined = hashlib.sha256(b"kvasir-model-v1")
@@ -124,7 +162,7 @@ def _bundle_names(directory: Path) -> list[str]:
     return [name for name in _TEXT_FILES if (directory / name).is_file()]
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, each once: a single one, or those that the index names."""
     index = directory / _INDEX
     if not index.is_file():

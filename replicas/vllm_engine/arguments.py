@@ -51,7 +51,7 @@ def engine_arguments(
     """Raises SettingsError for what vLLM does not know, or what is not its to decide."""
     on_cpu = bool(current_platform.is_cpu())
     _check_device(config.device, on_cpu)
-    given = _given(config.engine_args or {})
+    given = given_arguments(config.engine_args or {})
     block_size = config.tokens_per_block
     if on_cpu and block_size % _CPU_BLOCK_MULTIPLE:
         raise SettingsError(
@@ -127,7 +127,7 @@ def _check_device(device: str, on_cpu: bool) -> None:
         raise SettingsError(f"setting device is {device}, but the vLLM that is installed is for {kind}")
 
 
-def _given(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+def given_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """The user's arguments, checked by name, as vLLM's own flags or its field names spell them."""
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     given: dict[str, Any] = {}

@@ -1,15 +1,24 @@
 """A Ray cluster of several nodes on loopback: `python -m tests.cluster.ray_machines FOLDER COUNT`.
 
-Takes Ray's folder and the number of machines besides the head, prints the head's address, and kills
-machine N, with all that runs there, for each line `kill N` that it reads. Ends with its input.
+Takes Ray's folder and the number of machines besides the head, and prints the head's address. For each line
+`kill N` that it reads it kills machine N, with all that runs there; for `status` it prints what
+`kvasir fleet status --json` would, for `machines` how many live. Ends with its input.
 """
 
+import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
+import ray
 from ray.cluster_utils import Cluster
+
+from cluster.actors import CONTROLLER_NAME, NAMESPACE, nodes
+from cluster.fleet import as_plain
+from cluster.status import read_registry
 
 HEAD = "127.0.0.10"
 
@@ -33,14 +42,39 @@ def main(folder: str, num_machines: int) -> None:
         for number in range(num_machines)
     ]
     cluster.wait_for_nodes()
-    sys.stdout.write(cluster.address + "\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        raylet = psutil.Process(machines[int(line.split()[1])].all_processes["raylet"][0].process.pid)
+
+    def kill(number: str) -> str:
+        raylet = psutil.Process(machines[int(number)].all_processes["raylet"][0].process.pid)
         for process in (raylet, *raylet.children(recursive=True)):
             os.kill(process.pid, signal.SIGKILL)
-        sys.stdout.write("killed\n")
-        sys.stdout.flush()
+        return "killed"
+
+    answer(cluster.address, {"kill": kill})
+
+
+def answer(address: str, commands: Mapping[str, Callable[[str], str]]) -> None:
+    """Print the address, and then one line for each that is read."""
+    output, sys.stdout = sys.stdout, sys.stderr  # Ray prints what it thinks of its machines
+    output.write(address + "\n")
+    output.flush()
+    for line in sys.stdin:
+        if not ray.is_initialized():  # type: ignore[no-untyped-call]
+            options: dict[str, Any] = {"_node_ip_address": address.rpartition(":")[0]}
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **options)
+        command, _, argument = line.strip().partition(" ")
+        output.write({"status": _status, "machines": _machines, **commands}[command](argument) + "\n")
+        output.flush()
+
+
+def _machines(_: str) -> str:
+    return str(len(nodes()))
+
+
+def _status(_: str) -> str:
+    controller: Any = ray.get_actor(CONTROLLER_NAME, NAMESPACE)
+    view: Any = ray.get(controller.view.remote())
+    assert view.redis_url is not None
+    return json.dumps(as_plain(view, read_registry(view.redis_url)))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ The tests follow each other on one fleet of two models, as a day with it would.
 
 import json
 import os
+import re
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,175 +19,24 @@ from typing import Any
 import httpx
 import pytest
 import redis
-import yaml
 
-from cluster.processes import MARK, find_marked, kill_marked
-from cluster.ray_head import RAY_ENVIRONMENT
+from cluster.processes import find_marked
 from replicas.protocol.keys import BLOCKS_MARKER, PREFIX
 from replicas.toy_model import toy_model_path
-from tests.cluster.kvasir_command import COMMAND, wait_until
-from tests.redis_server import RedisServer
+from tests.cluster.kvasir_command import wait_until
+from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet, pool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_MACHINES = 3
-SECONDS = 120.0
 MODELS = ("alpha", "beta")
-
-QUICK_TO_NOTICE = {
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-    "RAY_timeout_ms_task_wait_for_death_info": "200",
-}
-
-
-class Fleet:
-    def __init__(self, folder: Path, ray_folder: Path, redis_url: str, environment: dict[str, str]) -> None:
-        self.folder = folder
-        self.ray_folder = ray_folder
-        self.redis_url = redis_url
-        self.environment = environment
-        self.address = ""
-        self.router_url = ""
-        self.machines: subprocess.Popen[str] | None = None
-
-    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [*COMMAND, "fleet", *words, "--address", self.address],
-            **{"capture_output": True, "text": True, "timeout": SECONDS, "check": False},
-            env=self.environment,
-        )
-
-    def do(self, *words: str) -> str:
-        done = self.run(*words)
-        assert done.returncode == 0, "\n".join((done.stdout, done.stderr, *self.controller_log()[-60:]))
-        return done.stdout
-
-    def apply(self, *pools: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
-        file = self.folder / "fleet.yaml"
-        file.write_text(yaml.safe_dump({"redis_url": self.redis_url, "pools": list(pools)}))
-        return self.run("apply", str(file))
-
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.do("status", "--json"))
-        return status
-
-    def ready(self) -> dict[str, dict[str, Any]]:
-        replicas = self.status()["replicas"]
-        return {entry["replica_id"]: entry for entry in replicas if entry["state"] == "ready"}
-
-    def kill_machine(self, number: int) -> None:
-        assert self.machines is not None
-        assert self.machines.stdin is not None
-        assert self.machines.stdout is not None
-        self.machines.stdin.write(f"kill {number}\n")
-        self.machines.stdin.flush()
-        assert self.machines.stdout.readline() == "killed\n"
-
-    def controller_log(self) -> list[str]:
-        """What controllers have said, with the time."""
-        files = sorted(self.ray_folder.glob("session_latest/logs/worker-*.err"))
-        return [
-            line for file in files for line in file.read_text().splitlines() if "cluster.controller" in line
-        ]
-
-    def ask(self, model: str, prompt: str, **fields: Any) -> httpx.Response:
-        body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
-        url = f"{self.router_url}/v1/chat/completions"
-        return httpx.post(url, json=body | fields, timeout=60, trust_env=False)
-
-    def explain(self, model: str, prompt: str) -> dict[str, Any]:
-        body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
-        url = f"{self.router_url}/explain/v1/chat/completions"
-        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
-        explained: dict[str, Any] = answer.json()["prompts"][0] if answer.status_code == 200 else {}
-        return explained
-
-    @contextmanager
-    def clients(self, model: str, count: int = 4) -> Iterator[Counter[str]]:
-        """They ask all the time. What became of it, by status and replica; the last is awaited."""
-        outcomes: Counter[str] = Counter()
-        over = threading.Event()
-
-        def ask(client: int) -> None:
-            number = 0
-            while not over.is_set():
-                number += 1
-                try:
-                    answer = self.ask(model, f"{client} asks for the {number}th time about a cat")
-                    failed = answer.status_code != 200 or not answer.json()["usage"]["completion_tokens"]
-                    outcomes[f"{answer.status_code} {answer.text}" if failed else "ok"] += 1
-                    outcomes[answer.headers.get("x-kvasir-replica", "nobody")] += 1
-                except httpx.HTTPError as error:
-                    outcomes[repr(error)] += 1
-
-        threads = [threading.Thread(target=ask, args=(client,)) for client in range(count)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield outcomes
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    ray_folder = Path("/tmp") / f"kvasir-fleet-test-{os.getpid()}"
-    environment = {key: value for key, value in os.environ.items() if key not in ("REDIS_URL", "RAY_ADDRESS")}
-    environment |= {**RAY_ENVIRONMENT, **QUICK_TO_NOTICE, MARK: str(folder), "OMP_NUM_THREADS": "1"}
-    (folder / "logs").mkdir()
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, ray_folder, ignore_errors=True)
-        stack.callback(kill_marked, folder, ray_folder)
-        server = RedisServer()
-        server.start()
-        stack.callback(server.close)
-        running = Fleet(folder, ray_folder, server.url, environment)
-        log = stack.enter_context((folder / "logs" / "all.log").open("w"))
-        running.machines = machines = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.ray_machines", str(ray_folder), str(NUM_MACHINES)],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True},
-            **{"env": environment, "cwd": ROOT},
-        )
-        assert machines.stdin is not None
-        assert machines.stdout is not None
-        stack.callback(machines.wait)
-        stack.callback(machines.kill)
-        stack.enter_context(machines.stdin)
-        stack.enter_context(machines.stdout)
-        running.address = machines.stdout.readline().strip()
-        port = free_port()
-        running.router_url = f"http://127.0.0.1:{port}"
-        router = subprocess.Popen(
-            [sys.executable, "-m", "router", "--port", str(port), "--redis-url", server.url],
-            **{"env": environment, "cwd": ROOT, "stdout": log, "stderr": log},
-        )
-        stack.callback(router.wait)
-        stack.callback(router.kill)
+    with open_fleet(folder, "fleet-test", "tests.cluster.ray_machines", str(NUM_MACHINES)) as running:
         yield running
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def pool(name: str, model: Path, replicas: int, **settings: Any) -> dict[str, Any]:
-    settings = {"engine": "simulated", "model": str(model), "model_name": name, "num_blocks": 4096} | settings
-    return {
-        **{"name": name, "replicas": replicas, "settings": settings, "drain_seconds": 20},
-        "resources": {"cpus": 0.1, "custom": {"slot": 1}},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +60,16 @@ def wait_routed(fleet: Fleet, expected: Callable[[set[str]], bool]) -> None:
             return set()
 
     wait_until(lambda: expected(known()), lambda: str(known()), SECONDS)
+
+
+def test_a_model_that_does_not_load_is_refused_before_anything_is_touched(
+    fleet: Fleet, pools: list[dict[str, Any]]
+) -> None:
+    refused = fleet.apply(pools[0], pool("beta", Path("/nowhere"), 1))
+    assert refused.returncode == 2
+    sentence = r"pool beta would not start on 127\.0\.0\.1[123]: there is no checkpoint directory /nowhere"
+    assert re.fullmatch(rf"kvasir: {sentence}\n", refused.stderr), refused.stderr
+    assert fleet.run("status").returncode == 1, "not even a controller"
 
 
 def test_apply_starts_what_the_file_says_wherever_there_is_room(
@@ -266,14 +123,14 @@ def assert_none_failed(outcomes: Counter[str]) -> None:
 
 
 def test_more_than_the_cluster_can_hold_is_refused_before_anything_is_touched(fleet: Fleet) -> None:
-    before = fleet.ready()
+    before = fleet.epochs()
     refused = fleet.run("scale", "alpha", "6")
     assert refused.returncode == 2
     assert refused.stderr == (
         "kvasir: the cluster cannot hold 6 replicas of pool alpha: each asks for 0.1 CPU, 1 slot, "
         "and there is room for 5\n"
     )
-    assert fleet.ready() == before
+    assert fleet.epochs() == before
 
 
 def test_a_pool_grows_and_shrinks_without_a_failed_request(fleet: Fleet) -> None:
@@ -322,15 +179,24 @@ def test_a_rollout_under_load_replaces_every_replica_without_a_failed_request(fl
     assert after["beta-0"] | {"load": None} == before["beta-0"] | {"load": None}, "the other pool stays"
 
 
+def test_a_rollout_to_a_model_that_does_not_load_is_refused(fleet: Fleet) -> None:
+    before = fleet.epochs()
+    refused = fleet.run("rollout", "alpha", "--set", "model=/nowhere")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("kvasir: pool alpha would not start on 127.0.0.1")
+    assert refused.stderr.endswith("there is no checkpoint directory /nowhere\n")
+    assert fleet.epochs() == before
+
+
 def test_a_rollout_that_does_not_start_stops_and_the_old_replicas_serve_on(fleet: Fleet) -> None:
-    before = {name: entry["epoch"] for name, entry in fleet.ready().items()}
+    before = fleet.epochs()
     with fleet.clients("alpha") as outcomes:
-        stopped = fleet.run("rollout", "alpha", "--set", "model=/nowhere")
+        stopped = fleet.run("rollout", "alpha", "--set", "host=203.0.113.7")
     assert stopped.returncode == 2
     assert "the rollout of pool alpha was given up, the old replicas serve on" in stopped.stderr
-    assert "/nowhere" in stopped.stderr
+    assert "cannot listen" in stopped.stderr
     assert_none_failed(outcomes)
-    assert {name: entry["epoch"] for name, entry in fleet.ready().items()} == before
+    assert fleet.epochs() == before
     assert "rollout given up" in fleet.do("status")
 
 
@@ -347,14 +213,14 @@ def test_a_drained_replica_finishes_what_it_has_and_is_replaced(fleet: Fleet) ->
 
 
 def test_a_killed_controller_starts_again_by_itself_and_knows_what_was_applied(fleet: Fleet) -> None:
-    before = {name: entry["epoch"] for name, entry in fleet.ready().items()}
+    before = fleet.epochs()
     for entry in Path("/proc").glob("[0-9]*"):
         if is_controller_of(fleet, entry):
             os.kill(int(entry.name), signal.SIGKILL)
     wait_until(lambda: fleet.run("status").returncode == 0, lambda: "no controller")
     done = fleet.do("scale", "alpha", "2")
     assert "ready: alpha 2, beta 1" in done
-    assert {name: entry["epoch"] for name, entry in fleet.ready().items()} == before
+    assert fleet.epochs() == before
 
 
 def is_controller_of(fleet: Fleet, entry: Path) -> bool:
@@ -374,7 +240,7 @@ def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: Fleet) -> N
     )
     gone = {name for name, entry in before.items() if entry["address"].startswith(f"127.0.0.{11 + number}:")}
     killed_at = time.time()
-    fleet.kill_machine(number)
+    assert fleet.tell_machines(f"kill {number}") == "killed"
     ended = {name: wait_said(fleet, f"{name} has ended", killed_at) for name in gone}
     back = {name: wait_said(fleet, f"{name} is ready", ended[name]) for name in gone}
     for name in sorted(gone):

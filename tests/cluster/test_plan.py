@@ -257,3 +257,43 @@ def test_whatever_happens_in_which_order_a_rollout_ends_and_enough_replicas_serv
     assert [(replica.state, replica.revision) for replica in seen.values()] == [
         (READY, pool.revision)
     ] * num_replicas
+
+
+def placed(machines: str) -> tuple[ObservedReplica, ...]:
+    """A letter for each replica: the machine that it is on."""
+    revision = SPEC.pools[0].revision
+    return tuple(
+        ObservedReplica(ReplicaId(f"replica-{number}"), READY, 90.0, revision=revision, machine=machine)
+        for number, machine in enumerate(machines)
+    )
+
+
+@pytest.mark.parametrize(
+    ("machines", "num_replicas", "drained"),
+    [
+        ("abc", 2, ["replica-2"]),
+        ("abb", 2, ["replica-0"]),
+        ("abab", 2, ["replica-1", "replica-3"]),
+        ("abcca", 2, ["replica-1", "replica-2", "replica-3"]),
+        ("aab", 1, ["replica-1", "replica-2"]),
+    ],
+)
+def test_where_idle_machines_are_taken_away_a_pool_shrinks_so_that_some_become_idle(
+    machines: str, num_replicas: int, drained: list[str]
+) -> None:
+    spec = replace(SPEC, pools=(replace(SPEC.pools[0], num_replicas=num_replicas),), is_growing=True)
+    assert [action.replica_id for action in plan(spec, placed(machines), NOW).actions] == drained
+
+
+def test_where_machines_stay_the_lower_numbers_do() -> None:
+    assert [action.replica_id for action in plan(SPEC, placed("abb"), NOW).actions] == ["replica-2"]
+
+
+def test_a_replica_that_serves_goes_before_one_on_a_fuller_machine_that_does_not_yet() -> None:
+    spec = replace(SPEC, pools=(replace(SPEC.pools[0], num_replicas=1),), is_growing=True)
+    first, second, third = placed("abb")
+    observed = (first, replace(second, state=STARTING), replace(third, state=STARTING))
+    assert [f"{action.kind} {action.replica_id}" for action in plan(spec, observed, NOW).actions] == [
+        "stop replica-1",
+        "stop replica-2",
+    ]

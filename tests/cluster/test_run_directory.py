@@ -107,3 +107,13 @@ def test_in_a_checkout_the_run_directory_is_at_its_root(tmp_path: Path) -> None:
 def test_elsewhere_the_run_directory_is_in_the_users_state(tmp_path: Path) -> None:
     assert default_run_directory(tmp_path, {"XDG_STATE_HOME": "/s"}) == Path("/s/kvasir")
     assert default_run_directory(tmp_path, {}) == Path.home() / ".local/state/kvasir"
+
+
+def test_only_this_user_reads_the_state_for_the_url_of_redis_may_have_a_password(
+    directory: RunDirectory,
+) -> None:
+    with directory.claim():
+        directory.write_state(STATE)
+        directory.write_targets([])
+    assert stat.S_IMODE((directory.path / "cluster.json").stat().st_mode) == 0o600
+    assert (directory.path / "prometheus_targets.json").stat().st_mode & stat.S_IROTH

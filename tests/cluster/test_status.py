@@ -1,5 +1,9 @@
+from dataclasses import replace
+from pathlib import Path
+
 import redis
 
+from cluster.local import summary
 from cluster.run_directory import ClusterState, ReplicaEntry
 from cluster.status import Registry, read_registry, render
 from replicas.protocol.frames import LoadSnapshot
@@ -77,3 +81,9 @@ def test_the_registry_is_read_from_redis_and_the_dead_are_left_out(redis_url: st
         )
     registry = read_registry(redis_url)
     assert registry == Registry({ReplicaId("replica-0"): record("replica-0", "e1")})
+
+
+def test_the_password_of_redis_is_not_shown() -> None:
+    running = replace(state(), redis_url="redis://:secret@r/0")
+    assert "redis://:***@r/0" in render(running, Registry({}))
+    assert "secret" not in summary(running, "toy", Path("targets.json")) + render(running, Registry({}))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
-from replicas.protocol.settings import SettingsError, build, load_settings, setting
+from replicas.protocol.settings import SettingsError, build, load_settings, setting, without_password
 
 
 @dataclass(frozen=True)
@@ -142,3 +142,22 @@ def test_the_block_size_follows_the_engine_unless_it_is_set() -> None:
 def test_engine_args_are_for_vllm_only() -> None:
     with pytest.raises(SettingsError, match="engine_args is for the engine vllm"):
         ReplicaConfig(engine_args={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis://me@host/0", "redis://me@host/0"),
+        ("redis://:secret@host:6379/0", "redis://:***@host:6379/0"),
+        ("rediss://me:sec:ret@host/0", "rediss://me:***@host/0"),
+        ("redis://:se/c@re?t@host:6379", "redis://:***@host:6379"),
+        ("redis://host/0?db=1&password=secret&x=y", "redis://host/0?db=1&password=***&x=y"),
+        ("unix:///run/redis.sock?Password=secret", "unix:///run/redis.sock?Password=***"),
+        ("me:secret@host:6379", "me:***@host:6379"),
+        ("https://me:secret@collector:4318/v1", "https://me:***@collector:4318/v1"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown

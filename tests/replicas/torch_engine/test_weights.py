@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from replicas.config import ReplicaConfig
+from replicas.loadable import complaint
 from replicas.torch_engine.model import Decoder
 from replicas.torch_engine.model_config import read_model_config
 from replicas.torch_engine.weights import CheckpointError, fingerprint, load_checkpoint, tokenizer_bundle
@@ -127,6 +129,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_clear_sentence(
     with pytest.raises(CheckpointError, match=words) as caught:
         load(checkpoint)
     assert "\n" not in str(caught.value)
+    assert complaint(ReplicaConfig(model=str(checkpoint))) == str(caught.value), "and before it is loaded"
 
 
 def test_a_window_that_is_not_used_does_no_harm(checkpoint: Path) -> None:

@@ -1,0 +1,46 @@
+"""Bulletin: what the controller tells whoever follows it: notes, numbered, and complaints that stand.
+
+Owns the numbering and the waiting. Knows nothing of fleets.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+NUM_NOTES_KEPT = 200
+
+
+class Bulletin:
+    """`version` grows with every note. `complaints` are of what is wrong just now, by its name."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.complaints: dict[str, str] = {}
+        self._notes: deque[tuple[int, str]] = deque(maxlen=NUM_NOTES_KEPT)
+        self._changed = asyncio.Condition()
+
+    async def note(self, text: str) -> None:
+        async with self._changed:
+            self.version += 1
+            self._notes.append((self.version, text))
+            self._changed.notify_all()
+
+    def news(self, what: str, complaint: str | None) -> str | None:
+        """Remember the complaint, or that there is none any more; what to say of it, if that is new."""
+        if complaint == self.complaints.get(what):
+            return None
+        if complaint is None:
+            del self.complaints[what]
+            return f"{what}: all is well again"
+        self.complaints[what] = complaint
+        return complaint
+
+    async def newer_than(self, version: int) -> tuple[str, ...]:
+        """The notes after `version`, as soon as there are any."""
+        await self.until(lambda: self.version > version)
+        return tuple(note for number, note in self._notes if number > version)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return when it holds; it is looked at after every note."""
+        async with self._changed:
+            await self._changed.wait_for(condition)

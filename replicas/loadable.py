@@ -1,0 +1,76 @@
+"""complaint(): what would keep a replica's model from being loaded on this machine, without loading it.
+
+Owns which of the engine's own checks can be made beforehand: those of settings, config, tokenizer and the
+headers of weights. Knows nothing of memory and devices, which are another's to give.
+"""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from replicas.config import ReplicaConfig
+from replicas.engines import TOY_MODEL, check_simulation, check_vllm_is_here, read_tokenizer
+from replicas.errors import StartupError
+from replicas.torch_engine.model_config import (
+    CheckpointError,
+    read_eos_token_ids,
+    read_json,
+    read_model_config,
+)
+from replicas.torch_engine.weights import tokenizer_bundle, weight_files
+
+logger = logging.getLogger(__name__)
+
+
+def complaint(config: ReplicaConfig) -> str | None:
+    """One sentence, the one that the replica would have ended with; None if nothing speaks against it."""
+    try:
+        _check(config, Path(config.model) if config.model is not None else TOY_MODEL)
+    except Exception as error:  # as at a replica's start, where nothing that an engine raises is let through
+        logger.info("the model of %s would not load", config.replica_id, exc_info=True)
+        return str(error) or repr(error)
+    return None
+
+
+def _check(config: ReplicaConfig, directory: Path) -> None:
+    if config.engine == "vllm":
+        _check_for_vllm(config, directory)
+    elif config.engine == "simulated":
+        check_simulation(config)
+        read_model_config(directory)
+        weight_files(directory)
+    else:
+        if importlib.util.find_spec("torch") is None:
+            raise StartupError("torch is not installed here")
+        from replicas.torch_engine.engine import check_model
+
+        check_model(config, directory)
+    read_eos_token_ids(directory)
+    read_tokenizer(tokenizer_bundle(directory))
+
+
+def _check_for_vllm(config: ReplicaConfig, directory: Path) -> None:
+    """vLLM has its own word on much more, but only with the model in its hands."""
+    check_vllm_is_here()
+    from replicas.vllm_engine.adapters import read_adapters
+    from replicas.vllm_engine.arguments import given_arguments
+
+    given_arguments(config.engine_args or {})
+    read_adapters(config.adapters or {}, config.model_name or directory.resolve().name)
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory {directory}")
+    fields = read_json(directory / "config.json")
+    weight_files(directory)
+    names = [str(name) for name in fields.get("architectures") or []]
+    if "auto_map" not in fields and not any(map(_has_vllm, names)):
+        raise CheckpointError(
+            f"vLLM does not serve the model in {directory}: it knows no architecture {', '.join(names)}"
+        )
+
+
+def _has_vllm(architecture: str) -> bool:
+    """What vLLM has no code of its own for it takes from transformers."""
+    import transformers
+    from vllm import ModelRegistry
+
+    return architecture in ModelRegistry.get_supported_archs() or hasattr(transformers, architecture)

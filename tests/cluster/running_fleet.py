@@ -1,0 +1,189 @@
+"""A fleet on a Ray cluster, as tests have it: the real command, controller, replicas, router and clients.
+
+Where its machines come from is the test's business.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from cluster.processes import MARK, kill_marked
+from cluster.ray_head import RAY_ENVIRONMENT
+from tests.cluster.kvasir_command import COMMAND
+from tests.redis_server import RedisServer
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+
+QUICK_TO_NOTICE = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_timeout_ms_task_wait_for_death_info": "200",
+}
+
+
+class Fleet:
+    def __init__(self, folder: Path, ray_folder: Path, redis_url: str, environment: dict[str, str]) -> None:
+        self.folder = folder
+        self.ray_folder = ray_folder
+        self.redis_url = redis_url
+        self.environment = environment
+        self.address = ""
+        self.router_url = ""
+        self.machines: subprocess.Popen[str] | None = None
+
+    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*COMMAND, "fleet", *words, "--address", self.address],
+            **{"capture_output": True, "text": True, "timeout": SECONDS, "check": False},
+            env=self.environment,
+        )
+
+    def do(self, *words: str) -> str:
+        done = self.run(*words)
+        assert done.returncode == 0, "\n".join((done.stdout, done.stderr, *self.controller_log()[-60:]))
+        return done.stdout
+
+    def apply(self, *pools: dict[str, Any], **fields: Any) -> "subprocess.CompletedProcess[str]":
+        file = self.folder / "fleet.yaml"
+        file.write_text(yaml.safe_dump({"redis_url": self.redis_url, "pools": list(pools), **fields}))
+        return self.run("apply", str(file))
+
+    def status(self) -> dict[str, Any]:
+        """What `kvasir fleet status --json` prints, from a process that is connected to Ray already."""
+        status: dict[str, Any] = json.loads(self.tell_machines("status"))
+        return status
+
+    def ready(self) -> dict[str, dict[str, Any]]:
+        replicas = self.status()["replicas"]
+        return {entry["replica_id"]: entry for entry in replicas if entry["state"] == "ready"}
+
+    def epochs(self) -> dict[str, str]:
+        """Of those that serve: equal for replicas that nobody has touched."""
+        return {name: entry["epoch"] for name, entry in self.ready().items()}
+
+    def tell_machines(self, line: str) -> str:
+        """One line to the process that has made the machines, and its answer."""
+        assert self.machines is not None
+        assert self.machines.stdin is not None
+        assert self.machines.stdout is not None
+        self.machines.stdin.write(line + "\n")
+        self.machines.stdin.flush()
+        return self.machines.stdout.readline().strip()
+
+    def controller_log(self) -> list[str]:
+        """What controllers have said, with the time."""
+        files = sorted(self.ray_folder.glob("session_latest/logs/worker-*.err"))
+        return [
+            line for file in files for line in file.read_text().splitlines() if "cluster.controller" in line
+        ]
+
+    def ask(self, model: str, prompt: str, **fields: Any) -> httpx.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
+        url = f"{self.router_url}/v1/chat/completions"
+        return httpx.post(url, json=body | fields, timeout=60, trust_env=False)
+
+    def explain(self, model: str, prompt: str) -> dict[str, Any]:
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+        url = f"{self.router_url}/explain/v1/chat/completions"
+        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+        explained: dict[str, Any] = answer.json()["prompts"][0] if answer.status_code == 200 else {}
+        return explained
+
+    @contextmanager
+    def clients(self, model: str, count: int = 4) -> Iterator[Counter[str]]:
+        """They ask all the time. What became of it, by status and replica; the last is awaited."""
+        outcomes: Counter[str] = Counter()
+        over = threading.Event()
+
+        def ask(client: int) -> None:
+            number = 0
+            while not over.is_set():
+                number += 1
+                try:
+                    answer = self.ask(model, f"{client} asks for the {number}th time about a cat")
+                    failed = answer.status_code != 200 or not answer.json()["usage"]["completion_tokens"]
+                    outcomes[f"{answer.status_code} {answer.text}" if failed else "ok"] += 1
+                    outcomes[answer.headers.get("x-kvasir-replica", "nobody")] += 1
+                except httpx.HTTPError as error:
+                    outcomes[repr(error)] += 1
+
+        threads = [threading.Thread(target=ask, args=(client,)) for client in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield outcomes
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+@contextmanager
+def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
+    """A Redis, a router, and the Ray cluster that the module `machines` makes, given a folder and its other
+    arguments. Nothing of it is left at the end."""
+    ray_folder = Path("/tmp") / f"kvasir-{name}-{os.getpid()}"  # short: Ray puts sockets there
+    environment = {key: value for key, value in os.environ.items() if key not in ("REDIS_URL", "RAY_ADDRESS")}
+    environment |= {**RAY_ENVIRONMENT, **QUICK_TO_NOTICE, MARK: str(folder), "OMP_NUM_THREADS": "1"}
+    (folder / "logs").mkdir()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, ray_folder, ignore_errors=True)
+        stack.callback(kill_marked, folder, ray_folder)
+        server = RedisServer()
+        server.start()
+        stack.callback(server.close)
+        fleet = Fleet(folder, ray_folder, server.url, environment)
+        log = stack.enter_context((folder / "logs" / "all.log").open("w"))
+        module, *arguments = machines
+        fleet.machines = process = subprocess.Popen(
+            [sys.executable, "-m", module, str(ray_folder), *arguments],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True},
+            **{"env": environment, "cwd": ROOT},
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        port = free_port()
+        fleet.router_url = f"http://127.0.0.1:{port}"
+        router = subprocess.Popen(
+            [sys.executable, "-m", "router", "--port", str(port), "--redis-url", server.url],
+            **{"env": environment, "cwd": ROOT, "stdout": log, "stderr": log},
+        )
+        stack.callback(router.wait)
+        stack.callback(router.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stack.enter_context(process.stdin)
+        stack.enter_context(process.stdout)
+        fleet.address = process.stdout.readline().strip()
+        assert fleet.address, (folder / "logs" / "all.log").read_text()
+        yield fleet
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def pool(name: str, model: Path, replicas: int, **settings: Any) -> dict[str, Any]:
+    settings = {"engine": "simulated", "model": str(model), "model_name": name, "num_blocks": 4096} | settings
+    return {
+        **{"name": name, "replicas": replicas, "settings": settings, "drain_seconds": 20},
+        "resources": {"cpus": 0.1, "custom": {"slot": 1}},
+    }
