@@ -1,4 +1,8 @@
-"""Images built and run with buildah, without a daemon and without namespaces (chroot isolation)."""
+"""Images built and run with buildah, without a daemon and without namespaces (chroot isolation).
+
+Owns where buildah keeps them: a folder that goes when the tests end, so that nothing of this machine's own
+images is seen or changed. Knows nothing of what is in them.
+"""
 
 import contextlib
 import json
@@ -7,84 +11,161 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.deploy.dockerfile import ROOT
+from tests.tools import need_root, needed_tool
 
 BASE = "localhost/kvasir-base:bookworm"
-ENVIRONMENT = {**os.environ, "BUILDAH_ISOLATION": "chroot"}
+MOUNTS = Path("/proc/self/mountinfo")
 
 
-def need_buildah() -> None:
+@contextlib.contextmanager
+def image_store() -> Iterator["ImageStore"]:
     """Skips, saying why, where no image can be built."""
-    if os.geteuid() != 0:
-        pytest.skip("building images without a daemon needs root here")
+    need_root("builds images without a daemon")
     for tool in ("buildah", "mmdebstrap"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed (Debian: apt-get install {tool})")
-
-
-def buildah(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        ["buildah", *arguments], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False
+        needed_tool(tool)
+    folder = Path(tempfile.mkdtemp(prefix="kvasir-images-"))
+    folder.chmod(0o755)  # mmdebstrap fetches packages as a user of its own
+    (folder / "scratch").mkdir()
+    (folder / "storage.conf").write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/images"\nrunroot = "{folder}/run"\n'
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
+    try:
+        yield ImageStore(folder)
+    finally:
+        remove(folder)
 
 
-def local_base() -> str:
-    """The base image that deploy/images/make-debian-base makes, made if it is not there yet."""
-    there = subprocess.run(["buildah", "inspect", "--type", "image", BASE], capture_output=True, check=False)
-    if there.returncode != 0:
-        made = ROOT / "deploy/images/make-debian-base"
-        done = subprocess.run([made, BASE], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+def remove(folder: Path) -> None:
+    """The folder, and what buildah has left mounted in it: first, since what is mounted is not ours."""
+    for mount in reversed(mounts_below(folder)):
+        subprocess.run(["umount", mount], check=True)
+    assert mounts_below(folder) == []
+    shutil.rmtree(folder)
+
+
+def mounts_below(folder: Path) -> list[str]:
+    """In the order of mounting."""
+    mounts = [line.split()[4] for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
+    return [mount for mount in mounts if Path(mount).is_relative_to(folder)]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageStore:
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "BUILDAH_ISOLATION": "chroot",
+            "CONTAINERS_STORAGE_CONF": str(self.folder / "storage.conf"),
+            "TMPDIR": str(self.folder / "scratch"),
+        }
+
+    def run(self, *command: str | Path) -> str:
+        done = subprocess.run(
+            command, env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-    return BASE
+        return done.stdout.strip()
 
+    def base(self) -> "Image":
+        """The image that deploy/images/make-debian-base makes, made if it is not there yet."""
+        if BASE not in self.run("buildah", "images", "--format", "{{.Name}}:{{.Tag}}").splitlines():
+            self.run(ROOT / "deploy/images/make-debian-base", BASE)
+        return Image(self, BASE)
 
-def wheel_folders() -> list[str]:
-    """Local folders of wheels that pip has been told of: where they have torch, no other is asked for."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
-    )
-    values = [
-        line.partition("=")[2].strip("'") for line in listed.stdout.splitlines() if "find-links" in line
-    ]
-    return sorted({folder for value in values for folder in value.split() if Path(folder).is_dir()})
+    def build(self, kind: str, *options: str, dockerfile: Path | None = None) -> "Image":
+        """deploy/images/KIND.Dockerfile on the local base. Docker's format: the other one has no health
+        check."""
+        base = self.base()
+        image = Image(self, f"localhost/kvasir-test-{kind}")
+        file = dockerfile or ROOT / f"deploy/images/{kind}.Dockerfile"
+        self.run(
+            *("buildah", "bud", "--format", "docker", "--build-arg", f"BASE={base.name}", *options),
+            *("--file", file, "--tag", image.name, "."),
+        )
+        sys.stdout.write(f"{kind} image: {(image.num_bytes - base.num_bytes) / 1e6:.0f} MB beyond its base\n")
+        return image
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
+    store: ImageStore
     name: str
-    base_bytes: int
 
     @property
     def config(self) -> dict[str, Any]:
         """User, environment, entrypoint, health check, as the image itself says."""
-        found: dict[str, Any] = json.loads(buildah("inspect", "--type", "image", self.name))["Docker"][
-            "config"
-        ]
-        return found
+        config: dict[str, Any] = self._inspect()["Docker"]["config"]
+        return config
 
     @property
-    def own_bytes(self) -> int:
-        """Uncompressed, beyond the base image."""
-        return image_bytes(self.name) - self.base_bytes
+    def num_bytes(self) -> int:
+        """Of all layers, uncompressed."""
+        return sum(layer["size"] for layer in json.loads(self._inspect()["Manifest"])["layers"])
+
+    def _inspect(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.store.run("buildah", "inspect", "--type", "image", self.name))
+        return found
+
+    @contextlib.contextmanager
+    def container(self) -> Iterator["Container"]:
+        """Its files, to run programs in; they share this machine's network."""
+        name = self.store.run("buildah", "from", self.name)
+        try:
+            yield Container(self, name)
+        finally:
+            self.store.run("buildah", "rm", name)
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[Path]:
+        """A copy of its files; what is written there is gone afterwards."""
+        with self.container() as container:
+            yield Path(self.store.run("buildah", "mount", container.name))
 
     @contextlib.contextmanager
     def running(self, environment: Mapping[str, str]) -> Iterator["Container"]:
-        """Its entrypoint as its user, on the network of this machine."""
-        container = Container(buildah("from", self.name), self.config, environment)
+        """Its entrypoint as its user."""
+        with self.container() as files:
+            container = Container(self, files.name, environment)
+            with container.started(*self.config["Entrypoint"]):
+                yield container
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    image: Image
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, *words: str) -> list[str]:
+        variables = [word for pair in self.environment.items() for word in ("--env", "=".join(pair))]
+        user = self.image.config["User"]
+        return ["buildah", "run", "--user", user, *variables, self.name, "--", *words]
+
+    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            self.command(*words),
+            env=self.image.store.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    @contextlib.contextmanager
+    def started(self, *words: str) -> Iterator[None]:
         process = subprocess.Popen(
-            container.command(self.config["Entrypoint"]), env=ENVIRONMENT, start_new_session=True
+            self.command(*words), env=self.image.store.environment, start_new_session=True
         )
         try:
-            yield container
+            yield
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             try:
@@ -92,45 +173,9 @@ class Image:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            buildah("rm", container.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    name: str
-    config: dict[str, Any]
-    environment: Mapping[str, str]
-
-    def command(self, words: list[str]) -> list[str]:
-        variables = [word for pair in self.environment.items() for word in ("--env", "=".join(pair))]
-        return ["buildah", "run", "--user", self.config["User"], *variables, self.name, "--", *words]
-
-    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            self.command(list(words)), env=ENVIRONMENT, capture_output=True, text=True, check=False
-        )
 
     def is_healthy(self) -> bool:
         """What the image's own health check says."""
-        kind, *words = self.config["Healthcheck"]["Test"]
+        kind, *words = self.image.config["Healthcheck"]["Test"]
         assert kind == "CMD"
         return self.run(*words).returncode == 0
-
-
-def image_bytes(name: str) -> int:
-    """Of all layers, uncompressed."""
-    manifest = json.loads(json.loads(buildah("inspect", "--type", "image", name))["Manifest"])
-    return sum(layer["size"] for layer in manifest["layers"])
-
-
-def build(kind: str, *options: str) -> Image:
-    """deploy/images/KIND.Dockerfile on the local base. Docker's format: the other one has no health check."""
-    base = local_base()
-    name = f"localhost/kvasir-test-{kind}"
-    buildah(
-        *("bud", "--format", "docker", "--build-arg", f"BASE={base}", *options),
-        *("--file", f"deploy/images/{kind}.Dockerfile", "--tag", name, "."),
-    )
-    image = Image(name, image_bytes(base))
-    sys.stdout.write(f"{kind} image: {image.own_bytes / 1e6:.0f} MB beyond its base\n")
-    return image

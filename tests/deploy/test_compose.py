@@ -1,9 +1,7 @@
 """deploy/compose.yaml: valid for Docker Compose, and all that it names exists and fits together."""
 
-import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +13,11 @@ from replicas.config import ReplicaConfig
 from replicas.protocol.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
+from tests.deploy.compose import COMPOSE, REPLICAS, dockerfile, understood
 from tests.deploy.dockerfile import ROOT, command, environment, last_stage
 from tests.tools import needed_tool
 
-COMPOSE = ROOT / "deploy/compose.yaml"
 SCRAPING = ROOT / "deploy/prometheus/compose.yml"
-REPLICAS = ("replica-0", "replica-1")
-
-
-@pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
-    """The file as Docker Compose understands it: anchors, merges and relative paths resolved."""
-    compose = Path(sys.executable).with_name("docker-compose")
-    done = subprocess.run(
-        [compose, "-f", COMPOSE, "config", "--format", "json"],
-        env={"HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    understood: dict[str, Any] = json.loads(done.stdout)
-    return understood
-
-
-def dockerfile(service: dict[str, Any]) -> Path:
-    return Path(service["build"]["context"], service["build"]["dockerfile"])
 
 
 def replica_config(service: dict[str, Any]) -> ReplicaConfig:
@@ -63,6 +40,23 @@ def router_config(service: dict[str, Any]) -> RouterConfig:
         program="",
         description="",
     )
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("healthcheck:", "healthchecks:"),
+        ("interval: 2s", "interval: often"),
+        ("{condition: service_healthy}", "{condition: healthy}"),
+        ("networks: [inside, outside]", "networks: [inside, outdoors]"),
+    ],
+)
+def test_docker_compose_finds_what_is_no_compose_file(good: str, bad: str, tmp_path: Path) -> None:
+    """So that it has nothing to say of ours means something."""
+    text = COMPOSE.read_text(encoding="utf-8")
+    assert good in text
+    (tmp_path / "compose.yaml").write_text(text.replace(good, bad), encoding="utf-8")
+    assert understood(tmp_path / "compose.yaml").returncode != 0
 
 
 def test_it_has_a_router_replicas_redis_prometheus_and_grafana(project: dict[str, Any]) -> None:
