@@ -35,7 +35,7 @@ def main(folder: str, num_machines: int) -> None:
         cluster.add_node(
             wait=False,
             num_cpus=2,
-            resources={"slot": 2},
+            resources={"slot": 3},
             node_ip_address=f"127.0.0.{11 + number}",
             object_store_memory=80 * 2**20,
         )

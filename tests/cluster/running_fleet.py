@@ -26,6 +26,7 @@ from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
+PAUSE_SECONDS = 0.02
 
 QUICK_TO_NOTICE = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -34,6 +35,10 @@ QUICK_TO_NOTICE = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_timeout_ms_task_wait_for_death_info": "200",
 }
+
+
+def new_client() -> httpx.Client:
+    return httpx.Client(timeout=60, trust_env=False)
 
 
 class Fleet:
@@ -45,6 +50,7 @@ class Fleet:
         self.address = ""
         self.router_url = ""
         self.machines: subprocess.Popen[str] | None = None
+        self.client = new_client()
 
     def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -92,15 +98,15 @@ class Fleet:
             line for file in files for line in file.read_text().splitlines() if "cluster.controller" in line
         ]
 
-    def ask(self, model: str, prompt: str, **fields: Any) -> httpx.Response:
+    def ask(self, model: str, prompt: str, client: httpx.Client | None = None) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
         url = f"{self.router_url}/v1/chat/completions"
-        return httpx.post(url, json=body | fields, timeout=60, trust_env=False)
+        return (client or self.client).post(url, json=body)
 
     def explain(self, model: str, prompt: str) -> dict[str, Any]:
         body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
         url = f"{self.router_url}/explain/v1/chat/completions"
-        answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+        answer = self.client.post(url, json=body)
         explained: dict[str, Any] = answer.json()["prompts"][0] if answer.status_code == 200 else {}
         return explained
 
@@ -110,27 +116,27 @@ class Fleet:
         outcomes: Counter[str] = Counter()
         over = threading.Event()
 
-        def ask(client: int) -> None:
+        def ask(name: int, client: httpx.Client) -> None:
             number = 0
-            while not over.is_set():
+            # A pause: they are there to see every moment, and not to take the machine from what they watch.
+            while not over.wait(PAUSE_SECONDS):
                 number += 1
                 try:
-                    answer = self.ask(model, f"{client} asks for the {number}th time about a cat")
+                    answer = self.ask(model, f"{name} asks for the {number}th time about a cat", client)
                     failed = answer.status_code != 200 or not answer.json()["usage"]["completion_tokens"]
                     outcomes[f"{answer.status_code} {answer.text}" if failed else "ok"] += 1
                     outcomes[answer.headers.get("x-kvasir-replica", "nobody")] += 1
                 except httpx.HTTPError as error:
                     outcomes[repr(error)] += 1
 
-        threads = [threading.Thread(target=ask, args=(client,)) for client in range(count)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield outcomes
-        finally:
-            over.set()
+        with ExitStack() as stack:
+            clients = [stack.enter_context(new_client()) for _ in range(count)]
+            threads = [threading.Thread(target=ask, args=item) for item in enumerate(clients)]
             for thread in threads:
-                thread.join()
+                thread.start()
+                stack.callback(thread.join)
+            stack.callback(over.set)
+            yield outcomes
 
 
 @contextmanager
@@ -148,6 +154,7 @@ def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
         server.start()
         stack.callback(server.close)
         fleet = Fleet(folder, ray_folder, server.url, environment)
+        stack.callback(fleet.client.close)
         log = stack.enter_context((folder / "logs" / "all.log").open("w"))
         module, *arguments = machines
         fleet.machines = process = subprocess.Popen(
