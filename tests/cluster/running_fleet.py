@@ -27,6 +27,7 @@ from tests.redis_server import RedisServer
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
 PAUSE_SECONDS = 0.02
+RESUMES = "router_resumes_total"
 
 QUICK_TO_NOTICE = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -103,6 +104,11 @@ class Fleet:
         url = f"{self.router_url}/v1/chat/completions"
         return (client or self.client).post(url, json=body)
 
+    def num_resumes(self) -> int:
+        """Answers that another replica had to finish."""
+        lines = self.client.get(f"{self.router_url}/metrics").text.splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith(RESUMES))
+
     def explain(self, model: str, prompt: str) -> dict[str, Any]:
         body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
         url = f"{self.router_url}/explain/v1/chat/completions"
@@ -112,7 +118,8 @@ class Fleet:
 
     @contextmanager
     def clients(self, model: str, count: int = 4) -> Iterator[Counter[str]]:
-        """They ask all the time. What became of it, by status and replica; the last is awaited."""
+        """They ask all the time. What became of it, by status and replica; the last is awaited. A client
+        sees nothing of a replica that ends amid its answer, since another goes on: that counts as well."""
         outcomes: Counter[str] = Counter()
         over = threading.Event()
 
@@ -136,7 +143,10 @@ class Fleet:
                 thread.start()
                 stack.callback(thread.join)
             stack.callback(over.set)
+            before = self.num_resumes()
             yield outcomes
+        if self.num_resumes() != before:
+            outcomes["continued elsewhere"] += self.num_resumes() - before
 
 
 @contextmanager
