@@ -48,22 +48,18 @@ def check_models(pools: Sequence[PoolSpec], answer_seconds: float = ANSWER_SECON
                 by_machine[node["NodeID"]].append(pool)
     calls = {_ask(machine, asked): machine for machine, asked in by_machine.items()}
     unknown = {pool.name for pool in pools}
-    try:
-        answered = ray.wait(list(calls), num_returns=len(calls), timeout=answer_seconds)[0] if calls else []
-        for call in answered:
-            address = addresses[calls[call]]
-            try:
-                sentences: Mapping[str, str | None] = ray.get(call)
-            except RayError as error:
-                logger.warning("%s did not look at models: %s", address, error)
-                continue
-            for name, sentence in sentences.items():
-                if sentence is not None:
-                    return ModelCheck(f"pool {name} would not start on {address}: {sentence}")
-                unknown.discard(name)
-    finally:
-        for call in calls:
-            ray.cancel(call, force=True)
+    answered = ray.wait(list(calls), num_returns=len(calls), timeout=answer_seconds)[0] if calls else []
+    for call in answered:
+        address = addresses[calls[call]]
+        try:
+            sentences: Mapping[str, str | None] = ray.get(call)
+        except RayError as error:
+            logger.warning("%s did not look at models: %s", address, error)
+            continue
+        for name, sentence in sentences.items():
+            if sentence is not None:
+                return ModelCheck(f"pool {name} would not start on {address}: {sentence}")
+            unknown.discard(name)
     return ModelCheck(notes=tuple(_unknown(name) for name in sorted(unknown)))
 
 

@@ -249,6 +249,7 @@ class _Parts:
         self.card = engine.card
         self.tracing = tracing
         self.metrics = ReplicaMetrics(CollectorRegistry())
+        self.metrics.info.labels(config.replica_id, self.card.name, self.card.engine).set(1)
         self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
         self.engine_loop = drive(
             engine,

@@ -40,6 +40,12 @@ class ReplicaMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.info = Gauge(
+            "replica_info",
+            "1, with the name under which routers know this replica",
+            ["replica_id", "model", "engine"],
+            registry=registry,
+        )
         self.steps = Counter("replica_steps_total", "Engine steps", registry=registry)
         self.step_seconds = Histogram(
             "replica_step_seconds",

@@ -78,6 +78,8 @@ def test_one_file_says_where_everybodys_metrics_are(running: KvasirCommand) -> N
     }
     assert 'router_replica_requests{replica="replica-1"} 0.0' in found["kvasir-router"]
     assert "replica_lease_renewals_total" in found["kvasir-replicareplica-1"]
+    named = 'replica_info{engine="simulated",model="toy_model",replica_id="replica-1"} 1.0'
+    assert named in found["kvasir-replicareplica-1"]
     controller = found["kvasir-controller"]
     assert 'fleet_replicas{pool="replica",state="ready"} 2.0' in controller
     assert 'fleet_replicas_desired{pool="replica"} 2.0' in controller
