@@ -1,7 +1,4 @@
-"""Images, built once for all tests of deployments.
-
-Tests with the marker `images` build those that take minutes: they run only if -m asks for them.
-"""
+"""What tests of deployments share: the compose file as it is understood, images that are built once."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +8,6 @@ import pytest
 from tests.deploy.compose import compose_project
 from tests.deploy.images import Image, ImageStore, image_store
 from tests.deploy.wheels import wheel_options
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "images" in config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("images") is not None]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")
