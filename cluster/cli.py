@@ -207,10 +207,13 @@ def _up(arguments: argparse.Namespace) -> int:
     from cluster.up import options_from, serve
 
     directory = RunDirectory(arguments.run_dir)
+    environment = {**os.environ, **RAY_ENVIRONMENT, MARK: str(directory.path)}
+    environment.pop("RAY_ADDRESS", None)
+    options = options_from(arguments, directory, environment)
     # Ray takes its settings from here alone, and hands the mark on to its workers.
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ.update({**RAY_ENVIRONMENT, MARK: str(directory.path)})
-    return serve(options_from(arguments, directory, dict(os.environ)), _say)
+    os.environ.update(environment)
+    return serve(options, _say)
 
 
 def _down(arguments: argparse.Namespace) -> int:

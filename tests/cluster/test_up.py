@@ -200,6 +200,16 @@ def serves(command: KvasirCommand) -> bool:
         return False
 
 
+def test_what_a_killed_up_leaves_behind_is_cleared_away_by_down(running: KvasirCommand) -> None:
+    os.kill(running.state().pid, signal.SIGKILL)
+    down = running.run("down")
+    assert down.returncode == 0, down.stderr
+    assert running.leftovers() == []
+    again = running.run("down")
+    nothing = f"kvasir: no cluster runs in {running.directory.path}\n"
+    assert (again.returncode, again.stderr) == (1, nothing)
+
+
 def test_ctrl_c_ends_all_of_it_and_signs_off_from_a_redis_that_stays(tmp_path: Path, redis_url: str) -> None:
     command = KvasirCommand(tmp_path / "run", {"REDIS_URL": redis_url})
     with command.up("--replicas", "1") as process:
@@ -211,18 +221,6 @@ def test_ctrl_c_ends_all_of_it_and_signs_off_from_a_redis_that_stays(tmp_path: P
         assert command.directory.read_state() is None
         assert not command.directory.ray_directory.exists()
     assert command.run("status").returncode == 1
-
-
-def test_what_a_killed_up_leaves_behind_is_cleared_away_by_down(tmp_path: Path) -> None:
-    command = KvasirCommand(tmp_path / "run")
-    with command.up("--replicas", "1") as process:
-        process.kill()
-        process.wait()
-        down = command.run("down")
-        assert down.returncode == 0, down.stderr
-        assert command.leftovers() == []
-    again = command.run("down")
-    assert (again.returncode, again.stderr) == (1, f"kvasir: no cluster runs in {tmp_path}/run\n")
 
 
 def test_a_bad_model_ends_up_with_the_replicas_own_sentence(tmp_path: Path) -> None:
