@@ -33,13 +33,13 @@ def alpha(num_replicas: int) -> dict[str, Any]:
 
 
 def test_replicas_without_room_make_ray_add_machines(fleet: Fleet) -> None:
-    applied = fleet.apply(alpha(3), ray_autoscaler=True)
+    applied = fleet.apply(alpha(4), ray_autoscaler=True)
     assert applied.returncode == 0, applied.stdout + applied.stderr
     said = applied.stdout.splitlines()
     assert said[0] == "no machine could say whether the model of pool alpha loads: its first replica will"
     assert any("waits for room" in line for line in said), "which is no failure"
     assert not any("died" in line or "ended" in line for line in said)
-    assert said[-1] == "ready: alpha 3"
+    assert said[-1] == "ready: alpha 4"
     assert len(machines(fleet)) == 2
 
 
