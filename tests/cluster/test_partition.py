@@ -273,22 +273,20 @@ def test_a_router_that_is_cut_off_from_redis_serves_with_the_replica_on_its_side
 
 
 def test_after_healing_a_name_stays_with_who_has_taken_it_and_the_other_ends(fleet: Fleet, cut: Cut) -> None:
-    epochs = {replica_id: record.epoch for replica_id, record in fleet.leases().items()}
-    assert len(epochs) == 2
-    seen = []
+    holders = {(record.replica_id, record.epoch) for record in fleet.leases().values()}
+    assert len(holders) == 2
+    seen: set[tuple[ReplicaId, str]] = set()
 
     def has_ended() -> bool:
-        seen.append({replica_id: record.epoch for replica_id, record in fleet.leases().items()})
+        seen.update((record.replica_id, record.epoch) for record in fleet.leases().values())
         return not any(line.startswith("ray::Replica") for line in cut.machine.processes().values())
 
     cut.machine.heal()
     wait_until(has_ended, lambda: str(cut.machine.processes()), SECONDS)
     wait_until(lambda: fleet.is_routed_to(cut.machine, 2), lambda: "not two replicas", SECONDS)
-    assert seen == [epochs] * len(seen), "nobody else has written to a lease meanwhile"
-    status = fleet.status()
-    assert {name: (entry["state"], entry["epoch"]) for name, entry in status.items()} == {
-        name: ("ready", epoch) for name, epoch in epochs.items()
-    }
+    assert seen == holders, "nobody else has held a lease meanwhile"
+    status = {(name, entry["epoch"], entry["state"]) for name, entry in fleet.status().items()}
+    assert status == {(*holder, "ready") for holder in holders}
     for answers in (cut.here, cut.there):
         answers.wait_for_all()
 
