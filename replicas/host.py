@@ -34,7 +34,7 @@ from replicas.proof import prove_hashes
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.settings import without_password
-from replicas.protocol.status import Epoch, ReplicaId, ReplicaState, TokenizerBundle, advance
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.protocol.tls import TlsFiles, server_credentials
 from replicas.registration import Registration
 from replicas.server import Identity, ReplicaServer
@@ -248,8 +248,7 @@ class _Parts:
     ) -> None:
         self.card = engine.card
         self.tracing = tracing
-        self.metrics = ReplicaMetrics(CollectorRegistry())
-        self.metrics.info.labels(config.replica_id, self.card.name, self.card.engine).set(1)
+        self.metrics = _metrics_of(config, self.card, tracing)
         self.bridge = FrameBridge(asyncio.get_running_loop(), self._deliver)
         self.engine_loop = drive(
             engine,
@@ -295,7 +294,6 @@ class _Parts:
             max_open_requests=config.max_running + config.max_waiting,
             tracing=tracing,
         )
-        self.metrics.dropped_spans.read = lambda: tracing.num_dropped
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -324,6 +322,13 @@ class _Parts:
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:
         logger.error("%s; stepping down", lost)
         host.fail(lost)
+
+
+def _metrics_of(config: ReplicaConfig, card: ModelCard, tracing: Tracing) -> ReplicaMetrics:
+    metrics = ReplicaMetrics(CollectorRegistry())
+    metrics.info.labels(config.replica_id, card.name, card.engine).set(1)
+    metrics.dropped_spans.read = lambda: tracing.num_dropped
+    return metrics
 
 
 def _open_tls(config: ReplicaConfig) -> grpc.ServerCredentials | None:
