@@ -197,6 +197,9 @@ def test_a_rollout_that_does_not_start_stops_and_the_old_replicas_serve_on(fleet
     assert_none_failed(outcomes)
     assert fleet.epochs() == before
     assert "rollout given up" in fleet.do("status")
+    alpha = fleet.status()["pools"][0]
+    assert alpha["is_settled"], "it is to be what it was, so that its old replicas are the right ones"
+    assert {entry["revision"] for entry in fleet.ready().values()} >= {alpha["revision"]}
 
 
 def test_a_drained_replica_finishes_what_it_has_and_is_replaced(fleet: Fleet) -> None:
