@@ -28,7 +28,7 @@ from replicas.protocol.status import ReplicaId
 from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.machines import Machine, machines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(480)]
 
 SECONDS = 120.0
 """How long anything may take on a busy machine."""

@@ -76,7 +76,8 @@ def test_one_file_says_where_everybodys_metrics_are(running: KvasirCommand) -> N
         *("kvasir-router", "kvasir-controller"),
         *("kvasir-replicareplica-0", "kvasir-replicareplica-1"),
     }
-    assert 'router_replica_requests{replica="replica-1"} 0.0' in found["kvasir-router"]
+    line = 'router_replica_requests{replica="replica-1"} 0.0'
+    wait_until(lambda: line in scraped(running)["kvasir-router"], lambda: f"no {line}")
     assert "replica_lease_renewals_total" in found["kvasir-replicareplica-1"]
     named = 'replica_info{engine="simulated",model="toy_model",replica_id="replica-1"} 1.0'
     assert named in found["kvasir-replicareplica-1"]

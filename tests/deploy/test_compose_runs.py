@@ -16,7 +16,7 @@ from tests.deploy.dockerfile import command, last_stage
 from tests.deploy.images import Image, ImageStore
 from tests.integration.observe import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.images, pytest.mark.timeout(900)]
 
 PROMPT = "Tell me what a cache is. " * 30
 

@@ -9,7 +9,7 @@ import pytest
 from tests.deploy.dockerfile import ROOT
 from tests.deploy.images import Image, ImageStore
 
-pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.images, pytest.mark.timeout(900)]
 
 INSTALL = "/tmp/tools/bin/uv pip install --no-cache --python"
 

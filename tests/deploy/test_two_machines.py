@@ -203,6 +203,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
         yield Followed(said, [first, second])
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(480)
 def test_a_fleet_over_two_machines_answers_whoever_follows_the_page(followed: Followed) -> None:
@@ -216,6 +217,7 @@ def test_a_fleet_over_two_machines_answers_whoever_follows_the_page(followed: Fo
     assert answer["choices"][0]["message"]["content"], answer
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(480)
 def test_its_last_sections_leave_no_process(followed: Followed) -> None:
