@@ -19,7 +19,7 @@ from loadtests.report import make_report
 from loadtests.run_file import Run, read_run
 from tests.integration.observe import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CHECKOUT = Path(__file__).parents[2]
 
