@@ -29,6 +29,7 @@ from replicas.errors import EngineDied, LeaseLost, StartupError
 from replicas.frame_bridge import FrameBridge
 from replicas.index_writer import IndexWriter
 from replicas.metrics import ReplicaMetrics, metrics_endpoint
+from replicas.ports import host_port
 from replicas.process_loop import drive
 from replicas.proof import prove_hashes
 from replicas.protocol.frames import StepFrame
@@ -87,7 +88,7 @@ class ReplicaHost:
     @property
     def metrics_address(self) -> str | None:
         """Where its metrics are: host:port."""
-        return None if self.metrics_port is None else _address(self._config.host, self.metrics_port)
+        return None if self.metrics_port is None else host_port(self._config.host, self.metrics_port)
 
     async def start(self) -> None:
         """Return when routers may come. Raises StartupError, CheckpointError or SettingsError.
@@ -200,7 +201,7 @@ class ReplicaHost:
             )
         except OSError as error:
             raise StartupError(f"cannot listen: {error}") from error
-        self._address = _address(config.host, port)
+        self._address = host_port(config.host, port)
         parts.engine_loop.start()
 
     async def _become_ready(self, parts: "_Parts") -> None:
@@ -349,10 +350,6 @@ def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
         epoch=epoch,
         model=model,
     )
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _connect(url: str) -> "Redis":

@@ -7,9 +7,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 
+def host_port(host: str, port: int) -> str:
+    """As addresses are written, those of IPv6 too."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     """The port that was taken. Raises OSError if there is none to be had."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = host_port(host, port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)

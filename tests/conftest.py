@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from blockbuster import blockbuster_ctx
 
+from tests.certificates import Authority
 from tests.redis_server import RedisServer
 
 # Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
@@ -44,6 +45,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture(autouse=True)

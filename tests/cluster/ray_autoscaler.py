@@ -80,8 +80,8 @@ def config(address: str) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
+    from loadtests.local_stack import free_port
     from tests.cluster.ray_machines import answer
-    from tests.cluster.running_fleet import free_port
 
     port = free_port()
     address = f"{HEAD}:{port}"

