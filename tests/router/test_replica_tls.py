@@ -8,7 +8,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from redis.asyncio import Redis
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams
@@ -18,16 +17,12 @@ from router.membership import RegistrySource
 from router.replica_client import ReplicaClient, ReplicaLost
 from tests.certificates import REPLICA_NAME, Authority, copied
 from tests.router.scripted_replica import ScriptedReplica, eventually, token_at
-from tests.router.test_membership import POLL_SECONDS, Registry, World, watching
+from tests.router.watched_fleet import POLL_SECONDS, Registry, World, registry, watching
+
+__all__ = ["registry"]
 
 ROOT = BlockHash(bytes(16))
 Start = Callable[[str, TlsFiles | None], Awaitable[ScriptedReplica]]
-
-
-@pytest.fixture
-async def registry(redis_url: str) -> AsyncIterator[Registry]:
-    async with Redis.from_url(redis_url, protocol=2) as redis:
-        yield Registry(redis)
 
 
 @pytest.fixture
