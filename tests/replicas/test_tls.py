@@ -21,7 +21,7 @@ from replicas.protocol.status import ReplicaState, TokenizerBundle
 from tests.certificates import REPLICA_NAME, Authority, Pair
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import ScriptedEngine
-from tests.replicas.test_host import config, scripted
+from tests.replicas.whole_replica import config, scripted
 
 REPOSITORY = Path(__file__).parents[2]
 CHECK = REPOSITORY / "deploy" / "images" / "check_replica.py"
