@@ -54,6 +54,9 @@ FLUSH_SECONDS = 2.0
 FAREWELL_SECONDS = 1.0
 """How long Redis may take to hear that we go. If it does not, everything there expires by itself."""
 
+TELL_SECONDS = 1.0
+"""How long routers may take to learn of a drain; what is sent after it is refused."""
+
 ENGINE_STOP_SECONDS = 10.0
 
 
@@ -160,13 +163,17 @@ class ReplicaHost:
         assert self._parts is not None
         if self._state is ReplicaState.READY:
             self._state = advance(self._state, ReplicaState.DRAINING)
-            logger.info("draining requests=%d", self._parts.server.num_requests)
-            self._parts.server.drain()
+            server = self._parts.server
+            logger.info("draining requests=%d", server.num_requests)
             self._parts.registration.announce()
-            await self._parts.server.set_serving(False)
+            await server.set_serving(False)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_seconds):
-                    await self._parts.server.wait_idle()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(TELL_SECONDS):
+                            await server.tell_draining()
+                    server.drain()
+                    await server.wait_idle()
             self._end.set()
 
     async def _supervise(self, parts: "_Parts", started: "asyncio.Future[None]") -> None:

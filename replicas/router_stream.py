@@ -45,6 +45,7 @@ class RouterStream:
     """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time.
 
     `load` counts every request that came before it was offered, so it is offered with each that comes.
+    `knows_draining` is set once the router sends nothing new: it has said so, or is gone.
     """
 
     load: LoadSnapshot
@@ -52,7 +53,9 @@ class RouterStream:
     open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     overflowed: asyncio.Event = field(default_factory=asyncio.Event)
+    knows_draining: asyncio.Event = field(default_factory=asyncio.Event)
     is_cut: bool = False
+    is_draining: bool = False
     _is_closing: bool = False
     _outbox: list[TokenDelta] = field(default_factory=list)
     _weight: int = 0
@@ -98,12 +101,17 @@ class RouterStream:
             self.wanted.clear()
         self._sent_load, self._sent_at = self.load, self.clock()
         self._num_sent = self._num_counted
-        return ServerFrame(tuple(deltas), self.load, self._num_counted)
+        return ServerFrame(tuple(deltas), self.load, self._num_counted, self.is_draining)
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to send, nor ever will be."""
         return self.is_cut or (self._is_closing and not self._outbox)
+
+    def tell_draining(self) -> None:
+        """Say so with the next message, and in all that follow."""
+        self.is_draining = True
+        self.wanted.set()
 
     def close(self) -> None:
         """Let the writer send what is left and end the stream."""
@@ -117,6 +125,7 @@ class RouterStream:
         self._weight = 0
         if self._timer is not None:
             self._timer.cancel()
+        self.knows_draining.set()
         self.wanted.set()
 
     def _on_timer(self) -> None:

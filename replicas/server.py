@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from replicas.arrivals import Arrivals
 from replicas.engine import EngineRequest, expand
-from replicas.grpc_options import SERVER_OPTIONS
 from replicas.loop import ENGINE_FAILED
 from replicas.metrics import ReplicaMetrics
-from replicas.ports import bind, health_server
+from replicas.ports import Ports
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol import replica_pb2_grpc, wire
 from replicas.protocol.blocks import BlockHash
@@ -124,11 +121,11 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._streams: list[RouterStream] = []
         self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
         metrics.arrived.set_function(lambda: self._arrivals.num_requests)
+        self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._servers: list[grpc.aio.Server] = []
+        self._ports = Ports(SERVICE_NAME)
 
     @property
     def load(self) -> LoadSnapshot:
@@ -152,27 +149,21 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         health_socket: str | None = None,
     ) -> int:
         """Listen, not yet healthy. Returns the port; raises OSError if it cannot be had."""
-        server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        server = self._ports.new_server()
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
-        await self.set_serving(False)
-        bound = bind(server, host, port, credentials)
-        servers = [server]
-        if health_socket is not None:
-            servers.append(health_server(self._health, health_socket))
-        for each in servers:
-            await each.start()
-        self._servers = servers
-        return bound
+        return await self._ports.open(server, host, port, credentials, health_socket)
 
     async def set_serving(self, is_serving: bool) -> None:
         """What grpc.health answers, for the whole server and for the service."""
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
+        await self._ports.set_serving(is_serving)
+
+    async def tell_draining(self) -> None:
+        """Return once every router knows that nothing more is to come. What is submitted before is taken."""
+        self._is_telling = True
+        for stream in self._streams:
+            stream.tell_draining()
+        while unaware := [stream for stream in self._streams if not stream.knows_draining.is_set()]:
+            await unaware[0].knows_draining.wait()
 
     def drain(self) -> None:
         """Refuse whatever is submitted from now on."""
@@ -186,8 +177,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         """Send what is queued, end every stream, close. What still runs is aborted."""
         for stream in self._streams:
             stream.close()
-        servers, self._servers = self._servers, []
-        await asyncio.gather(*(server.stop(grace_seconds) for server in servers))
+        await self._ports.close(grace_seconds)
 
     def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
@@ -223,6 +213,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
     ) -> None:
         stream = RouterStream(self.load, self._clock)
         stream.wanted.set()  # a router that has just come wants to know the load
+        stream.is_draining = self._is_telling
         self._streams.append(stream)
         self._metrics.streams.set(len(self._streams))
         try:
@@ -286,6 +277,8 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
                 self._submit(stream, submit)
             for abort in frame.aborts:
                 self._abort(stream, abort)
+            if frame.knows_draining:
+                stream.knows_draining.set()
         return _StreamEnd()
 
     async def _write(self, stream: RouterStream, context: Any) -> None:
@@ -334,7 +327,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             # Nobody could tell the two apart, so the one that runs ends with the one that came.
             self._abort(stream, Abort(submit.request_id))
             return Refusal(RefusalCode.INVALID_REQUEST, f"request id {submit.request_id} is in use")
-        if self._is_draining:
+        if self._is_draining or stream.knows_draining.is_set():
             return Refusal(RefusalCode.DRAINING, "this replica is draining")
         if len(self._open) >= self._max_open_requests:
             # The engine counts too, but only between steps: its inbox must not grow meanwhile.

@@ -228,6 +228,7 @@ class Membership:
                 member.record.address,
                 self._table.update_load,
                 on_lost=lambda lost, member=member: self._lose(member, lost),  # type: ignore[misc]
+                on_draining=self._table.set_draining,
                 stall_seconds=self._stall_seconds,
                 traffic=self._traffic,
                 tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),

@@ -154,6 +154,7 @@ class ReplicaClient:
         on_load: LoadListener,
         *,
         on_lost: Callable[["ReplicaClient"], None] | None = None,
+        on_draining: Callable[[ReplicaId], None] = lambda _: None,
         stall_seconds: float = 10.0,
         traffic: Traffic | None = None,
         tls: ChannelTls | None = None,
@@ -164,6 +165,9 @@ class ReplicaClient:
         self.num_frames = 0
         self._on_load = on_load
         self._on_lost = on_lost
+        self._on_draining = on_draining
+        self._is_draining = False
+        self._owes_answer = False
         self._stall_seconds = stall_seconds
         self._traffic = Traffic() if traffic is None else traffic
         self._last_frame_time: float | None = None
@@ -309,6 +313,11 @@ class ReplicaClient:
     def _receive(self, message: pb.ServerFrame) -> None:
         frame = server_frame_from_wire(message)
         self._on_load(self.replica_id, frame.load, frame.num_counted_submits)
+        if frame.is_draining and not self._is_draining:
+            # What was submitted until now goes first; then the replica is told that nothing follows.
+            self._is_draining = self._owes_answer = True
+            self._on_draining(self.replica_id)
+            self._outbox_filled.set()
         inflights = self._inflight
         for delta in frame.deltas:
             request_id, choice = delta.key
@@ -325,7 +334,7 @@ class ReplicaClient:
             while True:
                 await self._outbox_filled.wait()
                 self._outbox_filled.clear()
-                while self._submits or self._aborts:
+                while self._submits or self._aborts or self._owes_answer:
                     await call.write(self._next_frame())
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the stream has ended; the read loop learns why
@@ -340,7 +349,8 @@ class ReplicaClient:
             return pb.ClientFrame(submits=submits)
         # Aborts go last: each may be for a submit of this very turn.
         aborts, self._aborts = self._aborts, []
-        return pb.ClientFrame(submits=submits, aborts=aborts)
+        knows_draining, self._owes_answer = self._owes_answer, False
+        return pb.ClientFrame(submits=submits, aborts=aborts, knows_draining=knows_draining)
 
     async def _watch(self) -> None:
         """A replica sends a frame with every heartbeat, so silence means that the stream is dead.

@@ -200,10 +200,11 @@ class StepFrame:
 
 @dataclass(frozen=True, slots=True)
 class ClientFrame:
-    """Router to replica."""
+    """Router to replica. `knows_draining` answers a frame with `is_draining`: no submit follows."""
 
     submits: tuple[Submit, ...] = ()
     aborts: tuple[Abort, ...] = ()
+    knows_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,10 @@ class ServerFrame:
     """Replica to one router: that router's share of a StepFrame.
 
     `load` counts the first `num_counted_submits` submits of this stream, as far as they still live.
+    `is_draining` asks for nothing new; what was sent before the router has read it is still taken.
     """
 
     deltas: tuple[TokenDelta, ...]
     load: LoadSnapshot
     num_counted_submits: int = 0
+    is_draining: bool = False

@@ -21,12 +21,14 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class ClientFrame(_message.Message):
-    __slots__ = ("submits", "aborts")
+    __slots__ = ("submits", "aborts", "knows_draining")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     aborts: _containers.RepeatedCompositeFieldContainer[Abort]
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ...) -> None: ...
+    knows_draining: bool
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ..., knows_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes", "announcement_id", "num_expected_tokens", "origin_id", "trace_parent")
@@ -121,14 +123,16 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
-    __slots__ = ("deltas", "load", "num_counted_submits")
+    __slots__ = ("deltas", "load", "num_counted_submits", "is_draining")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_COUNTED_SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     load: Load
     num_counted_submits: int
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_counted_submits: _Optional[int] = ...) -> None: ...
+    is_draining: bool
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_counted_submits: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "choice", "token_ids", "finish_reason", "usage", "logprobs", "refusal")

@@ -42,6 +42,7 @@ def client_frame_to_wire(frame: ClientFrame) -> pb.ClientFrame:
     return pb.ClientFrame(
         submits=[submit_to_wire(submit) for submit in frame.submits],
         aborts=[abort_to_wire(abort) for abort in frame.aborts],
+        knows_draining=frame.knows_draining,
     )
 
 
@@ -56,6 +57,7 @@ def client_frame_from_wire(message: pb.ClientFrame) -> ClientFrame:
             Abort(abort.request_id, abort.choice if abort.HasField("choice") else None)
             for abort in message.aborts
         ),
+        knows_draining=message.knows_draining,
     )
 
 
@@ -64,6 +66,7 @@ def server_frame_to_wire(frame: ServerFrame) -> pb.ServerFrame:
         deltas=[_delta_to_wire(delta) for delta in frame.deltas],
         load=load_to_wire(frame.load),
         num_counted_submits=frame.num_counted_submits,
+        is_draining=frame.is_draining,
     )
 
 
@@ -72,6 +75,7 @@ def server_frame_from_wire(message: pb.ServerFrame) -> ServerFrame:
         deltas=tuple(_delta_from_wire(delta) for delta in message.deltas),
         load=load_from_wire(message.load),
         num_counted_submits=message.num_counted_submits,
+        is_draining=message.is_draining,
     )
 
 

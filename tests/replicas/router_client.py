@@ -39,6 +39,10 @@ class RouterClient:
         )
         await self.call.write(wire.client_frame_to_wire(frame))
 
+    async def say_that_it_knows(self) -> None:
+        """That the replica drains."""
+        await self.call.write(wire.client_frame_to_wire(ClientFrame(knows_draining=True)))
+
     async def read(self) -> ServerFrame | None:
         message = await self.call.read()
         return None if message is grpc.aio.EOF else wire.server_frame_from_wire(message)

@@ -114,8 +114,10 @@ async def test_drain_finishes_what_runs_refuses_the_rest_and_leaves(redis_url: s
         while len(engine.added) < 2:  # noqa: ASYNC110 - the first was the probe
             await asyncio.sleep(0.005)
         await client.stub.Drain(pb.DrainRequest())
-        while host.state is not ReplicaState.DRAINING:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        while frame is not None and not frame.is_draining:
+            frame = await client.read()
+        assert host.state is ReplicaState.DRAINING
+        await client.say_that_it_knows()
         await client.send(submit(2))
         refused = await client.finish((2, 0))
         assert refused[RequestKey(2, 0)][0].refusal is not None
