@@ -11,7 +11,7 @@ from replicas.protocol.status import ReplicaId
 from router.routing.decision import DecisionReason
 from router.routing.policies import POLICIES
 from router.routing.table import RoutedRequest, RoutingTable
-from tests.router.routing.test_table import CARD, STRIDE, prompt, route, store, table_of
+from tests.router.routing.tables import CARD, STRIDE, prompt, route, store, table_of
 
 
 @contextlib.contextmanager

@@ -2,13 +2,11 @@
 
 import contextlib
 import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Adapter, Epoch, ModelCard, ReplicaId
@@ -18,46 +16,7 @@ from router.routing.cost import CostParameters
 from router.routing.decision import DecisionReason, RoutingRequest
 from router.routing.policies import POLICIES
 from router.routing.table import RoutedRequest, RoutingTable
-
-ROOT = BlockHash(b"r" * 16)
-BLOCK_SIZE = 16
-STRIDE = 128
-CARD = ModelCard("m", "fingerprint", "simulated", BLOCK_SIZE, 1000, 100_000, 1000)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-def table_of(size: int, policy: str = "kvasir", clock: Clock | None = None) -> RoutingTable:
-    table = RoutingTable(policy, CostParameters(), random.Random(1), clock=clock)
-    for number in range(size):
-        table.add_replica(ReplicaId(f"r{number}"), CARD, STRIDE)
-    return table
-
-
-def prompt(shared: int, number: int, own: int) -> list[int]:
-    """`shared` tokens that all have, then `own` ones that depend on `number`."""
-    return [*range(shared), *(100_000 * (number + 1) + position for position in range(own))]
-
-
-def route(
-    table: RoutingTable, tokens: Sequence[int], key: str | None = None, **options: object
-) -> RoutedRequest:
-    bucket = bucket_of(ROOT, key, tokens, None, BLOCK_SIZE)
-    request = RoutingRequest(bucket, len(tokens), BLOCK_SIZE)
-    return table.route("m", request, hash_blocks(ROOT, tokens, BLOCK_SIZE), **options)  # type: ignore[arg-type]
-
-
-def store(table: RoutingTable, replica_id: ReplicaId, tokens: Sequence[int]) -> None:
-    """The replica reports that it holds this prompt."""
-    index = table.index("m")
-    hashes = hash_blocks(ROOT, tokens, BLOCK_SIZE)
-    index.replace(replica_id, Epoch("e"), {*index.stored(replica_id), *hashes[7::8], *hashes[-1:]})
+from tests.router.routing.tables import BLOCK_SIZE, CARD, ROOT, STRIDE, Clock, prompt, route, store, table_of
 
 
 def test_a_request_is_reserved_predicted_and_given_back() -> None:
@@ -196,82 +155,6 @@ def test_after_a_storm_every_number_is_zero(policy: str) -> None:
         table.update_load(replica_id, LoadSnapshot())
         load = table.load(replica_id)
         assert (load.num_requests, load.num_pending_tokens, load.num_context_tokens) == (0, 0, 0)
-
-
-def test_a_burst_of_equal_prompts_lands_together_before_any_event_has_come() -> None:
-    table = table_of(8)
-    with contextlib.ExitStack() as burst:
-        decisions = [burst.enter_context(route(table, prompt(0, 1, 6000))).decision for _ in range(12)]
-    assert len({decision.replica_id for decision in decisions}) == 1
-    assert decisions[0].reason is DecisionReason.HOME
-    assert all(decision.overlap_tokens == 5984 for decision in decisions[1:])
-
-
-def test_one_hot_prefix_stays_together_when_idle_and_spreads_under_load() -> None:
-    table = table_of(8)
-    idle: Counter[str] = Counter()
-    for number in range(50):
-        with route(table, prompt(2000, number, 100)) as routed:
-            idle[routed.decision.replica_id] += 1
-        store(table, routed.decision.replica_id, prompt(2000, number, 100))
-    assert len(idle) == 1
-    busy: Counter[str] = Counter()
-    with contextlib.ExitStack() as running:
-        for number in range(800):
-            routed = running.enter_context(route(table, prompt(2000, number, 100)))
-            routed.sent(busy[routed.decision.replica_id] + 1)
-            busy[routed.decision.replica_id] += 1
-            store(table, routed.decision.replica_id, prompt(2000, number, 100))
-            routed.first_token()
-            for replica_id in table.replica_ids("m"):
-                num_requests = busy[replica_id]
-                table.update_load(replica_id, LoadSnapshot(num_running=num_requests), num_requests)
-    assert len(busy) == 8
-    # What the copy of 2000 tokens is worth in requests, 5 * 2000 * 1e-4 s / 10 ms each, is the most
-    # that any replica may lead by.
-    assert max(busy.values()) - min(busy.values()) <= 110
-
-
-def test_prompts_that_share_only_their_first_256_tokens_spread_over_the_replicas() -> None:
-    table = table_of(8)
-    counts: Counter[str] = Counter()
-    with contextlib.ExitStack() as running:
-        for number in range(200):
-            counts[running.enter_context(route(table, prompt(256, number, 4000))).decision.replica_id] += 1
-    assert len(counts) == 8
-    assert max(counts.values()) <= 1.3 * 200 / 8
-
-
-def test_many_cache_keys_over_one_long_prefix_meet_where_it_is_cached() -> None:
-    table = table_of(8)
-    store(table, ReplicaId("r5"), prompt(9000, 0, 0))
-    chosen = set()
-    for number in range(60):
-        with route(table, prompt(9000, number, 200), key=f"session-{number}") as routed:
-            chosen.add(routed.decision.replica_id)
-    assert chosen == {"r5"}
-
-
-def test_many_cache_keys_meet_by_prediction_alone() -> None:
-    table = table_of(8)
-    with contextlib.ExitStack() as running:
-        chosen = {
-            running.enter_context(route(table, prompt(9000, n, 50), key=f"session-{n}")).decision.replica_id
-            for n in range(10)
-        }
-    assert len(chosen) == 1
-
-
-def test_without_any_index_a_conversation_still_returns_to_its_home() -> None:
-    table, other_router = table_of(8), table_of(8)
-    for number in range(30):
-        turns = [prompt(0, number, length) for length in (300, 700, 2500)]
-        chosen = set()
-        for turn in turns:
-            for router in (table, other_router):
-                with route(router, turn, key="k") as routed:
-                    chosen.add(routed.decision.replica_id)
-        assert len(chosen) == 1
 
 
 def test_excluded_and_draining_replicas_serve_nothing() -> None:

@@ -1,0 +1,38 @@
+"""A scheduler over a model that only counts, step by step."""
+
+from typing import Any
+
+from replicas.protocol.events import BlockStored
+from replicas.protocol.frames import PromptUsage, RequestKey, StepFrame
+from tests.replicas.builders import FakeModel, engine_request, scheduler
+
+
+def key(request_id: int) -> RequestKey:
+    return RequestKey(request_id, 0)
+
+
+def model(**limits: Any) -> FakeModel:
+    return FakeModel(scheduler(**limits))
+
+
+def plan(model: FakeModel) -> list[tuple[int, int, int, bool]]:
+    """The chunks of the latest step: request id, first token, tokens, whether it samples."""
+    return [
+        (chunk.request.key.request_id, chunk.start, chunk.num_tokens, chunk.samples) for chunk in model.chunks
+    ]
+
+
+def usage(frame: StepFrame) -> PromptUsage:
+    [found] = [delta.usage for delta in frame.deltas if delta.usage is not None]
+    return found
+
+
+def add(model: FakeModel, request_id: int, num_tokens: int, **fields: Any) -> None:
+    """A prompt of its own: no other request id shares a block with it."""
+    start = 100 + 50 * request_id
+    token_ids = [start + position % 50 for position in range(num_tokens)]
+    model.scheduler.add(engine_request(token_ids, request_id=request_id, **fields))
+
+
+def stored(frame: StepFrame) -> list[BlockStored]:
+    return [event for event in frame.events if isinstance(event, BlockStored)]

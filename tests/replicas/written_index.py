@@ -1,0 +1,68 @@
+"""An index writer that runs against a Redis, and what it has written there."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from replicas.index_writer import IndexWriter
+from replicas.metrics import ReplicaMetrics
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import BlockStored
+from replicas.protocol.status import Epoch, ReplicaId
+from tests.replicas.mirror import connect, live_announcements, read_changes, read_set, replay
+from tests.replicas.scripted_engine import CARD
+
+MODEL, REPLICA, EPOCH = CARD.name, ReplicaId("r0"), Epoch("e1")
+
+
+def hashes(*numbers: int) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(number.to_bytes(16, "big")) for number in numbers)
+
+
+def stored(*numbers: int) -> BlockStored:
+    return BlockStored(hashes(*numbers), 0)
+
+
+@asynccontextmanager
+async def running_writer(url: str, index_stride: int = CARD.block_size) -> AsyncIterator[IndexWriter]:
+    redis = connect(url)
+    redis.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
+    writer = IndexWriter(
+        redis,
+        CARD,
+        REPLICA,
+        EPOCH,
+        index_stride=index_stride,
+        stream_length=100_000,
+        set_ttl_seconds=60,
+        metrics=ReplicaMetrics(CollectorRegistry()),
+    )
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(writer.run())
+        yield writer
+        task.cancel()
+    await redis.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.002)
+
+
+async def assert_redis_holds(url: str, numbers: Sequence[int], *, with_stream: bool = True) -> None:
+    redis = connect(url)
+    assert await read_set(redis, MODEL, REPLICA, EPOCH) == set(hashes(*numbers))
+    if with_stream:
+        assert replay(await read_changes(redis, MODEL, EPOCH)) == set(hashes(*numbers))
+    await redis.aclose()
+
+
+async def announced_in(url: str) -> dict[int, tuple[BlockHash, ...]]:
+    redis = connect(url)
+    changes = await read_changes(redis, MODEL, EPOCH)
+    await redis.aclose()
+    return live_announcements(changes)
