@@ -154,6 +154,7 @@ async def test_a_router_that_never_answers_is_refused_after_a_while_and_holds_no
     async with started(host), grpc.aio.insecure_channel(host.address) as channel:
         client = RouterClient(channel)
         await client.send(submit(1, max_tokens=8000))
+        await client.read()
         draining = asyncio.create_task(host.drain())
         await until_told(client)
         await asyncio.sleep(1.1 * TELL_SECONDS)
