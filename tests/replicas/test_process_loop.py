@@ -29,9 +29,9 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.status import ReplicaId
 from tests.replicas.builders import engine_request
+from tests.replicas.engine_children import config, engine_children, process, wait_gone
 from tests.replicas.mirror import connect, read_record
 from tests.replicas.router_client import RouterClient, submit
-from tests.replicas.test_engine_process import config, engine_children, process, wait_gone
 
 __all__ = ["process"]
 
@@ -75,9 +75,10 @@ def test_choices_that_are_submitted_together_begin_in_one_step(process: EnginePr
     assert not loop.submit(choices)
 
 
-def test_an_aborted_request_is_forgotten_by_the_engine(process: EngineProcess) -> None:
+def test_an_aborted_request_is_forgotten_by_the_engine() -> None:
+    engine, _ = build_engine(config(simulated_hardware="h100-8b"))  # too slow to finish it before it hears
     heard = Heard()
-    loop = heard.loop(process)
+    loop = heard.loop(engine)
     loop.submit([engine_request([5] * 20, max_tokens=900)])
     heard.frames.get()
     loop.abort(RequestKey(1, 0))
@@ -153,7 +154,7 @@ async def test_a_killed_child_ends_the_lease_at_once(redis_url: str, under_load:
         with pytest.raises(EngineDied, match="was ended by SIGKILL"):
             await host.wait_dead()
     assert await read_record(redis, MODEL, REPLICA) is None
-    assert engine_children() == before
+    assert engine_children() <= before
     await redis.aclose()
 
 
