@@ -51,6 +51,7 @@ runtimeClassName: {{ . }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- include "kvasir.checkScaling" (dict "mode" $.Values.fleet.mode "name" $name "scaling" $pool.autoscaling) -}}
 {{- $path := include "kvasir.modelPath" $pool -}}
 {{- $model_name := default (base $path) $model.name -}}
 {{- $block_size := default (ternary 32 16 (eq $pool.engine "vllm")) $pool.settings.block_size | int -}}
@@ -60,6 +61,19 @@ runtimeClassName: {{ . }}
 {{- fail (printf "pools %s and %s both serve %q, but not the same model in blocks of the same size: give one of them another model.name" $other.pool $name $model_name) -}}
 {{- end -}}
 {{- $_ := set $served $model_name (dict "pool" $name "what" $what) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The same for how a pool scales: dict "mode" … "name" … "scaling" …. */}}
+{{- define "kvasir.checkScaling" -}}
+{{- $scaling := .scaling -}}
+{{- if not $scaling.enabled -}}
+{{- else if ne .mode "kuberay" -}}
+{{- fail (printf "pool %s: autoscaling needs fleet.mode kuberay; a StatefulSet has the size that replicas says" .name) -}}
+{{- else if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- fail (printf "pool %s: autoscaling.minReplicas is %d, more than maxReplicas, %d" .name (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- else if not (or $scaling.targetInFlight $scaling.targetPendingTokens) -}}
+{{- fail (printf "pool %s: autoscaling is enabled, but neither targetInFlight nor targetPendingTokens says by what" .name) -}}
 {{- end -}}
 {{- end -}}
 

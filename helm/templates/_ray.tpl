@@ -17,17 +17,101 @@ of them can have the same ports. */}}
 {{- $_ := set $settings "trace_sample_ratio" $values.traces.sampleRatio -}}
 {{- end -}}
 {{- $resources := dict "cpus" 0 "gpus" $pool.gpu.count "custom" (dict (printf "kvasir-pool-%s" $name) 1) -}}
-{{- $pools = append $pools (dict
+{{- $entry := dict
     "name" $name
-    "replicas" $pool.replicas
     "settings" (merge $settings (include "kvasir.mtlsReplicaSettings" $ | fromYaml) $pool.settings)
     "resources" $resources
     "threads" (max 1 (int (default 1 $pool.settings.num_threads)))
     "drain_seconds" $pool.drainSeconds
-    "surge" $pool.surge) -}}
+    "surge" $pool.surge -}}
+{{- if $pool.autoscaling.enabled -}}
+{{- $_ := set $entry "autoscaling" (include "kvasir.fleetAutoscaling" $pool.autoscaling | fromYaml) -}}
+{{- else -}}
+{{- $_ := set $entry "replicas" $pool.replicas -}}
+{{- end -}}
+{{- $pools = append $pools $entry -}}
 {{- $longest = max $longest (int $pool.drainSeconds) -}}
 {{- end -}}
-{{- toYaml (dict "log_format" $values.logFormat "metrics_host" "0.0.0.0" "metrics_port" 9100 "drain_seconds" $longest "pools" $pools) -}}
+{{- $fleet := dict "log_format" $values.logFormat "metrics_host" "0.0.0.0" "metrics_port" 9100 "drain_seconds" $longest "pools" $pools -}}
+{{- if include "kvasir.rayScales" . -}}{{- $_ := set $fleet "ray_autoscaler" true -}}{{- end -}}
+{{- toYaml $fleet -}}
+{{- end -}}
+
+{{/* How a pool of fleet.yaml scales. Its `replicas` are left out: it begins with the fewest. */}}
+{{- define "kvasir.fleetAutoscaling" -}}
+min: {{ .minReplicas }}
+max: {{ .maxReplicas }}
+{{- with .targetInFlight }}
+target_in_flight: {{ . }}
+{{- end }}
+{{- with .targetPendingTokens }}
+target_pending_tokens: {{ . }}
+{{- end }}
+up_seconds: {{ .upSeconds }}
+down_seconds: {{ .downSeconds }}
+tolerance: {{ .tolerance }}
+{{- end -}}
+
+{{/* Whether any pool scales, so that Ray's autoscaler is needed. */}}
+{{- define "kvasir.rayScales" -}}
+{{- range $name, $pool := include "kvasir.pools" . | fromYaml -}}
+{{- if $pool.autoscaling.enabled -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Workers of a pool at least and at most: dict "root" $ "pool" $pool. Ray's autoscaler brings those for a
+rollout when they are needed; without it they are kept. */}}
+{{- define "kvasir.workers" -}}
+{{- $pool := .pool -}}
+{{- $least := ternary $pool.autoscaling.minReplicas $pool.replicas $pool.autoscaling.enabled -}}
+{{- $most := add (ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled) $pool.surge -}}
+{{- if not (include "kvasir.rayScales" .root) -}}{{- $least = $most -}}{{- end -}}
+replicas: {{ $least }}
+minReplicas: {{ $least }}
+maxReplicas: {{ $most }}
+{{- end -}}
+
+{{/* Ray's autoscaler, a container that KubeRay puts beside Ray's head with the same image. Of all containers only
+this one gets a token of Kubernetes. */}}
+{{- define "kvasir.rayAutoscaler" -}}
+enableInTreeAutoscaling: true
+autoscalerOptions:
+  version: v2
+  idleTimeoutSeconds: {{ .Values.ray.autoscaler.idleSeconds }}
+  imagePullPolicy: {{ .Values.ray.image.pullPolicy }}
+  securityContext:
+    {{- include "kvasir.containerSecurity" . | nindent 4 }}
+  env:
+    {{- include "kvasir.rayEnvironment" . | nindent 4 }}
+  resources:
+    {{- toYaml .Values.ray.autoscaler.resources | nindent 4 }}
+  volumeMounts:
+    - name: tmp
+      mountPath: /tmp
+    - name: kubernetes-token
+      mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+      readOnly: true
+{{- end -}}
+
+{{/* What Kubernetes would mount into every container of a pod that may have a token. */}}
+{{- define "kvasir.kubernetesToken" -}}
+- name: kubernetes-token
+  projected:
+    defaultMode: 0440
+    sources:
+      - serviceAccountToken:
+          path: token
+          expirationSeconds: 3607
+      - configMap:
+          name: kube-root-ca.crt
+          items:
+            - key: ca.crt
+              path: ca.crt
+      - downwardAPI:
+          items:
+            - path: namespace
+              fieldRef:
+                fieldPath: metadata.namespace
 {{- end -}}
 
 {{/* Environment of everything that Ray runs in: machines that are gone are noticed within seconds. */}}

@@ -104,6 +104,21 @@ TOGGLES: dict[str, Values] = {
         "networkPolicy": {"enabled": False},
         "pools": {"a": {"replicas": 1, "surge": 1}, "b": {"settings": {"num_threads": 4}}},
     },
+    "KubeRay, pools that scale": {
+        "fleet": {"mode": "kuberay"},
+        "poolDefaults": {"surge": 1},
+        "pools": {
+            "a": {"autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 5}, "replicas": 9},
+            "b": {
+                "autoscaling": {
+                    **{"enabled": True, "targetInFlight": 0, "targetPendingTokens": 1e6},
+                    **{"upSeconds": 2.5, "downSeconds": 0, "tolerance": 0},
+                }
+            },
+            "c": {"replicas": 3, "engine": "torch", "model": {"name": "fixed"}},
+        },
+        "ray": {"autoscaler": {"idleSeconds": 90}, "image": {"pullPolicy": "Always"}},
+    },
     "mTLS": {"mtls": {"enabled": True}},
     "mTLS, given issuer": {
         "mtls": {
@@ -192,7 +207,17 @@ def pods(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
 
 
 def containers(pod: Object) -> list[Object]:
+    """Those of the chart. KubeRay adds one to Ray's head where pools scale: `ray_autoscaler`."""
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def ray_autoscaler(objects: tuple[Object, ...]) -> Object | None:
+    """The container that KubeRay puts beside Ray's head, as far as the chart describes it."""
+    for cluster in of_kind("RayCluster", objects):
+        if cluster["spec"].get("enableInTreeAutoscaling"):
+            options: Object = cluster["spec"]["autoscalerOptions"]
+            return options
+    return None
 
 
 def main_containers(module: str, objects: tuple[Object, ...]) -> list[Object]:

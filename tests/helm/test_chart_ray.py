@@ -29,6 +29,7 @@ CASES = [
     "KubeRay",
     "KubeRay, external Redis",
     "KubeRay without fault tolerance",
+    "KubeRay, pools that scale",
     "mTLS, KubeRay",
 ]
 
@@ -76,8 +77,10 @@ def test_kvasir_takes_the_fleet_file_and_every_replica_has_a_worker_to_itself(ca
     assert [pool.name for pool in fleet.pools] == list(groups)
     for pool in fleet.pools:
         group = groups[pool.name]
-        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
-        assert group["replicas"] == pool.num_replicas + pool.surge
+        assert group["replicas"] == group["minReplicas"] <= group["maxReplicas"]
+        assert group["minReplicas"] == pool.num_replicas + (0 if fleet.is_growing else pool.surge)
+        most = pool.num_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas
+        assert group["maxReplicas"] == most + pool.surge
         has = json.loads(json.loads(group["rayStartParams"]["resources"]))
         assert pool.custom_resources == has == {f"kvasir-pool-{pool.name}": 1}
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]

@@ -1,8 +1,17 @@
 """No pod of the chart has more rights than it needs."""
 
-import pytest
+from pathlib import Path
 
-from tests.helm.chart import CASES, containers, of_kind, pods, rendered
+import pytest
+from ray.autoscaler._private.kuberay.node_provider import IN_CLUSTER_TOKEN_PATH
+
+from tests.helm.chart import CASES, component_of, containers, of_kind, pods, ray_autoscaler, rendered
+
+SAFE = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -14,11 +23,7 @@ def test_no_process_is_root_or_can_become_it(case: str) -> None:
         assert context["runAsGroup"] > 0
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in containers(pod):
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }
+            assert container["securityContext"] == SAFE
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod["spec"].keys()
         assert not [volume for volume in pod["spec"]["volumes"] if "hostPath" in volume]
 
@@ -33,6 +38,22 @@ def test_no_pod_can_ask_kubernetes_for_anything(case: str) -> None:
     assert not {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"} & {
         item["kind"] for item in objects
     }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_all_containers_only_rays_autoscaler_gets_a_token_of_kubernetes(case: str) -> None:
+    autoscaler = ray_autoscaler(rendered(case))
+    for name, pod in pods(rendered(case)):
+        tokens = {volume["name"] for volume in pod["spec"]["volumes"] if "projected" in volume}
+        assert bool(tokens) == (component_of(pod) == "ray-head" and autoscaler is not None), name
+        for container in containers(pod):
+            assert not tokens & {mount["name"] for mount in container["volumeMounts"]}
+    if autoscaler is not None:
+        assert autoscaler["securityContext"] == SAFE
+        mounts = {mount["name"]: mount["mountPath"] for mount in autoscaler["volumeMounts"]}
+        assert mounts["kubernetes-token"] == str(Path(IN_CLUSTER_TOKEN_PATH).parent)
+        assert {"cpu", "memory"} <= autoscaler["resources"]["requests"].keys()
+        assert "memory" in autoscaler["resources"]["limits"]
 
 
 @pytest.mark.parametrize("case", CASES)

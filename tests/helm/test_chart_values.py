@@ -99,6 +99,10 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"pools": {"A_b": {}}}, "A_b"),
         ({"pools": {"a": {"gpu": {"counts": 1}}}}, "counts"),
         ({"poolDefaults": {"engine": "vlm"}}, "/poolDefaults/engine"),
+        ({"pools": {"a": {"autoscaling": {"targetInflight": 3}}}}, "targetInflight"),
+        ({"pools": {"a": {"autoscaling": {"tolerance": 1}}}}, "/pools/a/autoscaling/tolerance"),
+        ({"poolDefaults": {"autoscaling": {"minReplicas": 0}}}, "/poolDefaults/autoscaling/minReplicas"),
+        ({"ray": {"autoscaler": {"idleSecond": 3}}}, "idleSecond"),
         ({"runAsUser": 0}, "/runAsUser"),
         ({"redis": {"mode": "external"}}, "/redis/external/host"),
         ({"redis": {"builtin": {"maxMemory": "1Gi"}}}, "/redis/builtin/maxMemory"),
@@ -122,6 +126,7 @@ def test_a_typo_is_refused_with_a_message_that_names_it(values: Mapping[str, Any
     assert named in str(refusal.value)
 
 
+KUBERAY = {"fleet": {"mode": "kuberay"}}
 HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
 
 
@@ -153,6 +158,18 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         (
             {"router": {"autoscaling": {"enabled": True, "minReplicas": 20}}},
             "router.autoscaling.minReplicas is 20, more than maxReplicas, 10",
+        ),
+        (
+            {"pools": {"a": {"autoscaling": {"enabled": True}}}},
+            "pool a: autoscaling needs fleet.mode kuberay; a StatefulSet has the size that replicas says",
+        ),
+        (
+            {**KUBERAY, "pools": {"a": {"autoscaling": {"enabled": True, "minReplicas": 9}}}},
+            "pool a: autoscaling.minReplicas is 9, more than maxReplicas, 4",
+        ),
+        (
+            {**KUBERAY, "poolDefaults": {"autoscaling": {"enabled": True, "targetInFlight": 0}}},
+            "pool main: .* neither targetInFlight nor targetPendingTokens says by what",
         ),
         (
             {"mtls": {"enabled": True, "existingSecrets": {"router": "mine"}}},

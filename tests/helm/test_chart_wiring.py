@@ -23,6 +23,7 @@ from tests.helm.chart import (
     of_kind,
     pods,
     ports,
+    ray_autoscaler,
     rendered,
 )
 
@@ -203,7 +204,10 @@ def test_every_mount_has_its_volume_and_every_secret_and_account_exists_or_was_n
     for name, pod in pods(objects):
         volumes = [volume["name"] for volume in pod["spec"]["volumes"]] + claims.get(name, [])
         assert sorted(set(volumes)) == sorted(volumes)
-        mounted = {mount["name"] for item in containers(pod) for mount in item["volumeMounts"]}
+        mounting = containers(pod)
+        if component_of(pod) == "ray-head" and (autoscaler := ray_autoscaler(objects)) is not None:
+            mounting.append(autoscaler)
+        mounted = {mount["name"] for item in mounting for mount in item["volumeMounts"]}
         assert mounted == set(volumes)
         assert pod["spec"].get("serviceAccountName", "default") in {*accounts, "default"}
         secrets = re.findall(r"'(?:secretName|secretKeyRef': \{'key': '\w+', 'name)': '([^']+)'", str(pod))
