@@ -38,6 +38,7 @@ class Fleet:
         self.replicas: dict[ReplicaId, ScriptedReplica] = {}
         self.clients: dict[ReplicaId, ReplicaClient] = {}
         self.serving: list[asyncio.Task[None]] = []
+        self.stall_seconds = 30.0
         self.dispatcher = Dispatcher(
             self.table,
             self.clients.get,
@@ -58,7 +59,7 @@ class Fleet:
             replica.address,
             self.table.update_load,
             on_lost=lambda client: self.table.remove_replica(client.replica_id),
-            stall_seconds=0.5,
+            stall_seconds=self.stall_seconds,
         )
         self.clients[replica.replica_id] = client
         self.table.add_replica(replica.replica_id, replica.card, CARD.block_size)

@@ -57,7 +57,7 @@ def announce(mirror: IndexMirror, *writers: IndexSetWriter) -> None:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         await asyncio.sleep(0.01)

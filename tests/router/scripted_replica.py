@@ -44,8 +44,8 @@ def token_at(seed: int, position: int) -> int:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what another task or process will bring about; ten seconds at most."""
-    async with asyncio.timeout(10):
+    """Wait for what another task or process will bring about; half a minute at most."""
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

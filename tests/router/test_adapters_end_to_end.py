@@ -37,7 +37,7 @@ class World:
 
     async def wait_served(self, model: str, replica_id: str) -> Submit:
         """Ask until that replica answers."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(APIStatusError):
                     name, submit = await self.ask(model)

@@ -31,6 +31,8 @@ __all__ = ["fleet"]
 
 @pytest.mark.parametrize("death", ["kill", "silence"])
 async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Fleet, death: str) -> None:
+    if death == "silence":
+        fleet.stall_seconds = 0.5
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.holding = True
     task = asyncio.create_task(generate(fleet, replace(GENERATION, num_choices=2)))
@@ -54,7 +56,7 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
     fleet: Fleet, death: str, num_choices: int
 ) -> None:
     for name in ("r0", "r1"):
-        (await fleet.add(name)).script.step_seconds = 0.003
+        (await fleet.add(name)).script.step_seconds = 0.01
 
     async def die(run: Run) -> None:
         dying = fleet.replicas[run.replica_id]
@@ -74,7 +76,7 @@ async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id
 ) -> None:
     replicas = [await fleet.add(f"r{number}") for number in range(2)]
     for replica in replicas:
-        replica.script.step_seconds = 0.002
+        replica.script.step_seconds = 0.01
 
     async def kill(run: Run) -> None:
         await fleet.serving_replica().kill()
@@ -89,12 +91,12 @@ async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id
 
 async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:
     for name in ("r0", "r1"):
-        (await fleet.add(name)).script.step_seconds = 0.003
+        (await fleet.add(name)).script.step_seconds = 0.01
     deltas: list[TokenDelta] = []
     async with fleet.dispatcher.run(replace(GENERATION, num_choices=2)) as run:
         async for batch in run:
             deltas += batch
-            if run.num_attempts == 1 and len(tokens_of(deltas, 0)) == 5:
+            if run.num_attempts == 1 and len(tokens_of(deltas, 0)) >= 5:
                 run.abort_choice(0)
                 await fleet.replicas[run.replica_id].kill()
         resumed_on = fleet.replicas[run.replica_id]
@@ -105,7 +107,7 @@ async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:
 
 async def test_a_generation_survives_several_losses(fleet: Fleet) -> None:
     for name in ("r0", "r1", "r2"):
-        (await fleet.add(name)).script.step_seconds = 0.003
+        (await fleet.add(name)).script.step_seconds = 0.01
     deltas: list[TokenDelta] = []
     async with fleet.dispatcher.run(GENERATION) as run:
         async for batch in run:
@@ -125,7 +127,7 @@ async def test_when_every_replica_is_dead_the_client_is_told_within_bounds(fleet
 
 async def test_when_no_replica_is_left_to_resume_on_the_generation_has_failed(fleet: Fleet) -> None:
     for name in ("r0", "r1"):
-        (await fleet.add(name)).script.step_seconds = 0.003
+        (await fleet.add(name)).script.step_seconds = 0.01
 
     async def kill_all(run: Run) -> None:
         for replica in fleet.replicas.values():
@@ -138,8 +140,8 @@ async def test_when_no_replica_is_left_to_resume_on_the_generation_has_failed(fl
 async def test_a_request_that_kills_replicas_is_not_tried_on_all_of_them(fleet: Fleet) -> None:
     for n in range(6):
         (await fleet.add(f"r{n}")).script.die_after_tokens = 0
-    for replica in fleet.replicas.values():
-        await eventually(lambda replica=replica: replica.num_streams == 0)  # type: ignore[misc]
+    for client in fleet.clients.values():
+        await eventually(lambda client=client: client.lost is not None)  # type: ignore[misc]
     fleet.serving.clear()
     for replica in fleet.replicas.values():
         replica.script.die_after_tokens = None
@@ -202,7 +204,7 @@ async def test_an_invalid_request_is_not_tried_elsewhere(fleet: Fleet) -> None:
 
 
 async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_joining(fleet: Fleet) -> None:
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.02)
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
     await fleet.add("r0")
@@ -212,7 +214,7 @@ async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_
 async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(fleet: Fleet) -> None:
     replica = await fleet.add("r0")
     await fleet.clients[replica.replica_id].close()
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.02)
+    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
     fleet.connect(replica)
@@ -234,6 +236,7 @@ async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(f
         answers.append((num_choices, await generate(fleet, generation)))
 
     requests = [asyncio.create_task(one_request(seed)) for seed in range(150)]
+    num_cancelled = 0
     while not all(request.done() for request in requests):
         await asyncio.sleep(rng.uniform(0.0, 0.04))
         if rng.random() < 0.2:
@@ -242,8 +245,8 @@ async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(f
             await eventually(lambda: fleet.clients[replica.replica_id].lost is not None)  # noqa: B023
             await replica.start()
             fleet.connect(replica)
-        else:
-            rng.choice(requests).cancel()
+        elif num_cancelled < 100:
+            num_cancelled += rng.choice(requests).cancel()
     outcomes = await asyncio.gather(*requests, return_exceptions=True)
     failures = [
         outcome

@@ -82,10 +82,11 @@ async def watching(
     source: ReplicaSource,
     *,
     on_model: Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None] | None = None,
-    proof_seconds: float = 1.0,
-    stall_seconds: float = 0.4,
+    proof_seconds: float = 30.0,
+    stall_seconds: float = 30.0,
     tls: RouterTls | None = None,
 ) -> AsyncIterator[World]:
+    """A stream is lost when it is cut, and not because the machine was busy for a while."""
     table = RoutingTable("kvasir", CostParameters(), random.Random(0))
     models: list[tuple[ModelCard, TokenizerBundle]] = []
     records: dict[str, Mapping[ReplicaId, ReplicaRecord]] = {}

@@ -38,7 +38,7 @@ class Watched:
 
 @pytest.fixture
 async def watched() -> AsyncIterator[Watched]:
-    async with http_server(max_body_bytes=100_000, upload_seconds=0.3) as server:
+    async with http_server(max_body_bytes=100_000) as server:
         yield Watched(server)
 
 
@@ -183,11 +183,13 @@ async def test_a_client_that_leaves_while_it_sends(watched: Watched) -> None:
     assert (served.model, served.read_seconds) == (None, None)
 
 
-async def test_a_client_that_sends_too_slowly(watched: Watched) -> None:
+async def test_a_client_that_sends_too_slowly() -> None:
     body = json.dumps(CHAT).encode()
-    await hang_up(watched, body[:20], length=len(body), until=lambda: bool(watched.told))
-    served = await watched.one()
-    assert (served.status, served.error_kind) == (408, ErrorKind.TOO_SLOW)
+    async with http_server(upload_seconds=0.3) as server:
+        watched = Watched(server)
+        await hang_up(watched, body[:20], length=len(body), until=lambda: bool(watched.told))
+        served = await watched.one()
+        assert (served.status, served.error_kind) == (408, ErrorKind.TOO_SLOW)
 
 
 @pytest.mark.parametrize("stream", [False, True])
