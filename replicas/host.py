@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 
-import grpc
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -36,7 +35,7 @@ from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.settings import without_password
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
-from replicas.protocol.tls import TlsFiles, server_credentials
+from replicas.protocol.tls import FollowedFiles, TlsFiles, server_credentials
 from replicas.registration import Registration
 from replicas.server import Identity, ReplicaServer
 from replicas.trace_points import Tracing
@@ -73,7 +72,7 @@ class ReplicaHost:
         self._end = asyncio.Event()
         self._ended = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
-        self._credentials: grpc.ServerCredentials | None = None
+        self._tls: FollowedFiles | None = None
         self._parts: _Parts | None = None
         self.metrics_port: int | None = None
         """Of its Prometheus endpoint, if it has one."""
@@ -99,12 +98,14 @@ class ReplicaHost:
         Redis may be away: the replica serves all the same, and registers when it is back.
         """
         assert self._supervisor is None, "a replica starts once"
-        self._credentials = await asyncio.to_thread(_open_tls, self._config)
+        tls = self._tls = await asyncio.to_thread(_open_tls, self._config)
         engine, bundle = await asyncio.to_thread(self._build, self._config)
         try:
             await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
             tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
             self._parts = _Parts(self._config, self.epoch, engine, bundle, self, tracing)
+            if tls is not None:
+                self._parts.metrics.read_tls_ends(lambda: tls.ends)
         except BaseException:
             engine.close()
             raise
@@ -199,12 +200,13 @@ class ReplicaHost:
 
     async def _open(self, parts: "_Parts", stack: contextlib.AsyncExitStack) -> None:
         config = self._config
+        credentials = None if self._tls is None else server_credentials(self._tls)
         try:
             if config.metrics_port is not None:
                 endpoint = metrics_endpoint(parts.metrics.registry, config.host, config.metrics_port)
                 self.metrics_port = await stack.enter_async_context(endpoint)
             port = await parts.server.start(
-                config.host, config.port, self._credentials, health_socket=config.health_socket
+                config.host, config.port, credentials, health_socket=config.health_socket
             )
         except OSError as error:
             raise StartupError(f"cannot listen: {error}") from error
@@ -339,10 +341,10 @@ def _metrics_of(config: ReplicaConfig, card: ModelCard, tracing: Tracing) -> Rep
     return metrics
 
 
-def _open_tls(config: ReplicaConfig) -> grpc.ServerCredentials | None:
+def _open_tls(config: ReplicaConfig) -> FollowedFiles | None:
     if config.tls_certificate is None:
         return None
-    return server_credentials(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
+    return FollowedFiles(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
 
 
 def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:

@@ -4,7 +4,7 @@ Owns the names and the HTTP port. Knows nothing of where the numbers come from b
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -125,6 +125,18 @@ class ReplicaMetrics:
             "Heartbeats that did not: Redis was away, or another process has the lease",
             registry=registry,
         )
+
+        self._tls_expiry = Gauge(
+            "replica_tls_expiry_timestamp_seconds",
+            "When the replica's certificate, or the CA of its routers, expires, in seconds since 1970",
+            ["file"],
+            registry=registry,
+        )
+
+    def read_tls_ends(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """With TLS: what expires when, asked anew at each scrape, from its thread."""
+        for file in read():
+            self._tls_expiry.labels(file).set_function(lambda file=file: read()[file])  # type: ignore[misc]
 
     def _add_cache_metrics(self, registry: CollectorRegistry) -> None:
         self.preemptions = Counter(

@@ -67,6 +67,7 @@ class Router:
             cache_bytes=config.tokenizer_cache_bytes,
             chain_bytes=config.hash_cache_bytes,
         )
+        tls = _open_tls(config)
         self._membership = Membership(
             RegistrySource(config.redis_url, config.poll_seconds),
             self._table,
@@ -74,12 +75,14 @@ class Router:
             on_model=self._add_model,
             on_records=self._set_live,
             on_adapters=self._catalog.set_adapters,
-            tls=_open_tls(config),
+            tls=tls,
         )
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
         metrics.watch(self._read_parts)
         metrics.watch(lambda parts: parts.read_dropped_spans(self._tracing.num_dropped))
+        if tls is not None:
+            metrics.watch(lambda parts: parts.read_tls(tls.ends))
         context = ApiContext(
             config=config,
             catalog=self._catalog,

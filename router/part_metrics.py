@@ -48,6 +48,11 @@ class PartMetrics:
         self._replicas = self._gauge("router_replicas", "Replicas that are routed to")
         self._lost_streams = self._counter("router_lost_streams_total", "Streams lost")
         self._refused = self._counter("router_refused_replicas_total", "Replicas refused")
+        self._tls_expiry = self._gauge(
+            "router_tls_expiry_timestamp_seconds",
+            "When this router's certificate, or the CA of its replicas, expires, in seconds since 1970",
+            "file",
+        )
         self._frames = self._counter("router_frames_total", "Frames that came from replicas")
         self._submits = self._counter("router_submits_total", "Submits sent to replicas")
         self._aborts = self._counter("router_aborts_total", "Aborts sent to replicas")
@@ -109,6 +114,10 @@ class PartMetrics:
         self._frames.of().value = statistics.num_frames
         self._submits.of().value = statistics.num_submits
         self._aborts.of().value = statistics.num_aborts
+
+    def read_tls(self, ends: Mapping[str, float]) -> None:
+        for file, seconds in ends.items():
+            self._tls_expiry.of(file).value = seconds
 
     def read_loads(self, num_reserved: int, loads: Mapping[ReplicaId, ReplicaLoad]) -> None:
         self._reservations.of().value = num_reserved

@@ -2,6 +2,7 @@
 
 import subprocess
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from replicas.protocol.tls import TlsFiles
@@ -52,6 +53,24 @@ class Authority:
             *("-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial", "-extfile", str(extensions)),
         )
         return Pair(f"{stem}.crt", f"{stem}.key")
+
+
+def self_signed(folder: Path, begins: datetime, ends: datetime) -> Pair:
+    """A certificate that is its own authority, valid just then. Times are in UTC."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "index").touch()
+    (folder / "ca.cnf").write_text(
+        "[ca]\ndefault_ca=self\n[names]\ncommonName=supplied\n[self]\ndefault_md=sha256\npolicy=names\n"
+        f"database={folder}/index\nnew_certs_dir={folder}\nrand_serial=yes\n"
+    )
+    request, key, certificate = (str(folder / f"self.{kind}") for kind in ("csr", "key", "crt"))
+    _openssl("req", "-new", *_NEW_KEY, "-keyout", key, "-out", request, "-subj", "/CN=x")
+    dates = [f"{date:%Y%m%d%H%M%SZ}" for date in (begins, ends)]
+    _openssl(
+        *("ca", "-batch", "-selfsign", "-notext", "-config", str(folder / "ca.cnf"), "-keyfile", key),
+        *("-in", request, "-out", certificate, "-startdate", dates[0], "-enddate", dates[1]),
+    )
+    return Pair(certificate, key)
 
 
 def copied(files: TlsFiles, folder: Path) -> TlsFiles:

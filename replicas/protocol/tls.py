@@ -1,6 +1,7 @@
 """TLS between routers and replicas: PEM files, read, checked, and followed when they are renewed.
 
-Owns what a set of files must be, which of them are in force, and what a failed handshake means in words.
+Owns what a set of files must be, which of them are in force and for how long still, and what a failed
+handshake means in words.
 Knows no setting and no address. There are no roles: whoever has a certificate of the CA is trusted, as far
 as the usages in it say.
 """
@@ -8,12 +9,19 @@ as the usages in it say.
 import logging
 import ssl
 import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 
 from replicas.protocol.settings import SettingsError
+from replicas.protocol.validity import Validity, validities
+
+LAST_SHARE = 0.1
+"""A certificate should have been renewed before so little of its life is left."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,46 +44,78 @@ class Pems:
     key: bytes | None = field(repr=False)
     ca: bytes | None
 
+    @property
+    def validities(self) -> Mapping[str, Validity]:
+        """Of one's own certificate, and of the CA: of several it is the one that lasts longest."""
+        found: dict[str, Validity] = {}
+        if self.certificate is not None:
+            found["certificate"] = validities(self.certificate)[0]
+        if self.ca is not None:
+            found["ca"] = max(validities(self.ca), key=lambda validity: validity.ends)
+        return found
+
 
 class FollowedFiles:
     """The newest files that were whole. To be used from any thread; it reads, so not on an event loop."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
         """Raises SettingsError."""
-        self.pems = read_pems(files)
+        self._clock = clock
+        self.pems = read_pems(files, clock())
         self._files = files
         self._complaint: str | None = None
+        self._warnings: set[str] = set()
         self._lock = threading.Lock()
+        self._warn()
+
+    @property
+    def ends(self) -> Mapping[str, float]:
+        """When what is in force expires, in seconds since 1970: `certificate` and `ca`, if there are."""
+        return {file: validity.ends for file, validity in self.pems.validities.items()}
 
     def renewed(self) -> Pems | None:
         """The new content, once after each change. What is broken is logged, once, and changes nothing."""
         with self._lock:
             try:
-                pems = read_pems(self._files, known=self.pems)
+                pems = read_pems(self._files, self._clock(), known=self.pems)
             except SettingsError as error:
                 if str(error) != self._complaint:
                     self._complaint = str(error)
                     logger.error("renewed TLS files are broken, those before stay in force: %s", error)
                 return None
             self._complaint = None
-            if pems == self.pems:
-                return None
-            self.pems = pems
-            logger.info(
-                "TLS files were renewed certificate=%s ca=%s", self._files.certificate, self._files.ca
+            is_new = pems != self.pems
+            if is_new:
+                self.pems = pems
+                logger.info(
+                    "TLS files were renewed certificate=%s ca=%s", self._files.certificate, self._files.ca
+                )
+            self._warn()
+            return pems if is_new else None
+
+    def _warn(self) -> None:
+        """Once of each that will soon end."""
+        now = self._clock()
+        for file, validity in self.pems.validities.items():
+            warning = (
+                f"{getattr(self._files, file)} expires on {_date(validity.ends)}; it should have been renewed"
             )
-            return pems
+            if validity.ends - now < LAST_SHARE * (validity.ends - validity.begins):
+                if warning not in self._warnings:
+                    logger.warning("%s", warning)
+                self._warnings.add(warning)
 
 
-def read_pems(files: TlsFiles, *, known: Pems | None = None) -> Pems:
+def read_pems(files: TlsFiles, now: float, *, known: Pems | None = None) -> Pems:
     """Read and check, unless it is what is `known`. Raises SettingsError with one sentence."""
     assert (files.certificate is None) == (files.key is None), "a certificate has a key"
     pems = _read_all(files)
     if pems == known:
         return pems
-    for path, content in ((files.certificate, pems.certificate), (files.ca, pems.ca)):
-        if path is not None and content is not None:
-            _check_certificates(path, content)
+    if files.certificate is not None and pems.certificate is not None:
+        _check_dates(files.certificate, _check_certificates(files.certificate, pems.certificate)[:1], now)
+    if files.ca is not None and pems.ca is not None:
+        _check_dates(files.ca, _check_certificates(files.ca, pems.ca), now)
     if files.certificate is not None and files.key is not None:
         _check_pair(files.certificate, files.key)
         if _read_all(files) != pems:
@@ -83,10 +123,9 @@ def read_pems(files: TlsFiles, *, known: Pems | None = None) -> Pems:
     return pems
 
 
-def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """What a server shows, and demands if `files` name a CA; each handshake is made with the files as they
-    are then. Raises SettingsError."""
-    followed = FollowedFiles(files)
+def server_credentials(followed: FollowedFiles) -> grpc.ServerCredentials:
+    """What a server shows, and demands if the files name a CA; each handshake is made with the files as they
+    are then."""
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         # In a thread of gRPC's, before every handshake. None: as before.
@@ -96,7 +135,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         _server_configuration(followed.pems),
         fetch,  # type: ignore[arg-type] # the stubs do not know of None
-        require_client_authentication=files.ca is not None,
+        require_client_authentication=followed.pems.ca is not None,
     )
 
 
@@ -121,6 +160,11 @@ class RouterTls:
         self._followed = FollowedFiles(files)
         self._name = name
         self._current = self._make(self._followed.pems)
+
+    @property
+    def ends(self) -> Mapping[str, float]:
+        """When what is in force expires, as `FollowedFiles` has it."""
+        return self._followed.ends
 
     def current(self) -> ChannelTls:
         """With the files as they are now. Reads them: not on an event loop."""
@@ -166,11 +210,26 @@ def _read(path: str) -> bytes:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _check_certificates(path: str, content: bytes) -> None:
+def _check_certificates(path: str, content: bytes) -> list[Validity]:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
+        return validities(content)
     except (ValueError, ssl.SSLError) as error:  # UnicodeDecodeError is a ValueError
         raise SettingsError(f"{path} holds no certificate in PEM form") from error
+
+
+def _check_dates(path: str, found: list[Validity], now: float) -> None:
+    """One that is valid will do."""
+    if any(validity.begins <= now <= validity.ends for validity in found):
+        return
+    last = max(found, key=lambda validity: validity.ends)
+    if last.begins > now:
+        raise SettingsError(f"the certificate in {path} is not valid before {_date(last.begins)}")
+    raise SettingsError(f"the certificate in {path} expired on {_date(last.ends)}")
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _check_pair(certificate: str, key: str) -> None:

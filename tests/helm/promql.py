@@ -83,14 +83,19 @@ def _labels_of_call(call: promql.Call, arguments: list[Labels], complaints: list
         if "le" not in arguments[1]:
             complaints.append(f"{call.args[1].prettify()} has no label le")
         return arguments[1] - {"le"}
-    assert name in ("vector", "absent"), name
+    assert name in ("vector", "absent", "time"), name
     return frozenset()
 
 
+def _is_scalar(expression: promql.Expr) -> bool:
+    is_time = isinstance(expression, promql.Call) and expression.func.name == "time"
+    return is_time or isinstance(expression, promql.NumberLiteral)
+
+
 def _labels_of_pair(pair: promql.BinaryExpr, left: Labels, right: Labels, complaints: list[str]) -> Labels:
-    if isinstance(pair.rhs, promql.NumberLiteral):
+    if _is_scalar(pair.rhs):
         return left
-    if isinstance(pair.lhs, promql.NumberLiteral):
+    if _is_scalar(pair.lhs):
         return right
     matching = pair.modifier.matching if pair.modifier else None
     if matching is not None:

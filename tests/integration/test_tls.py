@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
 from loadtests.local_stack import LocalStack, local_stack, python_command
 from replicas.protocol.tls import TlsFiles
+from replicas.protocol.validity import validities
 from tests.certificates import Authority, copied
 from tests.integration.observe import records, wait_until
 
@@ -74,6 +76,22 @@ def client(stack: LocalStack) -> Iterator[openai.OpenAI]:
 
 def test_a_request_is_answered_over_mutual_tls(client: openai.OpenAI) -> None:
     assert "".join(answer(client))
+
+
+def router_expiries(stack: LocalStack) -> dict[str, float]:
+    name = "router_tls_expiry_timestamp_seconds"
+    lines = [
+        line for line in httpx.get(stack.url + "/metrics").text.splitlines() if line.startswith(name + "{")
+    ]
+    return {line.partition('file="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_the_routers_metrics_tell_when_its_files_expire(stack: LocalStack, folder: Path) -> None:
+    ends = {
+        file: validities((folder / "router" / name).read_bytes())[0].ends
+        for file, name in (("certificate", "tls.crt"), ("ca", "ca.crt"))
+    }
+    assert router_expiries(stack) == ends
 
 
 def test_a_replica_without_tls_gets_no_requests_and_the_routers_log_says_why(

@@ -5,7 +5,9 @@ import contextlib
 import os
 import socket
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -18,7 +20,7 @@ from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.frames import RequestKey
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ReplicaState, TokenizerBundle
-from tests.certificates import REPLICA_NAME, Authority, Pair
+from tests.certificates import REPLICA_NAME, Authority, Pair, copied, self_signed
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import ScriptedEngine
 from tests.replicas.whole_replica import config, scripted
@@ -127,6 +129,49 @@ async def test_the_health_check_needs_no_certificate_and_knows_ready_from_draini
             engine.gate.set()
             assert RequestKey(1, 0) in await client.finish((1, 0))
         await draining
+
+
+def expiries(host: ReplicaHost) -> dict[str, float]:
+    """What it shows to Prometheus, by file."""
+    with urllib.request.urlopen(f"http://{host.metrics_address}/metrics") as answer:
+        text = answer.read().decode()
+    lines = [line for line in text.splitlines() if line.startswith("replica_tls_expiry_timestamp_seconds{")]
+    return {line.partition('file="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+async def test_its_metrics_tell_when_the_files_in_force_expire(
+    ca: Authority, redis_url: str, tmp_path: Path
+) -> None:
+    now = datetime.now(UTC).replace(microsecond=0)
+    files = copied(ca.replica().trusting(ca), tmp_path / "tls")
+    tls = {"tls_certificate": files.certificate, "tls_key": files.key, "tls_client_ca": files.ca}
+    host = ReplicaHost(config(redis_url, metrics_port=0, **tls), build=scripted(ScriptedEngine()))
+    async with running(host):
+        begun = await asyncio.to_thread(expiries, host)
+        assert set(begun) == {"certificate", "ca"}
+        assert abs(begun["certificate"] - (now + timedelta(days=2)).timestamp()) < 3600
+        renewed = self_signed(tmp_path, now - timedelta(days=1), now + timedelta(days=77))
+        copied(renewed.trusting(ca), tmp_path / "tls")
+        assert not await is_served(channel_to(host, ca, ca.router())), "which has it look at its files"
+        found = await asyncio.to_thread(expiries, host)
+        assert found == begun | {"certificate": (now + timedelta(days=77)).timestamp()}
+
+
+async def test_without_tls_its_metrics_tell_of_no_end(redis_url: str) -> None:
+    host = ReplicaHost(config(redis_url, metrics_port=0), build=scripted(ScriptedEngine()))
+    async with running(host):
+        assert await asyncio.to_thread(expiries, host) == {}
+
+
+async def test_a_replica_with_an_expired_certificate_does_not_start(
+    ca: Authority, redis_url: str, tmp_path: Path
+) -> None:
+    now = datetime.now(UTC)
+    pair = self_signed(tmp_path, now - timedelta(days=9), now - timedelta(days=1))
+    tls = {"tls_certificate": pair.certificate, "tls_key": pair.key, "tls_client_ca": ca.certificate}
+    host = ReplicaHost(config(redis_url, **tls), build=scripted(ScriptedEngine()))
+    with pytest.raises(SettingsError, match=f"the certificate in {pair.certificate} expired on "):
+        await host.start()
 
 
 async def test_a_socket_that_a_killed_replica_left_behind_is_replaced(

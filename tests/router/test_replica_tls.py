@@ -12,7 +12,7 @@ import pytest
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.status import ReplicaId
-from replicas.protocol.tls import RouterTls, TlsFiles, server_credentials
+from replicas.protocol.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from router.membership import RegistrySource
 from router.replica_client import ReplicaClient, ReplicaLost
 from tests.certificates import REPLICA_NAME, Authority, copied
@@ -31,7 +31,8 @@ async def start(registry: Registry) -> AsyncIterator[Start]:
     replicas: list[ScriptedReplica] = []
 
     async def start(replica_id: str, files: TlsFiles | None) -> ScriptedReplica:
-        credentials = None if files is None else await asyncio.to_thread(server_credentials, files)
+        followed = None if files is None else await asyncio.to_thread(FollowedFiles, files)
+        credentials = None if followed is None else server_credentials(followed)
         replica = ScriptedReplica(replica_id, credentials=credentials)
         await replica.start()
         replicas.append(replica)
@@ -235,5 +236,5 @@ async def test_a_plain_channel_gets_nothing_of_a_replica_with_tls(ca: Authority,
     replica = await start("r0", ca.replica().trusting(ca))
     async with grpc.aio.insecure_channel(replica.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30)
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
