@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replicas.protocol.events import BlockRemoved, Tier
-from replicas.protocol.frames import StepFrame
+from replicas.protocol.frames import RefusalCode, StepFrame
 
 WAIT_SECONDS_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -70,6 +70,8 @@ class ReplicaMetrics:
         self.refusals = Counter(
             "replica_refusals_total", "Choices that ended with a refusal", ["code"], registry=registry
         )
+        for code in RefusalCode:
+            self.refusals.labels(code.value)  # from zero on, or the first ones are no increase
         self.running = Gauge("replica_running_requests", "Requests in the batch", registry=registry)
         self.waiting = Gauge("replica_waiting_requests", "Requests that wait", registry=registry)
         self.pending_tokens = Gauge(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from replicas.protocol.frames import PromptUsage
+from router.errors import ErrorKind
 from router.instruments import Distribution, Distributions, Number, Numbers
 from router.part_metrics import PartMetrics
 from router.routing.decision import Decision
@@ -38,6 +39,9 @@ TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 UNKNOWN_MODEL = "unknown"
 
 MOST_TENANTS = 100
+
+ALARMING_CODES = ("429", "500", "503")
+"""Those that alerts and dashboards count."""
 
 RANKS = ("0", "1", "2", "3+")
 """Places in a bucket's affinity order, as labels."""
@@ -259,6 +263,8 @@ class RouterMetrics(Collector):
 
     def _add_model(self, name: str) -> "_ModelSeries":
         """The series of a served model or adapter; never call it with a name that is not served."""
+        for kind in ErrorKind:  # from zero on: a counter that begins with its first burst has had no increase
+            self._errors.of(name, kind)
         series = self._of_model[name] = _ModelSeries(
             ttft=self._ttft.of(name),
             e2e=self._e2e.of(name),
@@ -298,6 +304,8 @@ class RouterMetrics(Collector):
         number = self._of_outcome.get(key)
         if number is None:
             number = self._of_outcome[key] = self._requests.of(model, route, str(code))
+            for alarming in ALARMING_CODES:  # from zero on, as errors are
+                self._requests.of(model, route, alarming)
         number.value += 1
 
     def _count_decision(self, model: str, decision: Decision) -> None:

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.events import BlockRemoved, Tier
-from replicas.protocol.frames import PromptUsage, RequestKey, StepFrame, TokenDelta
+from replicas.protocol.frames import PromptUsage, RefusalCode, RequestKey, StepFrame, TokenDelta
 from replicas.protocol.status import ModelCard
 from replicas.simulated_engine import COST_MODELS, SimulatedEngine
 from tests.replicas.builders import engine_request
@@ -16,6 +16,12 @@ def sample(metrics: ReplicaMetrics, name: str, **labels: str) -> float:
     value = metrics.registry.get_sample_value(name, labels)
     assert value is not None, name
     return value
+
+
+def test_refusals_stand_at_zero_before_the_first() -> None:
+    """Prometheus sees no increase in a counter that is not there before."""
+    metrics = ReplicaMetrics(CollectorRegistry())
+    assert {sample(metrics, "replica_refusals_total", code=code) for code in RefusalCode} == {0}
 
 
 def test_evictions_and_preemptions_are_counted_as_they_happen() -> None:

@@ -122,6 +122,15 @@ def test_tokens_behind_a_stop_string_are_no_later_tokens(metrics: RouterMetrics)
     assert Scraped(metrics)["router_tpot_seconds_count", "m"] == 0
 
 
+def test_what_alerts_count_stands_at_zero_before_it_happens(metrics: RouterMetrics) -> None:
+    """Prometheus sees no increase in a counter that is not there before."""
+    metrics.observe(served())
+    found = Scraped(metrics)
+    assert {found["router_request_errors_total", "m", kind] for kind in ErrorKind} == {0}
+    codes = {code: found["router_requests_total", "m", "completions", code] for code in ("200", "500", "503")}
+    assert codes == {"200": 1, "500": 0, "503": 0}
+
+
 @pytest.mark.parametrize(("rank", "label"), [(0, "0"), (2, "2"), (3, "3+"), (60, "3+")])
 def test_decisions_are_counted_by_reason_and_a_few_ranks(
     metrics: RouterMetrics, rank: int, label: str
