@@ -45,6 +45,16 @@ def container(name: str) -> Object:
     return dict(found)
 
 
+def service_links(spec: Object) -> dict[str, str]:
+    """Variables that Kubernetes adds for the services of the namespace, unless a pod wants none."""
+    if spec.get("enableServiceLinks") is False:
+        return {}
+    names = [each["metadata"]["name"].upper().replace("-", "_") for each in objects("Service")]
+    return {f"{name}_PORT": "tcp://10.0.0.1:80" for name in names} | {
+        f"{name}_SERVICE_HOST": "10.0.0.1" for name in names
+    }
+
+
 def ray_pin() -> str:
     lock = (ROOT / "requirements/lock.txt").read_text(encoding="utf-8")
     (version,) = re.findall(r"^ray==(\S+)", lock, re.M)
@@ -145,6 +155,7 @@ def test_the_fleet_is_one_that_fits_the_cluster_and_shares_redis_with_the_router
     num_cpus = group["replicas"] * float(group["rayStartParams"]["num-cpus"])
     assert pool.num_replicas * pool.num_cpus <= num_cpus
     variables = {each["name"]: each["value"] for each in container("kvasir-router")["env"]}
+    variables |= service_links(pod_specs()["kvasir-router"])
     router = load_settings(
         RouterConfig,
         arguments=(),
