@@ -8,6 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from cluster.plan import SETTLE_SECONDS
 from tests.helm.chart import (
     CASES,
     DEFINED_BY_OTHERS,
@@ -101,6 +102,11 @@ def test_pods_get_as_long_to_end_as_draining_may_take() -> None:
     assert replica["terminationGracePeriodSeconds"] > 900
     liveness = replica["containers"][0]["livenessProbe"]
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > 900, "a draining replica is not healthy"
+
+
+def test_routers_have_found_a_new_replica_before_the_next_old_one_goes() -> None:
+    replicas = named("StatefulSet", "demo-kvasir-pool-main", rendered("laptop"))["spec"]
+    assert replicas["minReadySeconds"] > SETTLE_SECONDS
 
 
 def test_gpus_are_asked_for_and_found_by_their_kind() -> None:

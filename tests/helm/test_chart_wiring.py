@@ -24,6 +24,7 @@ from tests.helm.chart import (
     pods,
     ports,
     ray_autoscaler,
+    render,
     rendered,
 )
 
@@ -249,6 +250,19 @@ def test_where_few_may_reach_the_routers_helm_test_still_may() -> None:
     objects = rendered("ways in")
     assert reachable_from("test", objects)["router"] == {"http"}
     assert reachable_from("replica", objects)["router"] == set()
+
+
+def test_where_few_may_reach_the_routers_prometheus_still_may_if_it_is_told_to() -> None:
+    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    for is_told in (True, False):
+        values = {
+            "networkPolicy": {"routerFrom": [{"podSelector": {}}]},
+            "monitoring": {"monitors": {"enabled": is_told}},
+        }
+        policy = named("NetworkPolicy", "demo-kvasir-router", tuple(render(values)))
+        (rule,) = policy["spec"]["ingress"]
+        assert (prometheus in rule["from"]) == is_told
+        assert {"podSelector": {}} in rule["from"]
 
 
 @pytest.mark.parametrize("case", CASES)
