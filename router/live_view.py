@@ -19,12 +19,13 @@ MAX_REPLICAS = 256
 MAX_NODES = 240
 MAX_HOLDERS = 8
 MAX_DECISIONS = 60
+MAX_COMPLAINT = 300
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
     """A replica as this router sees it. `num_on_the_way` requests were sent and are in no load yet;
-    `engine` is None until it has been described."""
+    `engine` is None until it has been described. `complaint` says what is wrong with it, if anything is."""
 
     replica_id: ReplicaId
     model: str
@@ -35,6 +36,7 @@ class ReplicaView:
     state: str
     load: LoadSnapshot
     num_on_the_way: int
+    complaint: str | None = None
 
 
 def replicas_data(replicas: Sequence[ReplicaView], slots: Sequence[Slot]) -> list[dict[str, Any]]:
@@ -54,6 +56,7 @@ def _replica(replica: ReplicaView, slots: Sequence[Slot]) -> dict[str, Any]:
         "epoch": replica.epoch,
         "address": replica.address,
         "state": replica.state,
+        "complaint": None if replica.complaint is None else _line(replica.complaint),
         "running": load.num_running,
         "waiting": load.num_waiting,
         "on_the_way": replica.num_on_the_way,
@@ -65,6 +68,11 @@ def _replica(replica: ReplicaView, slots: Sequence[Slot]) -> dict[str, Any]:
         "tokens": total.num_tokens,
         "cached_tokens": total.num_cached,
     }
+
+
+def _line(text: str) -> str:
+    whole = " ".join(text.split())
+    return whole if len(whole) <= MAX_COMPLAINT else whole[: MAX_COMPLAINT - 1] + "…"
 
 
 def slots_data(start: int, slots: Sequence[Slot]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Member:
     is_accepted: bool = False
     """It holds the model's identity: as long as one does, no other fingerprint takes the name."""
     complaint: str | None = None
+    """What is wrong with it, and mostly why it is not connected; one sentence or gRPC's words."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -189,6 +190,8 @@ class Membership:
             self._dismiss(member, "it has stopped")
         else:
             member.record = record
+            if member.is_routed:
+                member.complaint = None
             if record.state is ReplicaState.DRAINING and member.is_routed:
                 self._table.set_draining(record.replica_id)
             elif member.is_routed:
@@ -237,8 +240,9 @@ class Membership:
                 await self._connect(member, client)
             except (_Refused, ReplicaLost) as error:
                 self._complain(member, str(error))
-            except Exception:  # outermost frame of the task: one replica must not end the others
+            except Exception as error:  # outermost frame of the task: one replica must not end the others
                 logger.exception("replica %s cannot be connected", member.record.replica_id)
+                member.complaint = f"this router failed, its log says where: {error!r}"
             finally:
                 await client.close()
             num_failures = 0 if client.num_frames else num_failures + 1
@@ -295,11 +299,13 @@ class Membership:
         """Once per reason: the next attempts say the same."""
         if member.complaint != reason:
             member.complaint = reason
-            logger.warning("replica %s: %s", member.record.replica_id, reason)
+            logger.warning(
+                "replica %s: %s address=%s", member.record.replica_id, reason, member.record.address
+            )
 
     def _lose(self, member: Member, lost: ReplicaClient) -> None:
         """Called by the client at the moment its stream breaks."""
         if member.client is lost:
             self._num_lost_streams += 1
-            self._complain(member, str(lost.lost))
+            self._complain(member, f"its stream is lost: {lost.lost}")
             self._withdraw(member)

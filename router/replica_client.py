@@ -59,7 +59,7 @@ LoadListener = Callable[[ReplicaId, LoadSnapshot, int], None]
 
 
 class ReplicaLost(Exception):
-    """The stream to the replica is gone, and with it every request that was on it."""
+    """The stream to the replica is gone, and with it every request that was on it. The message says why."""
 
 
 class Description(NamedTuple):
@@ -260,9 +260,7 @@ class ReplicaClient:
                 timeout=timeout_seconds,
             )
         except grpc.RpcError as error:
-            raise ReplicaLost(
-                f"replica {self.replica_id} at {self.address}: {self._reason(error)}"
-            ) from error
+            raise ReplicaLost(self._reason(error)) from error
         bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
         return Description(
             card_from_wire(response.card), bundle, ReplicaId(response.replica_id), Epoch(response.epoch)
@@ -375,7 +373,7 @@ class ReplicaClient:
     def _break(self, reason: str) -> ReplicaLost:
         """Tell everyone, once. Synchronous, so that no request is routed here in between."""
         if self.lost is None:
-            self.lost = ReplicaLost(f"replica {self.replica_id} at {self.address} is lost: {reason}")
+            self.lost = ReplicaLost(reason)
             if self._on_lost is not None:
                 self._on_lost(self)
             for inflight in self._inflight.values():

@@ -33,6 +33,7 @@ function create(replica) {
   const spark = sparkline();
   const model = element("span", { class: "cut" });
   const epoch = element("span", { class: "small cut" });
+  const complaint = cell("complaint small failed");
   const row = element(
     "div",
     { class: "row", role: "row" },
@@ -46,8 +47,9 @@ function create(replica) {
     cell("sparks", spark),
     parts.hits,
     cell("about", model, epoch),
+    complaint,
   );
-  row.parts = { ...parts, state, fill, fillText, spark, model, epoch };
+  row.parts = { ...parts, state, fill, fillText, spark, model, epoch, complaint };
   return row;
 }
 
@@ -56,6 +58,8 @@ function update(row, replica, slots, busiest) {
   const value = (name, text) => setText(parts[name].lastElementChild, text);
   setText(parts.state, replica.state);
   setAttribute(parts.state, "data-state", replica.state);
+  setText(parts.complaint, replica.complaint ?? "");
+  parts.complaint.hidden = replica.complaint === null;
   value("running", count(replica.running));
   value("waiting", replica.on_the_way ? `${count(replica.waiting)}+${count(replica.on_the_way)}` : count(replica.waiting));
   parts.waiting.title = "waiting there, plus what is on its way";

@@ -1,6 +1,7 @@
 """The page at `/` in a real browser, over a real router and replicas: what it shows, and where it fits."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,8 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.local_stack import LocalStack, local_stack, python_command
+from tests.certificates import Authority
 from tests.tools import needed_tool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -166,6 +168,39 @@ def test_nothing_jumps_while_the_page_looks_again(stack: LocalStack, visit: Visi
     with page.expect_response("**/live/state"):
         pass
     assert page.evaluate(places) == before
+
+
+@contextmanager
+def replica_that_wants_tls(stack: LocalStack, ca: Authority) -> Iterator[None]:
+    """Beside those of the stack, whose router has no certificates."""
+    pair = ca.replica()
+    tls = {"tls_certificate": pair.certificate, "tls_key": pair.key, "tls_client_ca": ca.certificate}
+    settings = {"replica_id": "shy", "redis_url": stack.redis_url, "engine": "simulated", "model_name": "toy"}
+    stack.start("shy", python_command("replicas", settings | tls))
+    try:
+        yield
+    finally:
+        assert stack.terminate("shy") == 0
+
+
+@pytest.mark.parametrize("visit", [320, 1280], indirect=True)
+def test_a_replica_that_is_not_connected_says_why(stack: LocalStack, ca: Authority, visit: Visit) -> None:
+    page = visit.page
+    replicas = page.locator("#fleet .row")
+    with replica_that_wants_tls(stack, ca):
+        shy = replicas.filter(has_text="shy")
+        expect(shy).to_contain_text("not connected", timeout=30_000)
+        reason = shy.get_by_text(
+            "it hangs up at once: it may want TLS, and this router has no replica_tls_ca"
+        )
+        expect(reason).to_be_visible()
+        expect(page.locator("#fleet .complaint:visible")).to_have_count(1)
+        width, shown = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+        assert width <= shown
+        cell, row = reason.bounding_box(), shy.bounding_box()
+        assert cell is not None and row is not None
+        assert cell["width"] > 0.8 * row["width"], "it has the row's whole width"
+    expect(replicas).to_have_count(2, timeout=30_000)
 
 
 def test_a_router_that_is_gone_is_said_to_be(visit: Visit) -> None:

@@ -94,7 +94,13 @@ def test_the_routers_metrics_tell_when_its_files_expire(stack: LocalStack, folde
     assert router_expiries(stack) == ends
 
 
-def test_a_replica_without_tls_gets_no_requests_and_the_routers_log_says_why(
+def complaint_of(stack: LocalStack, replica_id: str) -> str | None:
+    """What the data of the router's page says of it."""
+    replicas = httpx.get(stack.url + "/live/state").json()["replicas"]
+    return next((replica["complaint"] for replica in replicas if replica["id"] == replica_id), None)
+
+
+def test_a_replica_without_tls_gets_no_requests_and_the_routers_log_and_page_say_why(
     stack: LocalStack, client: openai.OpenAI
 ) -> None:
     plain = {"replica_id": "plain", "redis_url": stack.redis_url, **ENGINE}
@@ -102,7 +108,10 @@ def test_a_replica_without_tls_gets_no_requests_and_the_routers_log_says_why(
     wait_until(lambda: "plain" in records(stack), "the lease of the replica without TLS")
     wait_until(lambda: "replica plain: " in log_of(stack, "router"), "the router's complaint")
     assert "it does not speak TLS, and this router wants it" in log_of(stack, "router")
+    wait_until(lambda: complaint_of(stack, "plain") is not None, "the page's complaint")
+    assert complaint_of(stack, "plain") == "it does not speak TLS, and this router wants it"
     assert "".join(answer(client))
+    assert complaint_of(stack, "replica-0") is None
     stack.wait_ready(2)
     assert stack.terminate("plain") == 0
 

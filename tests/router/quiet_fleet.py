@@ -10,7 +10,7 @@ from router.index_mirror import MirrorStatistics
 from router.live_view import ReplicaView
 
 
-def replica_view(name: str, load: LoadSnapshot | None = None) -> ReplicaView:
+def replica_view(name: str, load: LoadSnapshot | None = None, complaint: str | None = None) -> ReplicaView:
     return ReplicaView(
         replica_id=ReplicaId(name),
         model="tiny",
@@ -21,6 +21,7 @@ def replica_view(name: str, load: LoadSnapshot | None = None) -> ReplicaView:
         state="ready",
         load=load or LoadSnapshot(),
         num_on_the_way=0,
+        complaint=complaint,
     )
 
 
