@@ -102,13 +102,13 @@ def main(folder: str) -> None:
     ]
     words += ["--include-dashboard", "false", "--autoscaling-config", str(file)]
     head = subprocess.Popen([*RAY, *SMALL, *words], env=environment, stdout=sys.stderr)
-    while not _serves(address):
+    while not serves(address):
         assert head.poll() is None, "Ray has not started"
         time.sleep(0.1)
     answer(address, {})
 
 
-def _serves(address: str) -> bool:
+def serves(address: str) -> bool:
     import socket
 
     host, _, port = address.rpartition(":")
