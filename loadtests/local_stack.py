@@ -7,6 +7,7 @@ the replicas alone, and each process can have a core to itself.
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from replicas.protocol.status import ReplicaId
 
 READY_SECONDS = 120.0
 STOP_SECONDS = 10.0
+
+_PORTS = iter(random.sample(range(20_000, 30_000), 10_000))
 
 Process = subprocess.Popen[bytes]
 
@@ -160,9 +163,12 @@ def local_stack(
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Not one of those that the system hands out itself: nobody else gets it before it is listened on."""
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def _redis_command(port: int) -> list[str]:

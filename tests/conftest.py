@@ -2,12 +2,12 @@
 
 import inspect
 import os
-import socket
 from collections.abc import Iterator
 
 import pytest
 from blockbuster import blockbuster_ctx
 
+from loadtests import local_stack
 from tests.certificates import Authority
 from tests.redis_server import RedisServer
 
@@ -42,9 +42,7 @@ def own_redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return local_stack.free_port()
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ class Machine:
         entering += [f"--pid={process}/ns/pid_for_children"]
         return [*entering, "env", f"--chdir={self.home}", f"HOME={self.home}", *words]
 
-    def run(self, *words: str, timeout: float = 60.0, **options: Any) -> "subprocess.CompletedProcess[str]":
+    def run(self, *words: str, timeout: float = 120.0, **options: Any) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             self.command(list(words)), capture_output=True, text=True, check=False, timeout=timeout, **options
         )

@@ -53,7 +53,7 @@ class Collector:
     def of_trace(self, trace_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.trace_id == trace_id]
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         with self._changed:
             assert self._changed.wait_for(condition, seconds), [span.name for span in self.spans]
 

@@ -28,7 +28,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         with redis.Redis.from_url(self.url, protocol=2) as client:
             while True:
                 try:
