@@ -134,7 +134,7 @@ def test_ctrl_c_in_the_middle_keeps_what_was_measured_and_leaves_nothing_running
         assert command.leftovers(directories)
         command.interrupt()
         command.interrupt()  # the impatient do it twice
-        assert command.process.wait(60) == 130, command.said()
+        assert command.process.wait(120) == 130, command.said()
         assert command.leftovers(directories) == []
         assert command.run_directories() == []
         assert not any(RunDirectory(path).ray_directory.exists() for path in directories)
@@ -148,11 +148,11 @@ def test_ctrl_c_in_the_middle_keeps_what_was_measured_and_leaves_nothing_running
 def test_ctrl_c_while_the_cluster_comes_up_leaves_nothing_at_all(tmp_path: Path) -> None:
     with loadtest(tmp_path, "cross-user", "--quick") as command:
         wait_until(
-            lambda: any(path.joinpath("logs").is_dir() for path in command.run_directories()), "start", 60
+            lambda: any(path.joinpath("logs").is_dir() for path in command.run_directories()), "start", 120
         )
         directories = command.run_directories()
         command.interrupt()
-        assert command.process.wait(60) == 130, command.said()
+        assert command.process.wait(120) == 130, command.said()
         assert command.leftovers(directories) == []
         assert command.run_directories() == []
         assert not command.output.exists()

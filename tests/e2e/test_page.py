@@ -13,9 +13,11 @@ from loadtests.local_stack import LocalStack, local_stack, python_command
 from tests.certificates import Authority
 from tests.tools import needed_tool
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 RULES = " ".join(f"Rule {number}: answer in plain words and stay kind." for number in range(1, 81))
+expect.set_options(timeout=30_000)
+
 HOSTILE_KEY = "<img src=x onerror=x()>"
 
 
@@ -35,7 +37,7 @@ def stack() -> Iterator[LocalStack]:
 def ask(stack: LocalStack, user: str, question: str, *, system: str = RULES, **fields: Any) -> httpx.Response:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     body = {"model": "toy", "messages": messages, "max_tokens": 3, "user": user, **fields}
-    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -132,6 +134,7 @@ def test_the_tree_of_prefixes_closes_and_opens(visit: Visit) -> None:
     page = visit.page
     rows = page.locator("#prefixes .row")
     toggle = page.locator("#prefixes .toggle:not([hidden])").first
+    expect(toggle).to_be_visible()
     num_open = rows.count()
     toggle.click()
     expect(toggle).to_have_attribute("aria-expanded", "false")
@@ -156,7 +159,8 @@ def test_nothing_has_to_be_scrolled_sideways(visit: Visit) -> None:
 @pytest.mark.parametrize("visit", [390, 1280], indirect=True)
 def test_nothing_jumps_while_the_page_looks_again(stack: LocalStack, visit: Visit) -> None:
     page = visit.page
-    expect(page.locator("#decisions .entry").first).to_be_visible()
+    for what in ("#decisions .entry", "#prefixes .row", "#fleet .row"):
+        expect(page.locator(what).first).to_be_visible()
     places = (
         "[...document.querySelectorAll('section, .table, figure')].map((e) => e.offsetTop + e.offsetHeight)"
     )

@@ -10,7 +10,9 @@ import pytest
 
 from cluster.cli import main
 from loadtests.local_stack import LocalStack
-from tests.integration.observe import wait_until
+from tests.integration.observe import is_idle, is_router_idle, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 WORDS = ("river", "stone", "lamp", "seven", "garden", "quiet", "engine", "paper")
 
@@ -20,7 +22,7 @@ def text(rng: random.Random, num_words: int) -> str:
 
 
 def explained(stack: LocalStack, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{stack.url}/explain{path}", json=body)
+    answer = httpx.post(f"{stack.url}/explain{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     (prompt,) = answer.json()["prompts"]
     assert isinstance(prompt, dict)
@@ -41,8 +43,9 @@ def test_an_explanation_agrees_with_what_the_router_then_does(simulated_stack: L
         else:
             path, body = "/v1/completions", {"prompt": rng.choice(systems) + text(rng, 20)}
         body = {**body, "model": "toy", "max_tokens": 2, "prompt_cache_key": f"key-{number % 3}"}
+        wait_until(lambda: is_router_idle(simulated_stack), "nothing changes between the two")
         before = explained(simulated_stack, path, body)
-        answer = httpx.post(simulated_stack.url + path, json=body)
+        answer = httpx.post(simulated_stack.url + path, json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         decision = before["decision"]
         assert decision["replica"] == answer.headers["x-kvasir-replica"]
@@ -55,6 +58,7 @@ def test_an_explanation_agrees_with_what_the_router_then_does(simulated_stack: L
 
 def test_an_explanation_costs_nothing_and_keeps_nothing(simulated_stack: LocalStack) -> None:
     body = {"model": "toy", "messages": [{"role": "user", "content": text(random.Random(2), 300)}]}
+    wait_until(lambda: is_idle(simulated_stack), "nothing changes meanwhile")
     first = explained(simulated_stack, "/v1/chat/completions", body)
     for _ in range(5):
         assert explained(simulated_stack, "/v1/chat/completions", body) == first
@@ -83,8 +87,8 @@ def test_the_costs_in_an_explanation_add_up_and_the_cheapest_comes_first(simulat
 def test_bad_input_is_answered_as_by_the_route_itself(
     simulated_stack: LocalStack, body: dict[str, Any], status: int, message: str
 ) -> None:
-    answer = httpx.post(f"{simulated_stack.url}/explain/v1/completions", json=body)
-    direct = httpx.post(f"{simulated_stack.url}/v1/completions", json=body)
+    answer = httpx.post(f"{simulated_stack.url}/explain/v1/completions", json=body, timeout=60)
+    direct = httpx.post(f"{simulated_stack.url}/v1/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()) == (direct.status_code, direct.json())
     assert answer.status_code == status and message in answer.json()["error"]["message"]
 
@@ -95,7 +99,8 @@ def test_the_commands_show_a_prompt_that_one_replica_holds(
     stack = simulated_stack
     messages = [{"role": "user", "content": text(random.Random(4), 500)}]
     body = {"model": "toy", "messages": messages, "max_tokens": 1}
-    holder = httpx.post(stack.url + "/v1/chat/completions", json=body).headers["x-kvasir-replica"]
+    answer = httpx.post(stack.url + "/v1/chat/completions", json=body, timeout=60)
+    holder = answer.headers["x-kvasir-replica"]
     other = ({"replica-0", "replica-1"} - {holder}).pop()
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(messages))
@@ -106,6 +111,7 @@ def test_the_commands_show_a_prompt_that_one_replica_holds(
         return {place["replica_id"]: place for place in json.loads(capsys.readouterr().out)}
 
     wait_until(lambda: where("--file", str(file))[holder]["num_tokens"] > 0, "the blocks in the index")
+    wait_until(lambda: is_router_idle(stack), "the router has heard of them")
     prompt = explained(stack, "/v1/chat/completions", body)
     deepest = prompt["block_hashes"][-1]
     found = where("--file", str(file))

@@ -1,7 +1,6 @@
 """Traces of real processes, as a collector receives them over a socket."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from loadtests.local_stack import LocalStack, free_port, local_stack
 from tests.integration.observe import metric, wait_until
 from tests.otlp_collector import Collector, ReceivedSpan, collector
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 REPLICA = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096}
 
@@ -54,7 +53,7 @@ def test_a_streamed_chat_is_one_connected_trace_from_the_client_to_the_engine(
     stack, receiver = traced
     headers = {**traceparent(7), "x-request-id": "my-request"}
     body = {**CHAT, "stream_options": {"include_usage": True}}
-    answer = httpx.post(stack.url + "/v1/chat/completions", json=body, headers=headers)
+    answer = httpx.post(stack.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
     usage = json.loads(answer.text.split("data: ")[-2])["usage"]
     receiver.wait(lambda: len(receiver.of_trace(trace_id_of(7))) >= 8)
     spans = receiver.of_trace(trace_id_of(7))
@@ -128,8 +127,8 @@ def test_a_resumed_request_shows_both_attempts(traced: tuple[LocalStack, Collect
 def test_what_the_client_does_not_sample_is_sent_by_nobody(traced: tuple[LocalStack, Collector]) -> None:
     stack, receiver = traced
     url = stack.url + "/v1/chat/completions"
-    assert httpx.post(url, json=CHAT, headers=traceparent(9, sampled=False)).status_code == 200
-    assert httpx.post(url, json=CHAT, headers=traceparent(10)).status_code == 200
+    assert httpx.post(url, json=CHAT, headers=traceparent(9, sampled=False), timeout=60).status_code == 200
+    assert httpx.post(url, json=CHAT, headers=traceparent(10), timeout=60).status_code == 200
     names = {"POST /v1/chat/completions", "replica request"}
     receiver.wait(lambda: names <= {span.name for span in receiver.of_trace(trace_id_of(10))})
     assert receiver.of_trace(trace_id_of(9)) == []
@@ -138,7 +137,7 @@ def test_what_the_client_does_not_sample_is_sent_by_nobody(traced: tuple[LocalSt
 def test_a_refused_request_is_traced_with_its_error(traced: tuple[LocalStack, Collector]) -> None:
     stack, receiver = traced
     url = stack.url + "/v1/chat/completions"
-    assert httpx.post(url, json={"model": "toy"}, headers=traceparent(11)).status_code == 400
+    assert httpx.post(url, json={"model": "toy"}, headers=traceparent(11), timeout=60).status_code == 400
     receiver.wait(lambda: len(receiver.of_trace(trace_id_of(11))) == 2)
     http = only(receiver.of_trace(trace_id_of(11)), "POST /v1/chat/completions")
     assert (http.attributes["error.type"], http.is_error) == ("InvalidRequest", False)
@@ -152,8 +151,8 @@ def test_a_ratio_of_zero_sends_nothing_and_what_is_left_is_sent_at_the_end() -> 
             replica_settings={**REPLICA, **traced}, router_settings={**traced, **untraced}
         ) as stack:
             for _ in range(20):
-                httpx.post(stack.url + "/v1/chat/completions", json=CHAT)
-            httpx.post(stack.url + "/v1/chat/completions", json=CHAT, headers=traceparent(1))
+                httpx.post(stack.url + "/v1/chat/completions", json=CHAT, timeout=60)
+            httpx.post(stack.url + "/v1/chat/completions", json=CHAT, headers=traceparent(1), timeout=60)
             assert stack.terminate("router") == 0
             assert stack.terminate("replica-0") == 0
     assert {span.trace_id for span in receiver.spans} == {trace_id_of(1)}
@@ -164,15 +163,13 @@ def test_without_a_collector_requests_are_served_spans_are_counted_and_nobody_wa
     settings = {"otlp_endpoint": f"http://127.0.0.1:{free_port()}"}
     with local_stack(replica_settings={**REPLICA, **settings}, router_settings=settings) as stack:
         for number in range(30):
-            answer = httpx.post(
-                stack.url + "/v1/chat/completions", json=CHAT, headers=traceparent(number + 1)
-            )
+            url = stack.url + "/v1/chat/completions"
+            answer = httpx.post(url, json=CHAT, headers=traceparent(number + 1), timeout=60)
             assert answer.text.endswith("data: [DONE]\n\n")
-        wait_until(lambda: metric(stack, "router_dropped_spans_total") > 0, "a dropped span", 30)
-        started = time.monotonic()
+        wait_until(lambda: metric(stack, "router_dropped_spans_total") > 0, "a dropped span")
+        # Who waited for the collector would be killed after ten seconds.
         assert stack.terminate("router") == 0
         assert stack.terminate("replica-0") == 0
-        assert time.monotonic() - started < 9  # a limit of ours is ten seconds, and then they are killed
         log = Path(stack.run_directory / "router.log").read_text()
     assert log.count("collector") == 1
     assert "Traceback" not in log
