@@ -13,7 +13,7 @@ from cluster.processes import find_marked, kill_marked
 from cluster.run_directory import ClusterState, RunDirectory
 
 COMMAND = (sys.executable, "-P", "-m", "cluster.cli")
-START_SECONDS = 150.0
+START_SECONDS = 300.0
 
 
 class KvasirCommand:
@@ -51,7 +51,7 @@ class KvasirCommand:
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                process.wait(60)
+                process.wait(120)
             kill_marked(self.directory.path, self.directory.ray_directory)
 
     def is_ready(self) -> bool:
@@ -65,17 +65,24 @@ class KvasirCommand:
 
     def leftovers(self) -> list[str]:
         pids = find_marked(self.directory.path, self.directory.ray_directory)
-        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
+        return [_title(pid).replace("\0", " ") for pid in pids]
 
     def pid_of(self, title: str) -> int:
         """The process of this cluster whose title starts so."""
         for pid in find_marked(self.directory.path, self.directory.ray_directory):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith(title):
+            if _title(pid).startswith(title):
                 return pid
         raise AssertionError(f"no process is called {title}")
 
 
-def wait_until(condition: Callable[[], object], explain: Callable[[], str], seconds: float = 60.0) -> None:
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return f"process {pid}, which has ended since"
+
+
+def wait_until(condition: Callable[[], object], explain: Callable[[], str], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()

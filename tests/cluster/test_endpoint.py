@@ -28,7 +28,7 @@ def taken_port() -> Iterator[int]:
 
 async def scraped(endpoint: MetricsEndpoint) -> str:
     def read() -> str:
-        with urllib.request.urlopen(f"http://{endpoint.address}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{endpoint.address}/metrics", timeout=30) as answer:
             return str(answer.read().decode())
 
     return await asyncio.to_thread(read)
@@ -46,11 +46,11 @@ async def test_it_serves_where_it_was_asked_to_and_moves_when_asked_again(
     assert endpoint.address == f"127.0.0.1:{free_port}"
     assert "answer 42.0" in await scraped(endpoint)
     with pytest.raises(OSError, match="refused"):
-        await asyncio.to_thread(urllib.request.urlopen, f"http://{first}/metrics", timeout=5)
+        await asyncio.to_thread(urllib.request.urlopen, f"http://{first}/metrics", timeout=30)
     await endpoint.serve("127.0.0.1", None)
     assert (endpoint.address, endpoint.complaint) == (None, None)
     with pytest.raises(OSError, match="refused"):
-        await asyncio.to_thread(socket.create_connection, ("127.0.0.1", free_port), 5)
+        await asyncio.to_thread(socket.create_connection, ("127.0.0.1", free_port), 30)
     await endpoint.close()
 
 

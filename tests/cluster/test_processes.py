@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -140,4 +141,4 @@ def test_a_service_dies_with_its_parent_even_if_that_is_killed(tmp_path: Path) -
         assert runs(child)
         parent.kill()
     while runs(child):  # the test's own timeout is the limit
-        pass
+        time.sleep(0.01)

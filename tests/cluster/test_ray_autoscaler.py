@@ -13,7 +13,7 @@ from replicas.toy_model import toy_model_path
 from tests.cluster.kvasir_command import wait_until
 from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet, pool
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def test_replicas_without_room_make_ray_add_machines(fleet: Fleet) -> None:
 
 def test_who_waits_for_more_than_there_will_ever_be_is_told_so(fleet: Fleet) -> None:
     before = fleet.epochs()
-    waiting = fleet.run("scale", "alpha", "5", "--timeout", "8")
+    waiting = fleet.run("scale", "alpha", "5", "--timeout", "15")
     assert waiting.returncode == 2
     assert waiting.stderr == (
-        "kvasir: the fleet is not what it should be after 8 s (ready: alpha 4 of 5; "
+        "kvasir: the fleet is not what it should be after 15 s (ready: alpha 4 of 5; "
         "waiting for room in the Ray cluster: alpha-4); the controller goes on\n"
     )
     assert "starting (waits for room)" in fleet.do("status")

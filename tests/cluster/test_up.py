@@ -16,7 +16,7 @@ from cluster.ray_head import RAY_ENVIRONMENT
 from cluster.status import Registry, read_registry
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def epochs(command: KvasirCommand) -> dict[str, str | None]:
 
 def complete(command: KvasirCommand) -> httpx.Response:
     body = {"model": "toy_model", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
-    return httpx.post(f"{command.state().router_url}/v1/chat/completions", json=body, trust_env=False)
+    url = f"{command.state().router_url}/v1/chat/completions"
+    return httpx.post(url, json=body, trust_env=False, timeout=60)
 
 
 def test_up_says_what_runs_where_and_what_to_try(running: KvasirCommand) -> None:
@@ -62,7 +63,7 @@ def scraped(command: KvasirCommand) -> dict[str, str]:
     groups = json.loads(command.directory.targets_file.read_text())
     return {
         group["labels"]["job"] + group["labels"].get("replica", ""): httpx.get(
-            f"http://{target}/metrics", trust_env=False
+            f"http://{target}/metrics", trust_env=False, timeout=60
         ).text
         for group in groups
         for target in group["targets"]
@@ -81,12 +82,14 @@ def test_one_file_says_where_everybodys_metrics_are(running: KvasirCommand) -> N
     assert "replica_lease_renewals_total" in found["kvasir-replicareplica-1"]
     named = 'replica_info{engine="simulated",model="toy_model",replica_id="replica-1"} 1.0'
     assert named in found["kvasir-replicareplica-1"]
-    controller = found["kvasir-controller"]
-    assert 'fleet_replicas{pool="replica",state="ready"} 2.0' in controller
-    assert 'fleet_replicas_desired{pool="replica"} 2.0' in controller
-    assert 'fleet_replica_starts_total{pool="replica"} 2.0' in controller
-    assert 'fleet_replica_start_seconds_count{pool="replica"} 2.0' in controller
-    assert "fleet_ray_nodes 1.0" in controller
+    for line in (
+        'fleet_replicas{pool="replica",state="ready"} 2.0',
+        'fleet_replicas_desired{pool="replica"} 2.0',
+        'fleet_replica_starts_total{pool="replica"} 2.0',
+        'fleet_replica_start_seconds_count{pool="replica"} 2.0',
+        "fleet_ray_nodes 1.0",
+    ):
+        wait_until(lambda line=line: line in scraped(running)["kvasir-controller"], lambda: f"no {line}")  # type: ignore[misc]  # noqa: B023
 
 
 def test_status_shows_every_replica_with_its_blocks(running: KvasirCommand) -> None:
@@ -132,7 +135,7 @@ def test_a_killed_replica_comes_back_under_its_name_with_a_new_epoch(running: Kv
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     wait_until(
-        lambda: len(epochs(running)) == 2 and epochs(running)[victim.replica_id] != victim.epoch,
+        lambda: epochs(running).get(victim.replica_id, victim.epoch) != victim.epoch,
         lambda: output(running),
     )
     other = running.state().replicas[1].replica_id
@@ -149,7 +152,7 @@ def test_a_killed_controller_finds_the_replicas_again_and_starts_none_twice(runn
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     wait_until(
-        lambda: len(epochs(running)) == 2 and epochs(running)[victim.replica_id] != victim.epoch,
+        lambda: epochs(running).get(victim.replica_id, victim.epoch) != victim.epoch,
         lambda: output(running),
     )
 
@@ -216,7 +219,7 @@ def test_ctrl_c_ends_all_of_it_and_signs_off_from_a_redis_that_stays(tmp_path: P
     with command.up("--replicas", "1") as process:
         assert list(read_registry(redis_url).records) == ["replica-0"]
         os.killpg(process.pid, signal.SIGINT)  # a terminal tells the whole group
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert command.leftovers() == []
         assert read_registry(redis_url) == Registry({})
         assert command.directory.read_state() is None

@@ -85,7 +85,7 @@ def test_the_router_image_has_no_engine_and_no_ray(router: tuple[str, Container]
 
 def test_the_router_image_answers_and_finds_itself_healthy(router: tuple[str, Container]) -> None:
     url, container = router
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
     assert container.is_healthy()
     assert container.run("id", "-u").stdout.strip() == "10001"
     assert container.run("touch", "/app/anything").returncode != 0

@@ -138,7 +138,7 @@ class Shell:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def lay_out_checkout(home: Path) -> None:
