@@ -15,9 +15,9 @@ from loadtests.local_stack import free_port
 from loadtests.locust_run import LOCUSTFILE
 from loadtests.run_file import Run, read_run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 100.0
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def master_and_two_workers(url: str, run_file: Path) -> Iterator[httpx.Client]:
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(30)
+            process.wait(60)
 
 
 def wait_until(

@@ -4,6 +4,7 @@ Locust changes Python's own modules, so it always runs as a child.
 """
 
 import csv
+import re
 import signal
 import socket
 import statistics
@@ -20,7 +21,7 @@ from loadtests.locust_run import HeadlessRun, LoadTestFailed, run_headless
 from loadtests.report import make_report
 from loadtests.run_file import Run, read_run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SMALL = {"system_tokens": "64", "question_tokens": "20", "output_tokens": "6"}
 
@@ -55,14 +56,14 @@ def load(
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_is_measured_is_what_the_server_does(processes: int, tmp_path: Path) -> None:
-    with running(DelayServer(first_seconds=0.05, gap_seconds=0.01)) as server:
+    with running(DelayServer(first_seconds=0.5, gap_seconds=0.1)) as server:
         run = load(server, tmp_path, qps="15", processes=processes, csv=str(tmp_path / "rows"))
     assert [record.error for record in run.records] == [None] * len(run.records)
     ttft = [record.ttft_seconds for record in run.records if record.ttft_seconds is not None]
     gaps = [gap for record in run.records for gap in record.itl_seconds]
     # Generous, since the machine may be busy; python -m loadtests.check_harness prints how near it is.
-    assert 0.045 < statistics.median(ttft) < 0.1
-    assert 0.009 < statistics.median(gaps) < 0.02
+    assert 0.45 < statistics.median(ttft) < 1.0
+    assert 0.09 < statistics.median(gaps) < 0.2
     assert len(ttft) == len(run.records)
     assert len(gaps) == 5 * len(run.records)
 
@@ -76,7 +77,7 @@ def test_what_is_measured_is_what_the_server_does(processes: int, tmp_path: Path
     number = str(len(run.records))
     assert [rows[name]["Request Count"] for name in ("ttft", "e2e", "tpot", "cached")] == [number] * 4
     assert rows["itl"]["Request Count"] == str(len(gaps))
-    assert 45 < float(rows["ttft"]["Median Response Time"]) < 100
+    assert 450 < float(rows["ttft"]["Median Response Time"]) < 1000
 
 
 def test_requests_go_out_at_their_time_however_slow_the_answers_are(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_requests_go_out_at_their_time_however_slow_the_answers_are(tmp_path: Pa
         run = load(server, tmp_path, qps="10")
     assert len(run.records) > 15
     assert all(record.error is None for record in run.records)
-    assert statistics.median(record.lateness_seconds for record in run.records) < 0.5
+    assert statistics.median(record.lateness_seconds for record in run.records) < 1.5
     report = make_report(run.records)
     assert report.good_share == 0.0  # nothing within 2 s
 
@@ -188,7 +189,7 @@ def test_a_run_that_is_stopped_by_hand_keeps_what_it_has(tmp_path: Path) -> None
             while len(server.bodies) < 6 and time.monotonic() < deadline:
                 time.sleep(0.05)
             child.send_signal(signal.SIGINT)
-            child.wait(30)
+            child.wait(60)
         num_sent = len(server.bodies)
     run = read_run(output)
     # Those that were on their way count too, and what was never to be sent does not.
@@ -204,8 +205,10 @@ def test_a_kill_command_runs_at_its_time(tmp_path: Path) -> None:
         run = load(server, tmp_path, shape="replica-kill", kill_command=f"touch {mark}; exit 3")
     assert mark.exists()
     (note,) = run.info.notes
-    assert note.startswith("kill command at 1.")
-    assert note.endswith("status 3")
+    began = re.fullmatch(r"kill command at (\d+\.\d) s \(planned (\d+\.?\d*) s\), status 3", note)
+    assert began is not None, note
+    assert 1.0 <= float(began[2]) < 2.0, "amid the run"
+    assert float(began[1]) > float(began[2]) - 0.1, "not before its time"
 
 
 def test_a_model_that_is_not_served_is_named(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ async def test_what_goes_wrong_is_named_and_is_no_good_request(bad: Answer, erro
         await (bad if body["user"] in ("user-1", "user-4") else whole)(body, writer)
 
     async with scripted_server(answer) as port:
-        records = await replay(port, 6, timeout_seconds=0.5)
+        records = await replay(port, 6, timeout_seconds=2.0)
     assert [record.error for record in records] == [None, error, None, None, error, None]
     assert make_report(records).good_share == 4 / 6
 
@@ -138,7 +138,7 @@ async def test_a_connection_is_used_again_unless_its_request_failed() -> None:
             writer.write(HEAD + chunk(EVENT + USAGE + DONE) + b"0\r\n\r\n")
 
     async with scripted_server(answer) as port:
-        records = await replay(port, 8, seconds_apart=0.05)
+        records = await replay(port, 8, seconds_apart=0.2)
     assert [record.error for record in records] == [None] * 3 + ["truncated"] + [None] * 4
     assert len(connections) < 8
 
@@ -148,5 +148,5 @@ async def test_a_connection_that_is_still_busy_with_a_timed_out_request_is_not_u
         await (silent_in_mid_stream if body["user"] == "user-0" else whole)(body, writer)
 
     async with scripted_server(answer) as port:
-        records = await replay(port, 2, seconds_apart=1.5, timeout_seconds=1.0)
+        records = await replay(port, 2, seconds_apart=2.5, timeout_seconds=2.0)
     assert [record.error for record in records] == ["timed out", None]

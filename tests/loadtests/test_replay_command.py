@@ -205,5 +205,5 @@ def test_requests_of_a_replica_that_is_killed_miss_the_slo(stack: LocalStack, tm
 
 
 def num_answered(stack: LocalStack) -> float:
-    lines = httpx.get(stack.url + "/metrics").text.splitlines()
+    lines = httpx.get(stack.url + "/metrics", timeout=60).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("router_requests_total{"))

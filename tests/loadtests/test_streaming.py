@@ -23,7 +23,7 @@ async def test_gaps_are_between_events_that_carry_text() -> None:
         writer.write(HEAD + chunk(EVENT))
         for event in (EVENT, EVENT, b'data: {"choices":[{"text":""}]}\n\n', b"data: [DONE]\n\n"):
             await writer.drain()
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.1)
             writer.write(chunk(event))
         writer.write(b"0\r\n\r\n")
 
@@ -31,8 +31,8 @@ async def test_gaps_are_between_events_that_carry_text() -> None:
         connection = Connection("127.0.0.1", port)
         answer = await connection.post("/v1/completions", b"{}")
         assert len(answer.itl_seconds) == 2
-        assert min(answer.itl_seconds) > 0.02
-        assert sum(answer.itl_seconds) <= answer.done_seconds - answer.first_token_seconds
+        # Who reads late sees one gap shorter and never both of them.
+        assert 0.1 < sum(answer.itl_seconds) <= answer.done_seconds - answer.first_token_seconds
         await connection.close()
 
 

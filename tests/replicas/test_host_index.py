@@ -100,11 +100,12 @@ async def test_after_a_storm_redis_holds_exactly_what_the_engine_keeps(redis_url
                 record is not None
                 and not watched.has_work()
                 and record.last_change == changes[-1].number
-                and record.load.num_running == 0
+                and record.load.num_running == record.load.num_used_blocks == 0
+                and live_announcements(changes) == {}
+                and replay(changes) == watched.kept(index_stride=8)
             )
 
         await until(is_settled)
-        await asyncio.sleep(0.1)
         expected = watched.kept(index_stride=8)
         assert any(isinstance(event, BlockRemoved) for event in watched.events)
         assert len(expected) > 5

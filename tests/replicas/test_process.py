@@ -64,7 +64,7 @@ async def test_sigterm_finishes_what_runs_and_leaves_nothing_behind(redis_url: s
     record = await registered(redis, process)
     async with grpc.aio.insecure_channel(record.address) as channel:
         client = RouterClient(channel)
-        await client.send(submit(1, [77] * 40, max_tokens=60))
+        await client.send(submit(1, [77] * 40, max_tokens=150))
         frame = await client.read()
         while frame is not None and not frame.deltas:
             frame = await client.read()

@@ -173,7 +173,7 @@ async def replica(redis_url: str) -> AsyncIterator[tuple[Process, psutil.Process
     (child,) = psutil.Process(process.pid).children()
     async with grpc.aio.insecure_channel(record.address) as channel:
         client = RouterClient(channel)
-        await client.send(submit(1, max_tokens=60))
+        await client.send(submit(1, max_tokens=150))
         frame = await client.read()
         while frame is not None and not frame.deltas:
             frame = await client.read()

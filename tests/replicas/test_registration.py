@@ -82,7 +82,6 @@ async def paused_in_a_heartbeat(server: RedisServer) -> AsyncIterator[Lease]:
         await redis.aclose()
 
 
-@pytest.mark.timeout(20)
 async def test_a_heartbeat_in_whose_middle_redis_hangs_is_given_up(
     own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ def config(redis_url: str, **settings: Any) -> ReplicaConfig:
         "redis_url": redis_url,
         "engine": "simulated",
         "simulated_hardware": "instant",
-        "lease_seconds": 1.0,
+        "lease_seconds": 10.0,
         "heartbeat_seconds": 0.05,
         "drain_seconds": 5.0,
     }
