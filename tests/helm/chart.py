@@ -47,7 +47,7 @@ TOGGLES: dict[str, Values] = {
     },
     "ways in": {
         "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a/b": "c"}},
-        "ingress": {"enabled": True, "hosts": ["a.example", "b.example"]},
+        "ingress": {"enabled": True, "hosts": ["a.example", "b.example"], "path": "/"},
         "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["a.example"]},
         "networkPolicy": {"routerFrom": [{"namespaceSelector": {}}], "metricsFrom": []},
     },

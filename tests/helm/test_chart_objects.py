@@ -89,6 +89,22 @@ def test_routers_scale_by_requests_in_flight_and_by_cpu_and_nobody_else_sets_the
     assert rendered("nothing set") and not of_kind("HorizontalPodAutoscaler", rendered("nothing set"))
 
 
+def test_from_outside_only_openais_api_is_reached_unless_the_values_say_otherwise() -> None:
+    def paths(path: dict[str, str]) -> set[str]:
+        values = {
+            "ingress": {"enabled": True, "hosts": ["a.example"], **path},
+            "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], **path},
+        }
+        objects = tuple(render(values))
+        (ingress,), (route,) = of_kind("Ingress", objects), of_kind("HTTPRoute", objects)
+        (rule,) = ingress["spec"]["rules"]
+        (match,) = route["spec"]["rules"][0]["matches"]
+        return {rule["http"]["paths"][0]["path"], match["path"]["value"]}
+
+    assert paths({}) == {"/v1"}
+    assert paths({"path": "/"}) == {"/"}
+
+
 def test_pods_get_as_long_to_end_as_draining_may_take() -> None:
     values: dict[str, Any] = {
         "router": {"drainSeconds": 300, "preStopSeconds": 7},

@@ -109,6 +109,7 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"redis": {"external": {"tls": {"enable": True}}}}, "enable"),
         ({"ingress": {"enabled": True}}, "/ingress/hosts"),
         ({"gateway": {"enabled": True}}, "/gateway/parentRefs"),
+        ({"ingress": {"path": "v1"}}, "/ingress/path"),
         ({"networkPolicy": {"enabeld": False}}, "enabeld"),
         ({"mtls": {"existingSecret": {}}}, "existingSecret"),
         ({"mtls": {"certManager": {"issuer": {}}}}, "issuer"),
