@@ -21,7 +21,7 @@ from tests.helm.chart import (
     render,
     rendered,
 )
-from tests.helm.test_chart_wiring import reachable_from, router_config
+from tests.helm.chart_programs import reachable_from, router_config
 from tests.kuberay import ray_cluster_schema
 
 CASES = [

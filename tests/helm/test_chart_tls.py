@@ -20,7 +20,7 @@ from tests.helm.chart import (
     pods,
     rendered,
 )
-from tests.helm.test_chart_wiring import (
+from tests.helm.chart_programs import (
     environment,
     reachable_from,
     replica_configs,

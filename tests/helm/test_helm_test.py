@@ -10,7 +10,7 @@ from tests.helm.chart import FOLDER, named, rendered
 
 SCRIPT = FOLDER / "files" / "check_cached_tokens.py"
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
 def check(address: str, *, timeout_seconds: int = 60) -> tuple[int, str]:

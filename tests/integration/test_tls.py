@@ -13,7 +13,7 @@ from replicas.protocol.validity import validities
 from tests.certificates import Authority, copied
 from tests.integration.observe import records, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 ENGINE = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096}
 

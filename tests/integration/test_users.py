@@ -7,7 +7,7 @@ from openai.types import CompletionUsage
 from loadtests.local_stack import LocalStack
 from tests.integration.observe import metric
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SYSTEM = "You are a patient assistant who explains how caches work. " * 20
 

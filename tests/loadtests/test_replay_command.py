@@ -19,7 +19,7 @@ from loadtests.report import Slo
 from loadtests.run_figures import figures_of
 from loadtests.run_file import read_run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 MAX_IN_FLIGHT = 4
 SMALL_B2B = ["b2b", "--scale-tokens", "0.1", "--set", "num_groups=4", "--set", "output_tokens=40"]
