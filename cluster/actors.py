@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import ray
+from ray._private.state import state as ray_state
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import placement_group
@@ -179,6 +180,12 @@ def nodes() -> list[dict[str, Any]]:
     """The machines that live, as Ray describes them."""
     described: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return [node for node in described if node["Alive"]]
+
+
+def leaving_machines() -> frozenset[str]:
+    """Ray's ids of the machines that have been told to go, and wait for what runs there: Ray itself does that
+    when Kubernetes, or somebody else, ends it with SIGTERM. Nothing is placed there any more."""
+    return frozenset(ray_state.get_draining_nodes())
 
 
 def machines() -> list[dict[str, float]]:

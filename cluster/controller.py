@@ -40,6 +40,8 @@ NODES_SECONDS = 15.0
 """Time between looks at the machines that Ray has."""
 LEASE_SECONDS = 0.5
 """Time between looks at the leases of replicas."""
+LEAVING_SECONDS = 1.0
+"""Time between looks at machines that are about to go."""
 ROOM_SECONDS = 2.0
 """Time between looks at the replicas that start: whether they wait for room."""
 ENDPOINT_SECONDS = 15.0
@@ -104,6 +106,7 @@ class FleetController:
         ]
         if self._runs_itself:
             looks.append(repeat("leases", self._look_at_leases, LEASE_SECONDS, self._complain))
+            looks.append(repeat("leaving", self._clear_leaving, LEAVING_SECONDS, self._complain))
         # Tasks of the group: should one end in spite of all, so does the controller, and Ray starts it again.
         tasks = [self._tasks.create_task(look) for look in looks]
         yield
@@ -125,6 +128,16 @@ class FleetController:
         pending = await asyncio.to_thread(actors.waiting_for_room) if is_starting else frozenset()
         for member in mark_waiting(self._members.values(), pending, ROOM_SECONDS):
             await self._note(f"{member.replica_id} waits for room: no machine has enough to spare")
+        return None
+
+    async def _clear_leaving(self) -> str | None:
+        """Replicas finish what they do on a machine that is about to go, and come back elsewhere."""
+        leaving = await asyncio.to_thread(actors.leaving_machines)
+        for member in list(self._members.values()):
+            machine = None if member.report is None else member.report.machine
+            if machine in leaving and member.state is ReplicaState.READY:
+                why = f"the machine of {member.replica_id} is about to go"
+                await self._execute(Action(ActionKind.DRAIN, member.replica_id, why))
         return None
 
     async def _complain(self, what: str, complaint: str | None) -> None:

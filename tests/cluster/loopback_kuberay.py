@@ -3,8 +3,8 @@
 Pods are processes. Ray and its autoscaler are the real ones, started as KubeRay starts them, and the
 autoscaler speaks to a server that knows of Kubernetes' API what it asks for. Owns what KubeRay makes of a
 RayCluster: as many workers of each group as it says, none taken away but those that the autoscaler has named.
-Answers as `ray_machines` does, and to `pods` with their names; `join` lets a machine join that is no pod of
-the cluster, like the Job that applies a fleet.
+Answers as `ray_machines` does, and to `pods` with their names; `evict NAME` ends one politely; `join` lets a
+machine join that is no pod of the cluster, like the Job that applies a fleet.
 """
 
 import json
@@ -13,10 +13,13 @@ import ssl
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from ray._raylet import GcsClient
 
 from loadtests.local_stack import free_port
 from tests.certificates import Authority
@@ -28,6 +31,7 @@ NETWORK = "127.0.0."
 HEAD, JOB, FIRST_WORKER = f"{NETWORK}30", f"{NETWORK}29", 31
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 START = (*RAY, "start", "--block", "--disable-usage-stats", *SMALL)
+ATTEMPTS = 3
 
 Object = dict[str, Any]
 
@@ -64,6 +68,19 @@ class Cluster:
                 self.described["spec"]["workerGroupSpecs"][int(parts[2])][parts[3]] = change["value"]
             self._version += 1
             self._reconcile()
+
+    def evict(self, name: str) -> None:
+        """As when a node is drained: SIGTERM, and when the pod has ended there comes another."""
+        process = self._processes[name]
+        process.terminate()
+
+        def replace() -> None:
+            process.wait()
+            with self._lock:
+                del self._pods[name], self._processes[name]
+                self._reconcile()
+
+        threading.Thread(target=replace, daemon=True).start()
 
     def reconcile(self) -> None:
         with self._lock:
@@ -161,6 +178,22 @@ def serve(cluster: Cluster, folder: Path) -> dict[str, str]:
     }
 
 
+def start_head(address: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Ray gives up after 30 s, which are over soon where much else runs; KubeRay then starts it again."""
+    for _ in range(ATTEMPTS):
+        if _starts(address, subprocess.Popen(command, env=environment, stdout=sys.stderr)):
+            return
+    raise AssertionError("Ray has not started")
+
+
+def _starts(address: str, head: subprocess.Popen[bytes]) -> bool:
+    def has_joined() -> bool:
+        return serves(address) and bool(GcsClient(address=address).get_all_node_info())
+
+    wait_until(lambda: head.poll() is not None or has_joined(), lambda: "Ray does not start")
+    return head.poll() is None
+
+
 def main(folder: str, described: str) -> None:
     cluster = json.loads(Path(described).read_text())
     assert cluster["spec"]["autoscalerOptions"]["version"] == "v2"
@@ -170,8 +203,7 @@ def main(folder: str, described: str) -> None:
     words = ["--head", "--no-monitor", "--port", address.rpartition(":")[2], "--node-ip-address", HEAD]
     words += ["--num-cpus", "0", "--temp-dir", folder, "--include-dashboard", "false"]
     environment = {**as_pod(running.head, "headgroup"), "RAY_enable_autoscaler_v2": "true"}
-    head = subprocess.Popen([*START, *words], env=environment, stdout=sys.stderr)
-    wait_until(lambda: serves(address), lambda: f"Ray has not started: {head.poll()}", 60)
+    start_head(address, [*START, *words], environment)
     words = ["--cluster-name", running.name, "--cluster-namespace", cluster["metadata"]["namespace"]]
     subprocess.Popen(
         [*RAY, "kuberay-autoscaler", *words, "--gcs-address", address],
@@ -185,10 +217,14 @@ def main(folder: str, described: str) -> None:
         subprocess.Popen([*START, *words], stdout=sys.stderr)
         return "joins"
 
-    answer(
-        address,
-        {"join": join, "pods": lambda _: json.dumps([pod["metadata"]["name"] for pod in running.pods()])},
-    )
+    def pods(_: str) -> str:
+        return json.dumps([pod["metadata"]["name"] for pod in running.pods()])
+
+    def evict(name: str) -> str:
+        running.evict(name)
+        return "goes"
+
+    answer(address, {"join": join, "pods": pods, "evict": evict})
 
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ def test_under_load_the_pool_grows_and_ray_adds_a_worker_for_it(fleet: Fleet) ->
     assert outcomes.keys() <= {"ok", "main-0", "main-1"}
 
 
+def test_an_evicted_pod_finishes_what_it_does_and_its_replica_comes_back_elsewhere(fleet: Fleet) -> None:
+    before, evicted = fleet.epochs(), sorted(workers(fleet))[-1]
+    with fleet.clients("main") as outcomes:
+        fleet.tell_machines(f"evict {evicted}")
+        wait_until(lambda: len(workers(fleet) - {evicted}) == 2, lambda: fleet.do("status"), SECONDS)
+        wait_until(lambda: len(fleet.ready()) == 2, lambda: fleet.do("status"), SECONDS)
+    assert len(set(before.values()) & set(fleet.epochs().values())) == 1
+    assert outcomes.keys() <= {"ok", "main-0", "main-1"}, "none failed, and none was continued elsewhere"
+
+
 def test_without_load_it_shrinks_and_ray_takes_the_worker_away_that_has_no_replica(fleet: Fleet) -> None:
     before = fleet.epochs()
     wait_until(lambda: len(fleet.ready()) == 1, lambda: fleet.do("status"), SECONDS)

@@ -24,6 +24,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Ray without machines, without replicas; and a log that is as it was before."""
     monkeypatch.setattr(actors, "find", dict)
     monkeypatch.setattr(actors, "machines", list)
+    monkeypatch.setattr(actors, "leaving_machines", frozenset)
     for name in ("NODES_SECONDS", "ENDPOINT_SECONDS", "ROOM_SECONDS"):
         monkeypatch.setattr(controller, name, 0.01)
     handlers = logging.root.handlers[:]
@@ -71,6 +72,7 @@ async def test_every_look_survives_whatever_it_meets(monkeypatch: pytest.MonkeyP
         raise LookupError("no")
 
     looks = {"machines": "_count_nodes", "room": "_look_for_room", "leases": "_look_at_leases"}
+    looks |= {"leaving": "_clear_leaving"}
     for name in looks.values():
         monkeypatch.setattr(FleetController, name, fail)
     monkeypatch.setattr(actors, "recall", lambda: None)

@@ -9,6 +9,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from cluster.fleet_file import parse_fleet
 from replicas.protocol.settings import load_settings
@@ -154,6 +155,9 @@ def test_the_fleet_is_one_that_fits_the_cluster_and_shares_redis_with_the_router
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     num_cpus = group["replicas"] * float(group["rayStartParams"]["num-cpus"])
     assert pool.num_replicas * pool.num_cpus <= num_cpus
+    grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert pool.drain_seconds is not None
+    assert pool.drain_seconds < RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S < grace
     variables = {each["name"]: each["value"] for each in container("kvasir-router")["env"]}
     variables |= service_links(pod_specs()["kvasir-router"])
     router = load_settings(

@@ -87,7 +87,11 @@ def test_kvasir_takes_the_fleet_file_and_every_replica_has_a_worker_to_itself(ca
         assert pool.num_gpus == limits.get("nvidia.com/gpu", 0)
         assert ports(group["template"])["grpc"] == pool.replica.port
         assert ports(group["template"])["metrics"] == pool.replica.metrics_port
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > pool.replica.drain_seconds
+        (worker,) = group["template"]["spec"]["containers"]
+        variables = {variable["name"]: variable.get("value") for variable in worker["env"]}
+        waits = float(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert pool.replica.drain_seconds < waits < grace
         assert pool.is_on_node_address
         assert pool.replica.index_stride == router_config(case).index_stride
 
