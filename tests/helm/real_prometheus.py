@@ -24,12 +24,12 @@ class RealPrometheus:
 
     def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/-/ready").status_code == 200
+            return httpx.get(f"{self.url}/-/ready", timeout=30).status_code == 200
         return False
 
     def health(self) -> set[str]:
         """Of the targets: "up", and what else there is."""
-        found = httpx.get(f"{self.url}/api/v1/targets").json()["data"]["activeTargets"]
+        found = httpx.get(f"{self.url}/api/v1/targets", timeout=30).json()["data"]["activeTargets"]
         return {each["health"] for each in found}
 
     def over_time(self, expression: str, start: float, end: float) -> list[list[float]]:
@@ -41,7 +41,7 @@ class RealPrometheus:
             "end": end,
             "step": SCRAPE_SECONDS,
         }
-        answer = httpx.get(f"{self.url}/api/v1/query_range", params=parameters, timeout=30).json()
+        answer = httpx.get(f"{self.url}/api/v1/query_range", params=parameters, timeout=60).json()
         if answer["status"] != "success":
             raise ValueError(f"{expression}: {answer['error']}")
         return [[float(value) for _, value in series["values"]] for series in answer["data"]["result"]]
@@ -78,4 +78,4 @@ def real_prometheus(folder: Path, targets: Path, rules: Path) -> Iterator[RealPr
         yield prometheus
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
