@@ -115,10 +115,8 @@ class ReplicaHost:
 
     async def drain(self) -> None:
         """Admit nothing more, finish what runs (for at most `drain_seconds`), and leave."""
-        if self._state is ReplicaState.STARTING:
-            self._end.set()
+        self.begin_drain()
         if self._supervisor is not None:
-            await self._finish_requests()
             await self._ended.wait()
 
     async def stop(self) -> None:
@@ -153,29 +151,27 @@ class ReplicaHost:
         self._end.set()
 
     def begin_drain(self) -> None:
-        """Drain as a task of the supervisor's: somebody asked over the wire."""
-        assert self._parts is not None
-        if self._state is ReplicaState.READY:
-            self._parts.spawn(self._finish_requests())
-        elif self._state is ReplicaState.STARTING:
+        """Drain as a task of the supervisor's, whatever becomes of who asked. Idempotent."""
+        if self._state is ReplicaState.STARTING:
             self._end.set()
-
-    async def _finish_requests(self) -> None:
-        assert self._parts is not None
-        if self._state is ReplicaState.READY:
+        elif self._state is ReplicaState.READY and not self._end.is_set():
+            assert self._parts is not None
             self._state = advance(self._state, ReplicaState.DRAINING)
-            server = self._parts.server
-            logger.info("draining requests=%d", server.num_requests)
-            self._parts.registration.announce()
-            await server.set_serving(False)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.drain_seconds):
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(TELL_SECONDS):
-                            await server.tell_draining()
-                    server.drain()
-                    await server.wait_idle()
-            self._end.set()
+            self._parts.spawn(self._finish_requests(self._parts))
+
+    async def _finish_requests(self, parts: "_Parts") -> None:
+        server = parts.server
+        logger.info("draining requests=%d", server.num_requests)
+        parts.registration.announce()
+        await server.set_serving(False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_seconds):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TELL_SECONDS):
+                        await server.tell_draining()
+                server.drain()
+                await server.wait_idle()
+        self._end.set()
 
     async def _supervise(self, parts: "_Parts", started: "asyncio.Future[None]") -> None:
         try:

@@ -6,6 +6,7 @@ from a source (`replica_sources.py`) and from the streams themselves, which know
     registry            stream               then
     lease, same epoch   up                   routed to
     lease, same epoch   broken               out of the table at once; connected again with back-off
+    lease, same epoch   broken, had drained  out of the table; this incarnation does not come back
     lease, new epoch    -                    the old client is closed, a new one opened
     lease gone          silent or broken     closed and forgotten
     lease gone          frames keep coming   kept: the registry lost it, not the replica
@@ -245,6 +246,8 @@ class Membership:
                 member.complaint = f"this router failed, its log says where: {error!r}"
             finally:
                 await client.close()
+            if client.is_draining:
+                return
             num_failures = 0 if client.num_frames else num_failures + 1
             await asyncio.sleep(min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2 ** min(num_failures, 10)))
 
@@ -306,6 +309,10 @@ class Membership:
     def _lose(self, member: Member, lost: ReplicaClient) -> None:
         """Called by the client at the moment its stream breaks."""
         if member.client is lost:
-            self._num_lost_streams += 1
-            self._complain(member, f"its stream is lost: {lost.lost}")
+            if lost.is_draining and not lost.num_inflight:
+                logger.info("replica %s has drained", member.record.replica_id)
+                member.complaint = "it has drained"
+            else:
+                self._num_lost_streams += 1
+                self._complain(member, f"its stream is lost: {lost.lost}")
             self._withdraw(member)

@@ -162,11 +162,11 @@ class ReplicaClient:
         self.replica_id = replica_id
         self.address = address
         self.lost: ReplicaLost | None = None
+        self.is_draining = False  # so it says
         self.num_frames = 0
         self._on_load = on_load
         self._on_lost = on_lost
         self._on_draining = on_draining
-        self._is_draining = False
         self._owes_answer = False
         self._stall_seconds = stall_seconds
         self._traffic = Traffic() if traffic is None else traffic
@@ -311,9 +311,9 @@ class ReplicaClient:
     def _receive(self, message: pb.ServerFrame) -> None:
         frame = server_frame_from_wire(message)
         self._on_load(self.replica_id, frame.load, frame.num_counted_submits)
-        if frame.is_draining and not self._is_draining:
+        if frame.is_draining and not self.is_draining:
             # What was submitted until now goes first; then the replica is told that nothing follows.
-            self._is_draining = self._owes_answer = True
+            self.is_draining = self._owes_answer = True
             self._on_draining(self.replica_id)
             self._outbox_filled.set()
         inflights = self._inflight

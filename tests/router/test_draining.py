@@ -2,20 +2,24 @@
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
+import pytest
 
+import replicas.host
 from replicas.config import ReplicaConfig
-from replicas.host import TELL_SECONDS, ReplicaHost
+from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, RefusalCode, SamplingParams
-from replicas.protocol.status import ReplicaState
+from replicas.protocol.status import ReplicaId, ReplicaState
 from router.dispatch import Dispatcher, DispatchStatistics
 from router.generation import Generation
 from router.membership import Membership, RegistrySource
+from router.replica_client import ReplicaLost
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from tests.replicas.router_client import RouterClient, submit
@@ -24,6 +28,11 @@ from tests.router.scripted_replica import eventually
 MODEL = "toy_model"
 ROOT = BlockHash(b"one namespace !!")
 NOTHING_LOST = DispatchStatistics(num_running=0, num_retries=0, num_resumes=0, num_lost=0)
+
+
+@pytest.fixture(autouse=True)
+def a_busy_machine_is_no_deaf_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas.host, "TELL_SECONDS", 60.0)
 
 
 class Router:
@@ -91,7 +100,9 @@ async def under_load(routers: Sequence[Router], num_replicas: int) -> AsyncItera
             task.cancel()
 
 
-async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt(redis_url: str) -> None:
+async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt_and_no_stream_is_lost(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     hosts = [replica(redis_url, f"r{number}") for number in range(6)]
     routers = [Router(redis_url, seed) for seed in range(2)]
     async with started(*hosts), under_load(routers, len(hosts)):
@@ -104,7 +115,17 @@ async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt(r
             )
             await host.drain()
             assert host.state is ReplicaState.STOPPED
+            for router in routers:
+                await eventually(lambda router=router, host=host: has_drained(router, host))  # type: ignore[misc]
+        assert [router.membership.statistics().num_lost_streams for router in routers] == [0] * 2
+        assert [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING] == []
     assert [router.dispatcher.statistics() for router in routers] == [NOTHING_LOST] * 2
+
+
+def has_drained(router: Router, host: ReplicaHost) -> bool:
+    """It is not routed to, and the router knows why."""
+    complaints = {member.record.epoch: member.complaint for member in router.membership.members()}
+    return complaints[host.epoch] == "it has drained"
 
 
 async def until_told(client: RouterClient) -> None:
@@ -115,7 +136,7 @@ async def until_told(client: RouterClient) -> None:
 
 
 async def test_what_a_router_sends_before_it_has_heard_of_the_drain_is_still_answered(redis_url: str) -> None:
-    host = replica(redis_url, "r0")
+    host = replica(redis_url, "r0", simulated_hardware="h100-8b")
     async with started(host), grpc.aio.insecure_channel(host.address) as channel:
         client = RouterClient(channel)
         await client.read()
@@ -125,10 +146,12 @@ async def test_what_a_router_sends_before_it_has_heard_of_the_drain_is_still_ans
         (deltas,) = (await client.finish((1, 0))).values()
         assert [delta.refusal for delta in deltas] == [None] * 3
         assert not draining.done(), "it left without an answer of the router's"
+        await client.send(submit(2, max_tokens=8000))
         await client.say_that_it_knows()
-        await client.send(submit(2))
-        (deltas,) = (await client.finish((2, 0))).values()
+        await client.send(submit(3))
+        (deltas,) = (await client.finish((3, 0))).values()
         assert deltas[-1].refusal is not None and deltas[-1].refusal.code is RefusalCode.DRAINING
+        await client.send(Abort(2))
         await draining
 
 
@@ -148,8 +171,9 @@ async def test_a_router_that_comes_during_a_drain_is_told_with_its_first_frame(r
 
 
 async def test_a_router_that_never_answers_is_refused_after_a_while_and_holds_nobody_up(
-    redis_url: str,
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replicas.host, "TELL_SECONDS", 0.2)
     host = replica(redis_url, "r0", simulated_hardware="h100-8b")
     async with started(host), grpc.aio.insecure_channel(host.address) as channel:
         client = RouterClient(channel)
@@ -157,12 +181,66 @@ async def test_a_router_that_never_answers_is_refused_after_a_while_and_holds_no
         await client.read()
         draining = asyncio.create_task(host.drain())
         await until_told(client)
-        await asyncio.sleep(1.1 * TELL_SECONDS)
+        await asyncio.sleep(0.5)
         await client.send(submit(2))
         (deltas,) = (await client.finish((2, 0))).values()
         assert deltas[-1].refusal is not None and deltas[-1].refusal.code is RefusalCode.DRAINING
         await client.send(Abort(1))
         await draining
+
+
+async def test_a_replica_that_is_killed_while_it_drains_is_lost_with_what_runs_there(redis_url: str) -> None:
+    slow = replica(redis_url, "r0", simulated_hardware="h100-8b")
+    router = Router(redis_url, 0)
+    async with started(slow):
+        following = asyncio.create_task(router.membership.run())
+        await eventually(lambda: router.membership.statistics().num_routed == 1)
+        client = router.membership.client(ReplicaId("r0"))
+        assert client is not None
+        inflight = client.submit([1, 2, 3], SamplingParams(max_tokens=8000, ignore_eos=True), ROOT)
+        await inflight.batch()
+        draining = asyncio.create_task(slow.drain())
+        await eventually(lambda: client.is_draining)
+        assert slow._parts is not None
+        for stream in slow._parts.server._streams:
+            stream.overflowed.set()  # so it is cut off, as by a kill
+        with pytest.raises(ReplicaLost):
+            while await inflight.batch():
+                pass
+        assert router.membership.statistics().num_lost_streams == 1
+        await draining
+        following.cancel()
+        await asyncio.wait([following])
+
+
+async def test_a_drain_goes_on_when_who_asked_for_it_is_gone(redis_url: str) -> None:
+    host = replica(redis_url, "r0")
+    async with started(host), grpc.aio.insecure_channel(host.address) as channel:
+        client = RouterClient(channel)
+        await client.read()
+        asking = asyncio.create_task(host.drain())
+        await until_told(client)
+        asking.cancel()
+        await client.say_that_it_knows()
+        await host.wait_dead()
+
+
+@pytest.mark.parametrize("num_turns", range(1, 5))
+async def test_a_stop_is_not_held_up_by_a_drain_that_is_asked_for_then(
+    redis_url: str, num_turns: int
+) -> None:
+    host = replica(redis_url, "r0", simulated_hardware="h100-8b", drain_seconds=600.0)
+    async with started(host), grpc.aio.insecure_channel(host.address) as channel:
+        client = RouterClient(channel)
+        await client.send(submit(1, max_tokens=8000))
+        assert host._parts is not None
+        await eventually(lambda: host._parts.server.num_requests == 1)  # type: ignore[union-attr]
+        stopping = asyncio.create_task(host.stop())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        host.begin_drain()
+        await stopping
+        assert host.state is ReplicaState.STOPPED
 
 
 async def test_a_router_that_goes_away_is_not_waited_for(redis_url: str) -> None:
