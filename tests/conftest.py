@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
 
 from loadtests import local_stack
 from tests.certificates import Authority
@@ -14,6 +15,10 @@ from tests.redis_server import RedisServer
 # Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
 # and on a busy machine threads that wait for each other take a hundred times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# An example may take as long as it takes: a machine that is busy for a moment is no finding.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
