@@ -82,7 +82,7 @@ def router() -> Iterator[Router]:
 
 @pytest.fixture
 def chat(router: Router) -> Iterator[Chat]:
-    with httpx.Client(base_url=router.url, trust_env=False) as client:
+    with httpx.Client(base_url=router.url, trust_env=False, timeout=60) as client:
         yield Chat(client, "toy_model", io.StringIO())
 
 

@@ -75,13 +75,13 @@ def test_a_router_without_replicas_is_up_but_not_ready_and_leaves_in_order_on_si
         deadline = time.monotonic() + 60
         while True:
             try:
-                assert httpx.get(url + "/health").status_code == 200
+                assert httpx.get(url + "/health", timeout=30).status_code == 200
                 break
             except httpx.TransportError:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-        assert httpx.get(url + "/ready").status_code == 503
-        answer = httpx.post(url + "/v1/chat/completions", json={"model": "x", "messages": []})
+        assert httpx.get(url + "/ready", timeout=30).status_code == 503
+        answer = httpx.post(url + "/v1/chat/completions", json={"model": "x", "messages": []}, timeout=30)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         process.send_signal(signal.SIGTERM)

@@ -17,7 +17,7 @@ async def server() -> AsyncIterator[HttpServer]:
 
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         yield client
 
 

@@ -103,7 +103,7 @@ def test_another_word_for_the_setting_is_refused() -> None:
 async def answers(server: HttpServer, **headers: str) -> set[tuple[int, str | None]]:
     """Statuses and error codes of all that is guarded."""
     found = set()
-    async with httpx.AsyncClient(base_url=server.url, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as http:
         asked = [http.request(method, path, json={}) for method, path in GUARDED]
         asked.append(http.get("/", headers=HTML))
         for answer in await asyncio.gather(*asked):
@@ -132,7 +132,7 @@ async def test_a_request_with_two_host_headers_is_not_let_in() -> None:
 async def test_switched_off_it_is_shut_to_loopback_too_and_says_how_to_open_it() -> None:
     async with http_server(QuietFleet(), admin_access="nobody") as server:
         assert await answers(server) == {(403, "admin_access")}
-        async with httpx.AsyncClient(base_url=server.url) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             error = (await http.get("/live/state")).json()["error"]
         assert error["type"] == "permission_error" and "admin_access=loopback" in error["message"]
 
@@ -145,7 +145,7 @@ async def test_open_to_everyone_it_asks_for_no_name() -> None:
 async def test_what_is_not_guarded_stays_open() -> None:
     async with (
         http_server(QuietFleet(), admin_access="nobody") as server,
-        httpx.AsyncClient(base_url=server.url, headers={"host": "api.example"}) as http,
+        httpx.AsyncClient(base_url=server.url, headers={"host": "api.example"}, timeout=60) as http,
     ):
         for path in ("/", "/v1/models", "/health", "/metrics"):
             assert (await http.get(path)).status_code == 200

@@ -239,7 +239,10 @@ async def test_failures_before_the_first_token_have_a_status(
 
 
 async def test_requests_beyond_the_limit_in_flight_are_told_to_come_back() -> None:
-    async with http_server(max_in_flight=1) as server, httpx.AsyncClient(base_url=server.url) as http:
+    async with (
+        http_server(max_in_flight=1) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
         server.dispatcher.script = lambda generation: [NEVER]
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(http.post("/v1/chat/completions", json=CHAT))

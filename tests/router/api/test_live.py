@@ -34,7 +34,7 @@ async def server(fleet: QuietFleet) -> AsyncIterator[HttpServer]:
 
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         yield client
 
 

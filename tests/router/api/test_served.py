@@ -43,7 +43,7 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def post(watched: Watched, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
-    async with httpx.AsyncClient(base_url=watched.server.url) as client:
+    async with httpx.AsyncClient(base_url=watched.server.url, timeout=60) as client:
         return await client.post(path, json=body)
 
 
@@ -147,7 +147,7 @@ async def test_what_is_refused_before_it_runs(
 
 
 async def test_a_wrong_method(watched: Watched) -> None:
-    async with httpx.AsyncClient(base_url=watched.server.url) as client:
+    async with httpx.AsyncClient(base_url=watched.server.url, timeout=60) as client:
         await client.get("/v1/chat/completions")
     served = await watched.one()
     assert (served.status, served.error_kind) == (405, ErrorKind.METHOD)
