@@ -26,7 +26,7 @@ from tests.cluster.kvasir_command import COMMAND
 from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 120.0
+SECONDS = 240.0
 PAUSE_SECONDS = 0.02
 RESUMES = "router_resumes_total"
 

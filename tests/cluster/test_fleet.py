@@ -25,7 +25,7 @@ from replicas.toy_model import toy_model_path
 from tests.cluster.kvasir_command import wait_until
 from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet, pool
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_MACHINES = 2
 MODELS = ("alpha", "beta")
