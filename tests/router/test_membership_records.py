@@ -151,7 +151,7 @@ async def test_ids_without_a_lease_are_taken_out_of_the_set_after_a_while(
     replica = await start()
     await registry.put(replica)
     await registry.redis.sadd(replicas_key("toy"), "long gone")
-    source = RegistrySource(redis_url, POLL_SECONDS, forget_seconds=0.1)
+    source = RegistrySource(redis_url, POLL_SECONDS, forget_seconds=1.0)
     async with watching(source) as world:
         await world.wait_routed("r0")
         assert await registry.redis.scard(replicas_key("toy")) == 2
