@@ -106,7 +106,7 @@ class FleetController:
         ]
         if self._runs_itself:
             looks.append(repeat("leases", self._look_at_leases, LEASE_SECONDS, self._complain))
-            looks.append(repeat("leaving", self._clear_leaving, LEAVING_SECONDS, self._complain))
+            looks.append(repeat("leaving machines", self._clear_leaving, LEAVING_SECONDS, self._complain))
         # Tasks of the group: should one end in spite of all, so does the controller, and Ray starts it again.
         tasks = [self._tasks.create_task(look) for look in looks]
         yield

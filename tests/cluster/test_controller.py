@@ -72,7 +72,7 @@ async def test_every_look_survives_whatever_it_meets(monkeypatch: pytest.MonkeyP
         raise LookupError("no")
 
     looks = {"machines": "_count_nodes", "room": "_look_for_room", "leases": "_look_at_leases"}
-    looks |= {"leaving": "_clear_leaving"}
+    looks |= {"leaving machines": "_clear_leaving"}
     for name in looks.values():
         monkeypatch.setattr(FleetController, name, fail)
     monkeypatch.setattr(actors, "recall", lambda: None)
