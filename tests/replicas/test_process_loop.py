@@ -209,3 +209,4 @@ async def test_a_killed_replica_takes_its_engine_process_with_it(redis_url: str)
         process.kill()
         await process.wait()
         await asyncio.to_thread(wait_gone, child.pid)
+        await process.communicate()  # who held its log open has gone

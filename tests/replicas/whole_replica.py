@@ -42,6 +42,8 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 @asynccontextmanager
 async def running(host: ReplicaHost) -> AsyncIterator[RouterClient]:
     await host.start()
-    async with grpc.aio.insecure_channel(host.address) as channel:
-        yield RouterClient(channel)
-    await host.stop()
+    try:
+        async with grpc.aio.insecure_channel(host.address) as channel:
+            yield RouterClient(channel)
+    finally:
+        await host.stop()

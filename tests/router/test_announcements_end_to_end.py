@@ -160,7 +160,7 @@ async def world(redis_url: str, num_blocks: int = 4000) -> AsyncIterator[World]:
                     index_stride=STRIDE,
                     max_batched_tokens=512,
                     heartbeat_seconds=0.1,
-                    lease_seconds=2.0,
+                    lease_seconds=30.0,
                 )
                 world.hosts.append(ReplicaHost(config, build=world.build))  # type: ignore[arg-type]
                 await world.hosts[-1].start()
