@@ -95,6 +95,6 @@ async def test_a_heartbeat_in_whose_middle_redis_hangs_is_given_up(
         assert counted(lease, "replica_lease_failures_total") >= 1
         assert counted(lease, "replica_lease_renewals_total") >= 2
         redis = connect(own_redis.url)
-        while await read_record(redis, MODEL, REPLICA) is None:
+        while await read_record(redis, MODEL, REPLICA) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await redis.aclose()
