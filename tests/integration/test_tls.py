@@ -81,7 +81,9 @@ def test_a_request_is_answered_over_mutual_tls(client: openai.OpenAI) -> None:
 def router_expiries(stack: LocalStack) -> dict[str, float]:
     name = "router_tls_expiry_timestamp_seconds"
     lines = [
-        line for line in httpx.get(stack.url + "/metrics").text.splitlines() if line.startswith(name + "{")
+        line
+        for line in httpx.get(stack.url + "/metrics", timeout=60).text.splitlines()
+        if line.startswith(name + "{")
     ]
     return {line.partition('file="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
@@ -96,7 +98,7 @@ def test_the_routers_metrics_tell_when_its_files_expire(stack: LocalStack, folde
 
 def complaint_of(stack: LocalStack, replica_id: str) -> str | None:
     """What the data of the router's page says of it."""
-    replicas = httpx.get(stack.url + "/live/state").json()["replicas"]
+    replicas = httpx.get(stack.url + "/live/state", timeout=60).json()["replicas"]
     return next((replica["complaint"] for replica in replicas if replica["id"] == replica_id), None)
 
 
