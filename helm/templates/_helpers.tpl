@@ -129,6 +129,11 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{/* Of every budget: a pod that is not healthy anyway never keeps a node from being drained. */}}
+{{- define "kvasir.budget" -}}
+unhealthyPodEvictionPolicy: AlwaysAllow
+{{- end -}}
+
 {{/* Where pods may run: values with nodeSelector, tolerations, affinity, priorityClassName. */}}
 {{- define "kvasir.placement" -}}
 {{- with .nodeSelector }}

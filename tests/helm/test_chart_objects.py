@@ -125,6 +125,12 @@ def test_routers_have_found_a_new_replica_before_the_next_old_one_goes() -> None
     assert replicas["minReadySeconds"] > SETTLE_SECONDS
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_pods_that_are_broken_anyway_never_keep_a_node_from_being_drained(case: str) -> None:
+    for budget in of_kind("PodDisruptionBudget", rendered(case)):
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
 def test_gpus_are_asked_for_and_found_by_their_kind() -> None:
     objects = rendered("three-pools")
     pod = named("StatefulSet", "demo-kvasir-pool-large", objects)["spec"]["template"]["spec"]
