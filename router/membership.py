@@ -308,11 +308,13 @@ class Membership:
 
     def _lose(self, member: Member, lost: ReplicaClient) -> None:
         """Called by the client at the moment its stream breaks."""
-        if member.client is lost:
-            if lost.is_draining and not lost.num_inflight:
-                logger.info("replica %s has drained", member.record.replica_id)
-                member.complaint = "it has drained"
-            else:
-                self._num_lost_streams += 1
-                self._complain(member, f"its stream is lost: {lost.lost}")
-            self._withdraw(member)
+        if member.client is not lost:
+            return
+        assert member.task is not None
+        if lost.is_draining and not lost.num_inflight:
+            logger.info("replica %s has drained", member.record.replica_id)
+            member.complaint = "it has drained"
+        elif not member.task.cancelling():  # else this router ends, and nothing is lost
+            self._num_lost_streams += 1
+            self._complain(member, f"its stream is lost: {lost.lost}")
+        self._withdraw(member)

@@ -117,8 +117,8 @@ async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt_a
             assert host.state is ReplicaState.STOPPED
             for router in routers:
                 await eventually(lambda router=router, host=host: has_drained(router, host))  # type: ignore[misc]
-        assert [router.membership.statistics().num_lost_streams for router in routers] == [0] * 2
-        assert [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING] == []
+    assert [router.membership.statistics().num_lost_streams for router in routers] == [0] * 2
+    assert [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING] == []
     assert [router.dispatcher.statistics() for router in routers] == [NOTHING_LOST] * 2
 
 
