@@ -6,7 +6,6 @@ a simulated fleet is `simulation/`'s.
 
 import argparse
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from cluster.simulation.shape import ReplicaShape
 from cluster.simulation.summary import Summary, median, table
 from cluster.simulation.sweep import SWEEPS, answer, plot
 from loadtests.arguments import count, number, positive, share
+from loadtests.parameters import read_parameter
 from loadtests.report import Slo
 from loadtests.workloads import GENERATORS, Workload
 from replicas.simulated_engine import COST_MODELS
@@ -280,16 +280,10 @@ def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int |
         if given or arguments.set:
             raise ClusterError("--qps and --set are for generators; a trace has its own pace, see --speed")
         return ()
-    known = inspect.signature(GENERATORS[arguments.workload]).parameters
-    for setting in arguments.set:
-        name, equals, text = setting.partition("=")
-        if not equals or name not in known or name == "seed":
-            names = ", ".join(name for name in known if name != "seed")
-            raise ClusterError(f"--set takes NAME=VALUE of {names}, not {setting}")
-        try:
-            given[name] = type(known[name].default)(text)
-        except ValueError as error:
-            raise ClusterError(f"{name} takes a number, not {text}") from error
+    try:
+        given |= dict(read_parameter(arguments.workload, setting) for setting in arguments.set)
+    except ValueError as error:
+        raise ClusterError(f"--set: {error}") from error
     return tuple(given.items())
 
 

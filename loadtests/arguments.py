@@ -1,4 +1,4 @@
-"""What an option of the command line may be: the argparse types that replay and simulate share.
+"""What an option of the command line may be: the argparse types that several commands share.
 
 Owns the sentences for values that are none. Knows no command.
 """
@@ -30,6 +30,12 @@ def share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"needs a share from 0 to below 1, not {text}")
     return value
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"needs a whole number from 0, not {text}")
+    return int(text)
 
 
 def count(text: str) -> int:

@@ -6,10 +6,10 @@ nothing of how requests are sent.
 
 import inspect
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from loadtests.parameters import read_parameter
 from loadtests.shapes import SHAPES, Shape, bend, make_shape
 from loadtests.workloads import (
     GENERATORS,
@@ -40,20 +40,20 @@ class LoadOptions:
     workload: str
     model: str
     seed: int
-    qps: float | None
     duration_seconds: float
-    parameters: str
-    trace: str
-    speed: float
-    scale_tokens: float
-    shape: str
-    shape_low: float | None
-    shape_high: float | None
-    shape_period: float | None
-    closed_loop: int
-    timeout_seconds: float
-    is_standard: bool
-    api_key: str
+    qps: float | None = None
+    parameters: str = ""
+    trace: str = ""
+    speed: float = 1.0
+    scale_tokens: float = 1.0
+    shape: str = "constant"
+    shape_low: float | None = None
+    shape_high: float | None = None
+    shape_period: float | None = None
+    closed_loop: int = 0
+    timeout_seconds: float = 120.0
+    is_standard: bool = False
+    api_key: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,25 +102,19 @@ class LoadOptions:
 
     def _generated(self, amount: float) -> Workload:
         known = inspect.signature(GENERATORS[self.workload]).parameters
-        given = self._parameters(known)
+        given = self._parameters()
         if self.qps is not None:
             given["qps"] = self.qps
         if "duration_seconds" in known:
             given["duration_seconds"] = amount * self.speed
         return scale(GENERATORS[self.workload](seed=self.seed, **given), self.speed)
 
-    def _parameters(self, known: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-        given: dict[str, Any] = {}
-        for setting in self.parameters.replace(",", " ").split():
-            name, equals, text = setting.partition("=")
-            if not equals or name not in known or name in HAVE_OPTIONS:
-                names = ", ".join(each for each in known if each not in HAVE_OPTIONS)
-                raise OptionsError(f"--set takes NAME=VALUE, not {setting}; {self.workload} has {names}.")
-            try:
-                given[name] = type(known[name].default)(text)
-            except ValueError as error:
-                raise OptionsError(f"{name} takes a number, not {text}.") from error
-        return given
+    def _parameters(self) -> dict[str, Any]:
+        settings = self.parameters.replace(",", " ").split()
+        try:
+            return dict(read_parameter(self.workload, setting, without=HAVE_OPTIONS) for setting in settings)
+        except ValueError as error:
+            raise OptionsError(f"--set: {error}.") from error
 
 
 @dataclass(frozen=True, slots=True)

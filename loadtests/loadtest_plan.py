@@ -4,15 +4,15 @@ Owns the arguments and their checks, so that nothing is started for a plan that 
 """
 
 import argparse
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loadtests.arguments import count, positive
+from loadtests.arguments import count, positive, seed
+from loadtests.load_options import HAVE_OPTIONS, LoadOptions, OptionsError
 from loadtests.named_tests import NAMED_TESTS, SIMULATED, SIMULATED_SETTINGS, NamedTest, Size, size_of
-from loadtests.workloads import GENERATORS
+from loadtests.parameters import read_parameter
 from replicas.config import DEFAULT_BLOCK_SIZE, DEFAULT_VLLM_BLOCK_SIZE
 from router.routing.policies import POLICIES
 
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=count, metavar="N", help="how many (default: 4; 2 with other engines)")
     add("--rate", type=positive, metavar="X", help="requests (chat, agent: sessions) per second")
     add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
-    add("--seed", type=int, default=1, metavar="N", help="of the first round (default: 1)")
+    add("--seed", type=seed, default=1, metavar="N", help="of the first round (default: 1)")
     add("--cache-tokens", type=count, metavar="N", help="what the cache of one replica holds")
     add(
         "--set",
@@ -120,7 +120,7 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     test = NAMED_TESTS[arguments.name]
     policies = _policies(arguments.policy)
     size = _size(arguments, test)
-    return LoadtestPlan(
+    plan = LoadtestPlan(
         name=arguments.name,
         test=test,
         engine=arguments.engine,
@@ -131,6 +131,8 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
         slo_ttft=arguments.slo_ttft,
         output=_output(arguments),
     )
+    _check_workload(plan)
+    return plan
 
 
 def _policies(named: Sequence[str] | None) -> tuple[str, ...]:
@@ -169,22 +171,31 @@ def _size(arguments: argparse.Namespace, test: NamedTest) -> Size:
 
 
 def _parameters(test: NamedTest, settings: Sequence[str]) -> dict[str, int | float]:
-    generator = GENERATORS.get(test.workload)
-    known = {} if generator is None else dict(inspect.signature(generator).parameters)
-    names = [name for name in known if name not in ("seed", "qps", "duration_seconds")]
-    given = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or name not in names:
-            raise LoadtestError(
-                f"--parameter takes NAME=VALUE of {test.workload}, not {setting}; "
-                f"it has {', '.join(names) or 'none'}"
-            )
-        try:
-            given[name] = type(known[name].default)(text)
-        except ValueError as error:
-            raise LoadtestError(f"{name} takes a number, not {text}") from error
-    return given
+    try:
+        return dict(read_parameter(test.workload, setting, without=HAVE_OPTIONS) for setting in settings)
+    except ValueError as error:
+        raise LoadtestError(f"--parameter: {error}") from error
+
+
+def _check_workload(plan: LoadtestPlan) -> None:
+    """Make what the first run sends: what the generators and the reader of traces refuse is refused now."""
+    options = plan.test.options
+    workload = LoadOptions(
+        workload=plan.test.workload,
+        model="",
+        seed=plan.runs[0].seed,
+        duration_seconds=plan.size.duration_seconds,
+        qps=plan.size.qps,
+        parameters=" ".join(f"{name}={value}" for name, value in plan.size.parameters.items()),
+        trace="" if plan.trace is None else str(plan.trace),
+        speed=float(options.get("speed", 1)),
+        scale_tokens=float(options.get("scale-tokens", 1)),
+        shape=options.get("shape", "constant"),
+    )
+    try:
+        workload.make_workload(context_length=None)
+    except OptionsError as error:
+        raise LoadtestError(str(error).removesuffix(".")) from error
 
 
 def _trace(arguments: argparse.Namespace) -> Path | None:

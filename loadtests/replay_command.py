@@ -20,6 +20,7 @@ import httpx
 import uvloop
 
 from loadtests.arguments import count, positive, share
+from loadtests.parameters import read_parameter
 from loadtests.prompts import SAMPLE_WORDS, Prompts, token_alphabet
 from loadtests.replay import Replay, Target, show_progress
 from loadtests.report import RequestRecord, Slo, make_report
@@ -319,18 +320,11 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 
 
 def _parameters(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    known = inspect.signature(GENERATORS[name]).parameters
     given: dict[str, Any] = {} if arguments.qps is None else {"qps": arguments.qps}
-    for setting in arguments.set:
-        parameter, equals, text = setting.partition("=")
-        if not equals or parameter not in known or parameter == "seed":
-            raise ReplayError(f"--set takes NAME=VALUE of {name}'s parameters, not {setting}; see --help")
-        kind = type(known[parameter].default)
-        try:
-            given[parameter] = kind(text)
-        except ValueError as error:
-            raise ReplayError(f"{parameter} takes a number, not {text}") from error
-    return given
+    try:
+        return given | dict(read_parameter(name, setting) for setting in arguments.set)
+    except ValueError as error:
+        raise ReplayError(f"--set: {error}") from error
 
 
 def _limited(workload: Workload, limit: str | None) -> Workload:

@@ -236,7 +236,7 @@ def one_large_tenant(
     *, seed: int, qps: float = 10.0, num_requests: int = 1000, num_groups: int = 40, share: float = 0.6
 ) -> Workload:
     """One tenant sends `share` of all requests."""
-    weights = [share] + [(1 - share) / (num_groups - 1)] * (num_groups - 1)
+    weights = [share] + [(1 - share) / max(1, num_groups - 1)] * (num_groups - 1)
     return _tenants("one-large-tenant", seed, qps, num_requests, weights)
 
 

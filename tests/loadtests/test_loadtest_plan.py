@@ -116,13 +116,19 @@ def test_whatever_is_said_overrides_the_test(trace: str) -> None:
         (("cross-user", "--policy", "fastest"), "there is no policy fastest; there are "),
         (
             ("cross-user", "--parameter", "tenants=3"),
-            "--parameter takes NAME=VALUE of cross-user, not tenants=3",
+            "--parameter: tenants=3 is no NAME=VALUE of cross-user's parameters: num_tenants, ",
         ),
-        (("cross-user", "--parameter", "num_tenants=many"), "num_tenants takes a number, not many"),
+        (
+            ("cross-user", "--parameter", "num_tenants=0"),
+            "--parameter: num_tenants takes a whole number",
+        ),
+        (("chat", "--parameter", "most_turns=1"), "chat: "),
+        (("mixed", "--parameter", "rag_share=1"), "mixed: the shares of a mixed workload are 0 or above"),
         (("cross-user", "--set", "block_size"), "--set takes NAME=VALUE, not block_size"),
         (("cross-user", "somewhere.jsonl"), "cross-user takes no file"),
         (("trace",), "trace takes the file of a trace"),
         (("trace", "/nowhere.jsonl"), "there is no file /nowhere.jsonl"),
+        (("trace", __file__), "trace: line 1 of the trace is not JSON"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(words: tuple[str, ...], sentence: str) -> None:

@@ -62,8 +62,11 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["nothing"], "nothing is neither a file nor a generator; there are b2b, "),
         (["b2b", "--policy", "chance"], "there is no policy chance; there are "),
-        (["b2b", "--set", "colour=3"], "--set takes NAME=VALUE of qps, num_requests, "),
-        (["b2b", "--set", "qps=fast"], "qps takes a number, not fast"),
+        (
+            ["b2b", "--set", "colour=3"],
+            "--set: colour=3 is no NAME=VALUE of b2b's parameters: qps, ",
+        ),
+        (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0, not fast"),
         (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),
         (["b2b", "--sweep", "replicas"], "--sweep and --values go together"),
         (["b2b", "--kill", "8@1"], "there is no replica 8 to kill; they count from 0"),
