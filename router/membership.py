@@ -242,8 +242,10 @@ class Membership:
             except (_Refused, ReplicaLost) as error:
                 self._complain(member, str(error))
             except Exception as error:  # outermost frame of the task: one replica must not end the others
-                logger.exception("replica %s cannot be connected", member.record.replica_id)
-                member.complaint = f"this router failed, its log says where: {error!r}"
+                reason = f"this router failed, its log says where: {error!r}"
+                if member.complaint != reason:
+                    logger.exception("replica %s cannot be connected", member.record.replica_id)
+                member.complaint = reason
             finally:
                 await client.close()
             if client.is_draining:

@@ -1,5 +1,7 @@
 """What the page is told of replicas that are not connected, from a real registry and real sockets."""
 
+import logging
+
 import pytest
 
 from replicas.protocol.status import ModelCard, TokenizerBundle
@@ -68,15 +70,22 @@ async def test_a_lease_that_ran_out_is_complained_of_until_it_is_back(
     await eventually(lambda: is_connected(world))
 
 
-async def test_a_failure_of_the_router_itself_is_told_too(
-    redis_url: str, registry: Registry, start: Start
+async def test_a_failure_of_the_router_itself_is_told_too_and_logged_once(
+    redis_url: str, registry: Registry, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
+    num_tries = 0
+
     def refuse(card: ModelCard, bundle: TokenizerBundle) -> None:
+        nonlocal num_tries
+        num_tries += 1
         raise RuntimeError("no such tokenizer")
 
     await registry.put(await start("r0"))
     async with watching(RegistrySource(redis_url, POLL_SECONDS), on_model=refuse) as world:
-        await eventually(lambda: complains_of(world, "no such tokenizer"))
+        await eventually(lambda: num_tries >= 3)
+        assert complains_of(world, "no such tokenizer")
+    (record,) = [item for item in caplog.records if item.levelno >= logging.ERROR]
+    assert record.exc_info is not None and record.getMessage() == "replica r0 cannot be connected"
 
 
 @pytest.mark.parametrize(
