@@ -70,17 +70,16 @@ class Cluster:
             self._reconcile()
 
     def evict(self, name: str) -> None:
-        """As when a node is drained: SIGTERM, and when the pod has ended there comes another."""
-        process = self._processes[name]
-        process.terminate()
+        """SIGTERM, as when a node is drained."""
+        self._processes[name].terminate()
 
-        def replace() -> None:
-            process.wait()
-            with self._lock:
-                del self._pods[name], self._processes[name]
+    def _follow(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """A pod that has ended, and that nobody has taken away, is replaced by another."""
+        process.wait()
+        with self._lock:
+            if self._pods.pop(name, None) is not None:
+                del self._processes[name]
                 self._reconcile()
-
-        threading.Thread(target=replace, daemon=True).start()
 
     def reconcile(self) -> None:
         with self._lock:
@@ -107,9 +106,9 @@ class Cluster:
         words += ["--num-cpus", parameters["num-cpus"]]
         # KubeRay hands it to a shell, which takes the quotes away.
         words += ["--resources", json.loads(parameters["resources"])]
-        self._processes[name] = subprocess.Popen(
-            [*START, *words], env=as_pod(name, group["groupName"]), stdout=sys.stderr
-        )
+        process = subprocess.Popen([*START, *words], env=as_pod(name, group["groupName"]), stdout=sys.stderr)
+        self._processes[name] = process
+        threading.Thread(target=self._follow, args=(name, process), daemon=True).start()
         self._pods[name] = self._pod(name, "worker", group["groupName"])
 
     def _pod(self, name: str, kind: str, group: str) -> Object:

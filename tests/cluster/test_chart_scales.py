@@ -70,6 +70,7 @@ def test_the_fleet_is_taken_before_its_workers_are_there_and_begins_with_the_few
     assert applied.returncode == 0, applied.stdout + applied.stderr
     assert "ready: main 1" in applied.stdout.splitlines(), applied.stdout
     assert len(workers(fleet)) == 1
+    wait_until(lambda: fleet.ask("main", "Hello?").status_code == 200, lambda: "no router has it", SECONDS)
 
 
 def test_under_load_the_pool_grows_and_ray_adds_a_worker_for_it(fleet: Fleet) -> None:
