@@ -25,6 +25,8 @@ CHATS = ("cross-user", "chat", "agent", "rag", "no-reuse", "mixed")
 TRACE = "trace"
 TOKENS_PER_WORD = 1.25
 """At most, in plain messages: a workload counts words, and a server tokens."""
+MOST_REQUESTS = 2_000_000
+"""Or sessions: what arrives in a week at three a second. Each is some kilobyte in memory."""
 HAVE_OPTIONS = ("seed", "qps", "duration_seconds")
 """Parameters of generators that --set does not take."""
 
@@ -105,6 +107,9 @@ class LoadOptions:
         given = self._parameters()
         if self.qps is not None:
             given["qps"] = self.qps
+        number = given.get("qps", known["qps"].default) * amount * self.speed
+        if number > MOST_REQUESTS:
+            raise ValueError(f"all is made beforehand, and {number:.0f} are more than {MOST_REQUESTS}")
         if "duration_seconds" in known:
             given["duration_seconds"] = amount * self.speed
         return scale(GENERATORS[self.workload](seed=self.seed, **given), self.speed)

@@ -122,6 +122,7 @@ def test_whatever_is_said_overrides_the_test(trace: str) -> None:
             ("cross-user", "--parameter", "num_tenants=0"),
             "--parameter: num_tenants takes a whole number",
         ),
+        (("cross-user", "--duration", "1e9"), "cross-user: all is made beforehand, and 16000000000 are more"),
         (("chat", "--parameter", "most_turns=1"), "chat: "),
         (("mixed", "--parameter", "rag_share=1"), "mixed: the shares of a mixed workload are 0 or above"),
         (("cross-user", "--set", "block_size"), "--set takes NAME=VALUE, not block_size"),
