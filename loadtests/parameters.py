@@ -12,6 +12,9 @@ MAY_BE_ZERO = ("system_tokens", "tools_tokens", "common_tokens", "shared_tokens"
 MOST_EXPONENT = 20.0
 """Beyond, the first of a thousand gets everything, and powers end somewhere."""
 
+MOST = 1e6
+"""Of anything else: of tokens, tenants, requests."""
+
 
 def parameter_names(workload: str, *, without: tuple[str, ...] = ()) -> list[str]:
     """None for what is no generator. The seed is never one of them."""
@@ -30,14 +33,14 @@ def read_parameter(workload: str, setting: str, *, without: tuple[str, ...] = ()
     kind = type(inspect.signature(GENERATORS[workload]).parameters[name].default)
     is_share = name == "share" or name.endswith("_share")
     least = 0.0 if is_share or name in MAY_BE_ZERO else math.nextafter(0.0, 1.0)
-    most = 1.0 if is_share else MOST_EXPONENT if name == "exponent" else math.inf
+    most = 1.0 if is_share else MOST_EXPONENT if name == "exponent" else MOST
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
-    if not (least <= value <= most and math.isfinite(value)):
+    if not least <= value <= most:
         what = "a whole number" if kind is int else "a number"
         bounds = "from 0" if least == 0 else "above 0"
-        bounds += f" to {most:g}" if math.isfinite(most) else ""
+        bounds += f" and up to {most:,.0f}"
         raise ValueError(f"{name} takes {what} {bounds}, not {text}")
     return name, value

@@ -89,7 +89,10 @@ def test_a_trace_is_replayed_as_far_as_it_fits(tmp_path: Path) -> None:
         (["--duration", "0"], "--duration takes a number above 0"),
         (["--set", "warp=9"], "--set: warp=9 is no NAME=VALUE of cross-user's parameters: num_tenants"),
         (["--set", "seed=9"], "--set: seed=9 is no NAME=VALUE of cross-user's parameters"),
-        (["--set", "num_tenants=two"], "--set: num_tenants takes a whole number above 0, not two"),
+        (
+            ["--set", "num_tenants=two"],
+            "--set: num_tenants takes a whole number above 0 and up to 1,000,000, not two",
+        ),
         (["--scale-tokens", "100"], "cross-user: tokens are scaled by a factor"),
         (["--workload", "trace"], "the workload trace needs --trace FILE"),
         (["--workload", "trace", "--trace", "x", "--qps", "1"], "a trace has its own pace"),

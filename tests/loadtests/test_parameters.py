@@ -19,7 +19,9 @@ def test_no_generator_is_asked_for_less_than_nothing_or_for_no_number(
         read_parameter(workload, f"{name}={text}")
 
 
-@pytest.mark.parametrize("setting", ["num_tenants=0", "output_tokens=0", "exponent=1e300", "num_tenants=1.5"])
+@pytest.mark.parametrize(
+    "setting", ["num_tenants=0", "output_tokens=0", "exponent=1e300", "system_tokens=9999999"]
+)
 def test_what_generators_cannot_take_is_refused(setting: str) -> None:
     with pytest.raises(OptionsError, match=r"--set: .* takes a .*number"):
         LoadOptions("cross-user", "m", 1, 10.0, parameters=setting).make_workload(None)

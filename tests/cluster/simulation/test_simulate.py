@@ -66,7 +66,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
             ["b2b", "--set", "colour=3"],
             "--set: colour=3 is no NAME=VALUE of b2b's parameters: qps, ",
         ),
-        (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0, not fast"),
+        (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0 and up to 1,000,000, not fast"),
         (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),
         (["b2b", "--sweep", "replicas"], "--sweep and --values go together"),
         (["b2b", "--kill", "8@1"], "there is no replica 8 to kill; they count from 0"),
