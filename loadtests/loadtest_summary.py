@@ -65,6 +65,9 @@ def sentence(run_set: RunSet) -> str | None:
     others = run_set.variants[1:]
     ours = next((each for each in others if _policy(each) == OUR_POLICY), others[-1])
     base = run_set.baseline
+    for each in (base, ours):
+        if each.spread(_BY_LABEL["TTFT p90"]) is None:
+            return f"{_policy(each)} answered no request, so there is nothing to compare."
     return f"{_policy(ours)} answered the same traffic {_hits(ours, base)}{_first_tokens(ours, base)}."
 
 

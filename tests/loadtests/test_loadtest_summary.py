@@ -62,10 +62,25 @@ def test_the_sentence_says_how_many_times_the_hits_and_how_much_sooner(
     )
 
 
-def test_where_nothing_came_nothing_is_sooner() -> None:
-    theirs = run_of("round_robin", cached=0, error="refused (503)")
-    assert sentence(compared(theirs, run_of("kvasir", cached=5))) == (
-        "kvasir answered the same traffic with hits where round_robin had none (5.0 % against 0.0 %)."
+@pytest.mark.parametrize("cached", [0, None])
+def test_a_policy_whose_cluster_answered_nothing_is_not_said_to_have_lost(cached: int | None) -> None:
+    theirs = run_of("round_robin", cached=0, error="connection refused")
+    theirs = replace(
+        theirs, records=tuple(replace(each, num_cached_tokens=cached) for each in theirs.records)
+    )
+    for runs in (
+        (theirs, run_of("kvasir")),
+        (run_of("random"), replace(theirs, info=run_info(policy="kvasir"))),
+    ):
+        assert (sentence(compared(*runs)) or "").endswith(
+            " answered no request, so there is nothing to compare."
+        )
+
+
+def test_where_a_policy_had_no_hit_no_ratio_is_told() -> None:
+    runs = compared(run_of("round_robin", cached=0), run_of("kvasir", cached=5))
+    assert (sentence(runs) or "").startswith(
+        "kvasir answered the same traffic with hits where round_robin had none (5.0 % against 0.0 %), and "
     )
 
 
