@@ -77,7 +77,7 @@ class ScriptedEngine:
         return bool(self._running or self._events)
 
     def step(self) -> StepFrame:
-        self.gate.wait(10)
+        self.gate.wait(30)
         self.num_steps += 1
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("scripted failure")

@@ -168,10 +168,11 @@ async def test_a_request_is_part_of_the_load_while_the_engine_is_busy_with_a_ste
         assert frame.load.num_pending_tokens == 5 + 200 + 7
     assert harness.server.load.num_running + harness.server.load.num_waiting == 5
     await client.send(Abort(2))
+    await until(lambda: harness.sample("replica_aborts_total") == 1)
+    harness.engine.gate.set()
     while frame is not None and frame.load.num_running + frame.load.num_waiting > 2:
         frame = await other.read()
     assert frame is not None and frame.load.num_pending_tokens <= 5 + 7
-    harness.engine.gate.set()
     await harness.until_engine_is_empty()
     assert (harness.server.load.num_running, harness.server.load.num_waiting) == (0, 0)
     assert harness.server.load.num_pending_tokens == 0
