@@ -27,6 +27,7 @@ from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240.0
+ATTEMPTS = 3
 PAUSE_SECONDS = 0.02
 RESUMES = "router_resumes_total"
 
@@ -169,13 +170,25 @@ def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
         stack.callback(fleet.client.close)
         log = stack.enter_context((folder / "logs" / "all.log").open("w"))
         module, *arguments = machines
-        fleet.machines = process = subprocess.Popen(
-            [sys.executable, "-m", module, str(ray_folder), *arguments],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True},
-            **{"env": environment, "cwd": ROOT},
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
+        # Ray gives up after 30 s, which are over soon where much else runs; so it may try again.
+        for _ in range(ATTEMPTS):
+            fleet.machines = process = subprocess.Popen(
+                [sys.executable, "-m", module, str(ray_folder), *arguments],
+                **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True},
+                **{"env": environment, "cwd": ROOT},
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            stack.enter_context(process.stdin)
+            stack.enter_context(process.stdout)
+            fleet.address = process.stdout.readline().strip()
+            if fleet.address:
+                break
+            kill_marked(folder, ray_folder)
+            shutil.rmtree(ray_folder, ignore_errors=True)
+        assert fleet.address, (folder / "logs" / "all.log").read_text()
         port = free_port()
         fleet.router_url = f"http://127.0.0.1:{port}"
         router = subprocess.Popen(
@@ -184,12 +197,6 @@ def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
         )
         stack.callback(router.wait)
         stack.callback(router.kill)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stack.enter_context(process.stdin)
-        stack.enter_context(process.stdout)
-        fleet.address = process.stdout.readline().strip()
-        assert fleet.address, (folder / "logs" / "all.log").read_text()
         yield fleet
 
 
