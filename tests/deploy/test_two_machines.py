@@ -205,7 +205,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_a_fleet_over_two_machines_answers_whoever_follows_the_page(followed: Followed) -> None:
     fleet_said = followed.said_after("./kvasir fleet apply")
     assert "ready: toy 2\n" in fleet_said
@@ -219,7 +219,7 @@ def test_a_fleet_over_two_machines_answers_whoever_follows_the_page(followed: Fo
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_its_last_sections_leave_no_process(followed: Followed) -> None:
     assert "The fleet is stopped." in followed.said_after('kill "$(cat router.pid)"')
     for machine in followed.machines:
