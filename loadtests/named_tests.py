@@ -146,13 +146,15 @@ SIMULATED_SETTINGS: Mapping[str, str] = {"simulated_hardware": "h100x4-70b"}
 def size_of(test: NamedTest, engine: str, *, is_quick: bool) -> Size:
     """Unless told otherwise. A quick one has a smaller fleet for fewer tenants, and shows less."""
     if is_quick:
+        share = 0.75 if engine == SIMULATED else test.computed_share
+        seconds = 6.0 if engine == SIMULATED else 12.0  # of so few requests, twice as many
         return Size(
             num_replicas=2,
-            qps=None if test.qps is None else test.qps * 0.75,
+            qps=None if test.qps is None else test.qps * share,
             parameters=_with_tenants(test.parameters, 4),
             cache_tokens=test.cache_tokens // 2,
-            duration_seconds=6.0,
-            warmup_seconds=1.0,
+            duration_seconds=seconds,
+            warmup_seconds=seconds / 6,
         )
     if engine != SIMULATED:
         return Size(

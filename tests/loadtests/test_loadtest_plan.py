@@ -110,6 +110,13 @@ def test_whatever_is_said_overrides_the_test(trace: str) -> None:
     assert plan("trace", trace).locust_options(made.runs[0])["trace"] == trace
 
 
+@pytest.mark.parametrize("name", [name for name in NAMED_TESTS if name != "trace"])
+def test_a_quick_test_asks_no_more_of_an_engine_that_computes_than_a_whole_one(name: str) -> None:
+    whole, quick = (plan(name, "--engine", "torch", *more).size for more in ((), ("--quick",)))
+    assert quick.qps == whole.qps
+    assert quick.duration_seconds < whole.duration_seconds
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
