@@ -57,20 +57,22 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_the_tree_in_the_architecture_document_is_the_tree() -> None:
-    """Every source file is named there, and everything named there exists."""
+    """Every source file is named there, once, and everything named there exists."""
     document = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     tree = document.split("```tree\n")[1].split("```")[0]
-    named: set[str] = set()
+    names: list[str] = []
     folder = ""
     for line in tree.splitlines():
         if match := re.match(r"^(\S+/)( |$)", line):
             folder = match[1]
-        named.update(folder + name for name in re.findall(r"[\w/]+\.(?:py|proto)\b", line.split("  #")[0]))
+        names.extend(folder + name for name in re.findall(r"[\w/]+\.(?:py|proto)\b", line.split("  #")[0]))
     actual = {
         name
         for name in source_files()
         if not name.endswith("__init__.py") or name == "replicas/toy_model/__init__.py"
     } | {name for name in tracked_files() if name.endswith(".proto")}
+    named = set(names)
+    assert len(names) == len(named), "named twice"
     assert sorted(actual - named) == [], "in the tree, not in ARCHITECTURE.md"
     assert sorted(named - actual) == [], "in ARCHITECTURE.md, not in the tree"
 
