@@ -78,6 +78,7 @@ def test_kvasir_takes_the_fleet_file_and_every_replica_has_a_worker_to_itself(ca
     for pool in fleet.pools:
         group = groups[pool.name]
         assert group["replicas"] == group["minReplicas"] <= group["maxReplicas"]
+        assert group["scaleStrategy"] == {}, "KubeRay would write it, and take the whole list for its own"
         assert group["minReplicas"] == pool.num_replicas + (0 if fleet.is_growing else pool.surge)
         most = pool.num_replicas if pool.autoscaling is None else pool.autoscaling.max_replicas
         assert group["maxReplicas"] == most + pool.surge
