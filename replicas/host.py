@@ -105,7 +105,7 @@ class ReplicaHost:
             tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
             self._parts = _Parts(self._config, self.epoch, engine, bundle, self, tracing)
             if tls is not None:
-                self._parts.metrics.read_tls_ends(lambda: tls.ends)
+                self._parts.metrics.read_tls_ends(tls.pems.ends, lambda: tls.current().ends)
         except BaseException:
             engine.close()
             raise

@@ -135,9 +135,9 @@ class ReplicaMetrics:
             registry=registry,
         )
 
-    def read_tls_ends(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """With TLS: what expires when, asked anew at each scrape, from its thread."""
-        for file in read():
+    def read_tls_ends(self, files: Iterable[str], read: Callable[[], Mapping[str, float]]) -> None:
+        """With TLS: when these expire, asked anew at each scrape, from its thread."""
+        for file in files:
             self._tls_expiry.labels(file).set_function(lambda file=file: read()[file])  # type: ignore[misc]
 
     def _add_cache_metrics(self, registry: CollectorRegistry) -> None:

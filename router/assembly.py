@@ -67,7 +67,7 @@ class Router:
             cache_bytes=config.tokenizer_cache_bytes,
             chain_bytes=config.hash_cache_bytes,
         )
-        tls = _open_tls(config)
+        self._tls = tls = _open_tls(config)
         self._membership = Membership(
             RegistrySource(config.redis_url, config.poll_seconds),
             self._table,
@@ -103,6 +103,8 @@ class Router:
             self._tasks = tasks
             tasks.create_task(self._membership.run(), name="membership")
             tasks.create_task(self._lag.run(), name="loop lag")
+            if self._tls is not None:
+                tasks.create_task(self._tls.follow(), name="TLS files")
 
     async def close(self) -> None:
         """Send what is left to tell. Call it when the last request has ended."""

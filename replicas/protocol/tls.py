@@ -6,6 +6,7 @@ Knows no setting and no address. There are no roles: whoever has a certificate o
 as the usages in it say.
 """
 
+import asyncio
 import logging
 import ssl
 import threading
@@ -22,6 +23,9 @@ from replicas.protocol.validity import Validity, validities
 
 LAST_SHARE = 0.1
 """A certificate should have been renewed before so little of its life is left."""
+
+LOOK_SECONDS = 10.0
+"""Between a router's looks at its files."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +58,15 @@ class Pems:
             found["ca"] = max(validities(self.ca), key=lambda validity: validity.ends)
         return found
 
+    @property
+    def ends(self) -> Mapping[str, float]:
+        """When they expire, in seconds since 1970: `certificate` and `ca`, if there are."""
+        return {file: validity.ends for file, validity in self.validities.items()}
+
 
 class FollowedFiles:
-    """The newest files that were whole. To be used from any thread; it reads, so not on an event loop."""
+    """The newest files that were whole; `pems` is what they were when last read. To be used from any thread;
+    `current` reads, so not on an event loop."""
 
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.time) -> None:
         """Raises SettingsError."""
@@ -68,13 +78,8 @@ class FollowedFiles:
         self._lock = threading.Lock()
         self._warn()
 
-    @property
-    def ends(self) -> Mapping[str, float]:
-        """When what is in force expires, in seconds since 1970: `certificate` and `ca`, if there are."""
-        return {file: validity.ends for file, validity in self.pems.validities.items()}
-
-    def renewed(self) -> Pems | None:
-        """The new content, once after each change. What is broken is logged, once, and changes nothing."""
+    def current(self) -> Pems:
+        """What is in force now. What is broken is logged, once, and changes nothing."""
         with self._lock:
             try:
                 pems = read_pems(self._files, self._clock(), known=self.pems)
@@ -82,16 +87,15 @@ class FollowedFiles:
                 if str(error) != self._complaint:
                     self._complaint = str(error)
                     logger.error("renewed TLS files are broken, those before stay in force: %s", error)
-                return None
+                return self.pems
             self._complaint = None
-            is_new = pems != self.pems
-            if is_new:
+            if pems != self.pems:
                 self.pems = pems
                 logger.info(
                     "TLS files were renewed certificate=%s ca=%s", self._files.certificate, self._files.ca
                 )
             self._warn()
-            return pems if is_new else None
+            return pems
 
     def _warn(self) -> None:
         """Once of each that will soon end."""
@@ -127,15 +131,18 @@ def server_credentials(followed: FollowedFiles) -> grpc.ServerCredentials:
     """What a server shows, and demands if the files name a CA; each handshake is made with the files as they
     are then."""
 
+    served = followed.pems
+
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         # In a thread of gRPC's, before every handshake. None: as before.
-        renewed = followed.renewed()
-        return None if renewed is None else _server_configuration(renewed)
+        nonlocal served
+        before, served = served, followed.current()
+        return None if served == before else _server_configuration(served)
 
     return grpc.dynamic_ssl_server_credentials(
-        _server_configuration(followed.pems),
+        _server_configuration(served),
         fetch,  # type: ignore[arg-type] # the stubs do not know of None
-        require_client_authentication=followed.pems.ca is not None,
+        require_client_authentication=served.ca is not None,
     )
 
 
@@ -159,18 +166,26 @@ class RouterTls:
         """Raises SettingsError."""
         self._followed = FollowedFiles(files)
         self._name = name
-        self._current = self._make(self._followed.pems)
+        self._made_of = self._followed.pems
+        self._current = self._make(self._made_of)
 
     @property
     def ends(self) -> Mapping[str, float]:
-        """When what is in force expires, as `FollowedFiles` has it."""
-        return self._followed.ends
+        """When what is in force expires, as `Pems` has it."""
+        return self._followed.pems.ends
 
     def current(self) -> ChannelTls:
         """With the files as they are now. Reads them: not on an event loop."""
-        if (renewed := self._followed.renewed()) is not None:
-            self._current = self._make(renewed)
+        if (pems := self._followed.current()) != self._made_of:
+            self._made_of = pems
+            self._current = self._make(pems)
         return self._current
+
+    async def follow(self, seconds: float = LOOK_SECONDS) -> None:
+        """Look now and then, until cancelled: who has all its connections would not know what is renewed."""
+        while True:
+            await asyncio.sleep(seconds)
+            await asyncio.to_thread(self.current)
 
     def _make(self, pems: Pems) -> ChannelTls:
         return ChannelTls(grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate), self._name)

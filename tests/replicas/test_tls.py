@@ -152,9 +152,9 @@ async def test_its_metrics_tell_when_the_files_in_force_expire(
         assert abs(begun["certificate"] - (now + timedelta(days=2)).timestamp()) < 3600
         renewed = self_signed(tmp_path, now - timedelta(days=1), now + timedelta(days=77))
         copied(renewed.trusting(ca), tmp_path / "tls")
-        assert not await is_served(channel_to(host, ca, ca.router())), "which has it look at its files"
         found = await asyncio.to_thread(expiries, host)
         assert found == begun | {"certificate": (now + timedelta(days=77)).timestamp()}
+        assert not await is_served(channel_to(host, ca, ca.router())), "the new one, which nobody trusts"
 
 
 async def test_without_tls_its_metrics_tell_of_no_end(redis_url: str) -> None:

@@ -1,5 +1,6 @@
 """PEM files: what is refused with which sentence, and what a renewal changes."""
 
+import asyncio
 import logging
 import subprocess
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from replicas.protocol.settings import SettingsError
-from replicas.protocol.tls import FollowedFiles, TlsFiles, explained, read_pems
+from replicas.protocol.tls import FollowedFiles, RouterTls, TlsFiles, explained, read_pems
 from tests.certificates import Authority, copied, self_signed
 
 
@@ -107,7 +108,7 @@ def test_of_several_authorities_one_that_is_valid_will_do(ca: Authority, tmp_pat
     old = self_signed(tmp_path, NOW - 9 * DAY, NOW - DAY)
     both = tmp_path / "both.crt"
     both.write_bytes(Path(old.certificate).read_bytes() + Path(ca.certificate).read_bytes())
-    (ends,) = FollowedFiles(TlsFiles(None, None, str(both))).ends.values()
+    (ends,) = FollowedFiles(TlsFiles(None, None, str(both))).pems.ends.values()
     assert ends > NOW.timestamp()
 
 
@@ -116,17 +117,15 @@ def test_an_expired_renewal_leaves_those_before_in_force_and_the_end_is_that_of_
 ) -> None:
     files = copied(ca.replica().trusting(ca), tmp_path / "tls")
     followed = FollowedFiles(files)
-    before = dict(followed.ends)
+    before = followed.current().ends
     assert set(before) == {"certificate", "ca"}
     old = self_signed(tmp_path / "old", NOW - 9 * DAY, NOW - DAY)
     copied(TlsFiles(old.certificate, old.key, ca.certificate), tmp_path / "tls")
-    assert followed.renewed() is None
-    assert followed.ends == before
+    assert followed.current().ends == before
     assert f"the certificate in {files.certificate} expired on " in caplog.text
     new = self_signed(tmp_path / "new", NOW - 9 * DAY, NOW + 77 * DAY)
     copied(TlsFiles(new.certificate, new.key, ca.certificate), tmp_path / "tls")
-    assert followed.renewed() is not None
-    assert followed.ends == before | {"certificate": (NOW + 77 * DAY).timestamp()}
+    assert followed.current().ends == before | {"certificate": (NOW + 77 * DAY).timestamp()}
 
 
 def test_that_the_end_is_near_is_said_once_of_each_file_at_the_start_and_later(
@@ -144,24 +143,39 @@ def test_that_the_end_is_near_is_said_once_of_each_file_at_the_start_and_later(
 
     should = "; it should have been renewed"
     of_near = f"{near.certificate} expires on {NOW + 5 * DAY:%Y-%m-%d %H:%M:%S} UTC{should}"
-    followed.renewed()
+    followed.current()
     assert warned() == [of_near]
     now += 20 * DAY
-    followed.renewed()
-    followed.renewed()
+    followed.current()
+    followed.current()
     assert warned() == [
         of_near,
         f"{far.certificate} expires on {NOW + 25 * DAY:%Y-%m-%d %H:%M:%S} UTC{should}",
     ]
 
 
-def test_a_renewal_is_told_once(ca: Authority, tmp_path: Path) -> None:
+def test_what_is_renewed_is_in_force(ca: Authority, tmp_path: Path) -> None:
     followed = FollowedFiles(copied(ca.replica().trusting(ca), tmp_path / "tls"))
-    assert followed.renewed() is None
+    before = followed.pems
+    assert followed.current() == before
     copied(ca.replica().trusting(ca), tmp_path / "tls")
-    renewed = followed.renewed()
-    assert renewed is not None and renewed == followed.pems
-    assert followed.renewed() is None
+    assert followed.current() == followed.pems != before
+
+
+async def test_a_router_with_all_its_connections_notices_what_is_renewed(
+    ca: Authority, tmp_path: Path
+) -> None:
+    files = copied(ca.router().trusting(ca), tmp_path / "tls")
+    tls = await asyncio.to_thread(RouterTls, files, "kvasir-replica")
+    before = tls.ends["certificate"]
+    new = self_signed(tmp_path / "new", NOW - 9 * DAY, NOW + 77 * DAY)
+    copied(TlsFiles(new.certificate, new.key, ca.certificate), tmp_path / "tls")
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        looks = tasks.create_task(tls.follow(0.01))
+        while tls.ends["certificate"] == before:  # noqa: ASYNC110 - the look is what is tested
+            await asyncio.sleep(0.01)
+        looks.cancel()
+    assert tls.ends["certificate"] == (NOW + 77 * DAY).timestamp()
 
 
 def test_broken_files_leave_those_before_in_force_are_logged_once_and_whole_ones_count_again(
@@ -173,13 +187,11 @@ def test_broken_files_leave_those_before_in_force_are_logged_once_and_whole_ones
     assert files.key is not None
     Path(files.key).write_text("half of a ke")
     for _ in range(3):
-        assert followed.renewed() is None
-    assert followed.pems == before
+        assert followed.current() == before
     (complaint,) = [item for item in caplog.records if item.levelno == logging.ERROR]
     assert files.key in complaint.getMessage()
     copied(ca.replica().trusting(ca), tmp_path / "tls")
-    assert followed.renewed() is not None
-    assert followed.pems != before
+    assert followed.current() != before
 
 
 def test_what_is_no_matter_of_tls_is_not_explained_by_it() -> None:
