@@ -7,6 +7,7 @@ has written. Imported only where traces are switched on.
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
@@ -56,41 +57,43 @@ class SpanTracing(Tracing):
 
 
 class _RequestSpans(RequestTrace):
-    __slots__ = ("_span", "_started_at", "_tracer")
+    __slots__ = ("_span", "_tracer")
 
     def __init__(self, request_id: str, tracer: Tracer, span: Span) -> None:
         super().__init__(request_id, trace_parent_of(span))
         self._tracer = tracer
         self._span = span
-        self._started_at = time.time_ns()
 
     def run(self) -> RunTrace:
         return _RunSpans(self.request_id, self._tracer, self._span)
 
     def end(self, served: ServedRequest) -> None:
         span = self._span
-        self._tell_preparation(served)
+        ended_at = time.time_ns()
+
+        def moment(seconds: float) -> int:
+            """In nanoseconds since 1970, counted back from the end: what was a part of it ended before."""
+            return ended_at - int((served.ended_seconds - seconds) * 1e9)
+
+        self._tell_preparation(served, moment)
         if served.first_token_seconds is not None:
-            span.add_event("first token", timestamp=self._moment(served.first_token_seconds))
+            span.add_event("first token", timestamp=moment(served.first_token_seconds))
         span.set_attributes(_outcome(served))
         if served.status >= 500:
             span.set_status(ERROR)
-        span.end(self._moment(served.ended_seconds))
+        span.end(ended_at)
 
-    def _tell_preparation(self, served: ServedRequest) -> None:
+    def _tell_preparation(self, served: ServedRequest, moment: Callable[[float], int]) -> None:
         if served.read_seconds is None:
             return
         span = self._tracer.start_span(
-            "prepare", child_context(self._span), start_time=self._moment(served.read_seconds)
+            "prepare", child_context(self._span), start_time=moment(served.read_seconds)
         )
         if served.prepared_seconds is None:
             span.set_status(ERROR)
-            span.end(self._moment(served.ended_seconds))
+            span.end(moment(served.ended_seconds))
         else:
-            span.end(self._moment(served.prepared_seconds))
-
-    def _moment(self, seconds: float) -> int:
-        return self._started_at + int(seconds * 1e9)
+            span.end(moment(served.prepared_seconds))
 
 
 def _outcome(served: ServedRequest) -> Attributes:
