@@ -38,6 +38,7 @@ MAY_STAY_ZERO = {
     "router_index_malformed_total": "only a replica of another version writes what a router cannot read",
     "router_refused_replicas_total": "only a replica of another model or cluster is refused",
     "router_index_lag_seconds": "a router keeps up with two replicas",
+    "router_overlap_error_tokens_bucket": "most overlaps are right, so that their median error is none",
     "ALERTS": "no rule fires before it has held for a minute",
     "fleet_reconcile_errors_total": "only a broken Ray refuses to make an actor",
 }
