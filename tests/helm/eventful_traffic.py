@@ -34,6 +34,7 @@ class EventfulTraffic:
         self._redis_pid, self._redis_url = state.redis_pid, state.redis_url
 
     def run(self) -> None:
+        wait_until(self._are_all_ready, "the replicas", seconds=60)
         for part in (self._chats, self._leave_and_err, self._crowd, self._lose_a_replica):
             asyncio.run(self._with_client(part))
         wait_until(self._are_all_ready, "the replica that died to be back", seconds=60)
@@ -76,16 +77,18 @@ class EventfulTraffic:
         assert 429 in codes and 200 in codes, codes
 
     async def _lose_a_replica(self, client: httpx.AsyncClient) -> None:
+        """In the middle of answers, and with others on their way to it."""
+        writes: asyncio.Queue[str] = asyncio.Queue()
         streams = [
-            asyncio.create_task(self._chat(client, "tenant-2", f"is there time {number}", 120))
+            asyncio.create_task(self._chat(client, "tenant-2", f"is there time {number}", 300, writes))
             for number in range(8)
         ]
-        await asyncio.sleep(1.0)
+        replica_id = await writes.get()
         late = [
             asyncio.create_task(self._chat(client, "tenant-2", f"and now {number}", 8)) for number in range(8)
         ]
         await asyncio.sleep(0)
-        self._kill(self._ready()[:1])
+        self._kill([replica for replica in self._ready() if replica.replica_id == replica_id])
         await asyncio.gather(*streams, *late)
 
     async def _lose_all_replicas(self, client: httpx.AsyncClient) -> None:
@@ -106,8 +109,15 @@ class EventfulTraffic:
             client.flushall()
 
     async def _chat(
-        self, client: httpx.AsyncClient, tenant: str, question: str, num_tokens: int, **fields: str
+        self,
+        client: httpx.AsyncClient,
+        tenant: str,
+        question: str,
+        num_tokens: int,
+        writes: "asyncio.Queue[str] | None" = None,
+        **fields: str,
     ) -> int:
+        """The status. `writes` gets the replica's name with each piece of the answer."""
         system = " ".join(f"{tenant} rule {number}" for number in range(SYSTEM_LINES))
         body = {
             "model": MODEL,
@@ -119,7 +129,8 @@ class EventfulTraffic:
         }
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             async for _ in answer.aiter_bytes():
-                pass
+                if writes is not None:
+                    writes.put_nowait(answer.headers["x-kvasir-replica"])
             assert answer.status_code in (200, 429, 503), answer.status_code
             return answer.status_code
 

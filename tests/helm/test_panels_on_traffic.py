@@ -21,7 +21,7 @@ from tests.helm.real_prometheus import SCRAPE_SECONDS, RealPrometheus, real_prom
 from tests.metric_catalog import series_labels
 from tests.tools import needed_tool
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = ROOT / "helm/rules/kvasir.yaml"
@@ -32,6 +32,9 @@ CLUSTER = (
     *("--set", "num_blocks=100", "--set", "max_running=8", "--set", "max_waiting=8"),
     *("--set", "otlp_endpoint=http://127.0.0.1:9"),  # nobody takes traces there
 )
+
+MOST_ROUNDS = 4
+"""Some of what should happen is a matter of luck, such as a replica that dies in the middle of an answer."""
 
 MAY_STAY_ZERO = {
     "router_slower_tier_tokens_total": "only vLLM has tiers below the device",
@@ -61,9 +64,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         real_prometheus(folder, cluster.directory.targets_file, RULES) as prometheus,
     ):
         start = time.time()
-        EventfulTraffic(cluster.directory).run()
-        time.sleep(3 * SCRAPE_SECONDS)
-        yield Watched(prometheus, start, time.time())
+        traffic = EventfulTraffic(cluster.directory)
+        for _ in range(MOST_ROUNDS):
+            traffic.run()
+            time.sleep(3 * SCRAPE_SECONDS)
+            watched = Watched(prometheus, start, time.time())
+            if not any(silent(watched, name) for name in NAMES):
+                break
+        yield watched
 
 
 def expressions(name: str) -> Iterator[tuple[str, str]]:
@@ -84,17 +92,23 @@ def filled(expression: str) -> str:
     return expression
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_line_of_every_panel_has_numbers_and_moves(watched: Watched, name: str) -> None:
-    wrong = []
+def silent(watched: Watched, name: str) -> list[str]:
+    """What of a dashboard shows nothing."""
+    found = []
     for title, expression in expressions(name):
         series = watched.prometheus.over_time(expression, watched.start, watched.end)
         numbers = [value for values in series for value in values if math.isfinite(value)]
         if not numbers:
-            wrong.append(f"{title}: no number in {len(series)} series: {expression}")
+            found.append(f"{title}: no number in {len(series)} series: {expression}")
         elif not any(numbers) and not any(metric in expression for metric in MAY_STAY_ZERO):
-            wrong.append(f"{title}: always 0: {expression}")
-    assert not wrong, "\n".join(wrong)
+            found.append(f"{title}: always 0: {expression}")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_line_of_every_panel_has_numbers_and_moves(watched: Watched, name: str) -> None:
+    found = silent(watched, name)
+    assert not found, "\n".join(found)
 
 
 def test_every_rule_has_series_to_go_by(watched: Watched) -> None:
