@@ -1,7 +1,6 @@
 """A mirror of what tests write to a real Redis, and waiting until it is level."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 
@@ -11,6 +10,7 @@ from replicas.protocol.blocks import BlockHash
 from router.index_mirror import IndexMirror
 from router.routing.overlap import PrefixIndex
 from tests.router.index_set_writer import IndexSetWriter
+from tests.router.scripted_replica import eventually
 
 MODEL = "m"
 
@@ -54,13 +54,6 @@ async def mirroring(
 
 def announce(mirror: IndexMirror, *writers: IndexSetWriter) -> None:
     mirror.set_live({writer.replica_id: writer.record() for writer in writers})
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.01)
 
 
 async def level(index: PrefixIndex, *writers: IndexSetWriter) -> None:

@@ -8,7 +8,8 @@ import redis
 from replicas.protocol.keys import events_key
 from router.index_mirror import StreamId
 from tests.router.index_set_writer import IndexSetWriter
-from tests.router.mirrored_index import MODEL, announce, block, blocks, eventually, level, mirroring, writer
+from tests.router.mirrored_index import MODEL, announce, block, blocks, level, mirroring, writer
+from tests.router.scripted_replica import eventually
 
 __all__ = ["writer"]
 

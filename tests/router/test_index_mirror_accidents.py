@@ -14,7 +14,8 @@ from router.index_mirror import IndexMirror
 from router.routing.overlap import PrefixIndex
 from tests.redis_server import RedisServer
 from tests.router.index_set_writer import IndexSetWriter
-from tests.router.mirrored_index import MODEL, announce, block, blocks, eventually, level, mirroring, writer
+from tests.router.mirrored_index import MODEL, announce, block, blocks, level, mirroring, writer
+from tests.router.scripted_replica import eventually
 
 __all__ = ["writer"]
 
