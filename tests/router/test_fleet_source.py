@@ -8,6 +8,7 @@ from replicas.protocol.status import ModelCard, TokenizerBundle
 from router.fleet_source import NOT_CONNECTED, FleetSource
 from router.live_view import MAX_COMPLAINT, ReplicaView, replicas_data
 from router.membership import RegistrySource
+from tests.own_log import own_records
 from tests.router.quiet_fleet import replica_view
 from tests.router.scripted_replica import ScriptedReplica, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
@@ -84,7 +85,7 @@ async def test_a_failure_of_the_router_itself_is_told_too_and_logged_once(
     async with watching(RegistrySource(redis_url, POLL_SECONDS), on_model=refuse) as world:
         await eventually(lambda: num_tries >= 3)
         assert complains_of(world, "no such tokenizer")
-    (record,) = [item for item in caplog.records if item.levelno >= logging.ERROR]
+    (record,) = own_records(caplog, logging.ERROR)
     assert record.exc_info is not None and record.getMessage() == "replica r0 cannot be connected"
 
 

@@ -16,6 +16,7 @@ from replicas.protocol.tls import FollowedFiles, RouterTls, TlsFiles, server_cre
 from router.membership import RegistrySource
 from router.replica_client import ReplicaClient, ReplicaLost
 from tests.certificates import REPLICA_NAME, Authority, copied
+from tests.own_log import own_records
 from tests.router.scripted_replica import ScriptedReplica, eventually, token_at
 from tests.router.watched_fleet import POLL_SECONDS, Registry, World, registry, watching
 
@@ -154,8 +155,8 @@ async def test_who_does_not_fit_is_never_used_the_log_says_why_once_and_the_othe
     def complaints() -> list[str]:
         return [
             record.getMessage()
-            for record in caplog.records
-            if record.levelno >= logging.WARNING and record.name == "router.membership"
+            for record in own_records(caplog, logging.WARNING)
+            if record.name == "router.membership"
         ]
 
     async with router(redis_url, router_kind(ca, other_ca)) as world:
@@ -227,7 +228,7 @@ async def test_broken_renewals_on_both_sides_leave_the_old_certificates_in_force
                 lambda old=old: world.membership.client(replica.replica_id) not in (None, old)  # type: ignore[misc]
             )
         assert len(await tokens(client_of(world, replica), 3)) == 3
-    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    messages = [record.getMessage() for record in own_records(caplog, logging.ERROR)]
     assert len(messages) == 2, "one line of each side"
     assert all("are broken, those before stay in force" in message for message in messages)
 

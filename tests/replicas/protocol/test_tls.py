@@ -12,6 +12,7 @@ import pytest
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.tls import FollowedFiles, RouterTls, TlsFiles, explained, read_pems
 from tests.certificates import Authority, copied, self_signed
+from tests.own_log import own_records
 
 
 def test_files_that_belong_together_are_read_as_they_are(ca: Authority) -> None:
@@ -139,7 +140,7 @@ def test_that_the_end_is_near_is_said_once_of_each_file_at_the_start_and_later(
     )
 
     def warned() -> list[str]:
-        return [item.getMessage() for item in caplog.records if item.levelno == logging.WARNING]
+        return [item.getMessage() for item in own_records(caplog, logging.WARNING)]
 
     should = "; it should have been renewed"
     of_near = f"{near.certificate} expires on {NOW + 5 * DAY:%Y-%m-%d %H:%M:%S} UTC{should}"
@@ -188,7 +189,7 @@ def test_broken_files_leave_those_before_in_force_are_logged_once_and_whole_ones
     Path(files.key).write_text("half of a ke")
     for _ in range(3):
         assert followed.current() == before
-    (complaint,) = [item for item in caplog.records if item.levelno == logging.ERROR]
+    (complaint,) = own_records(caplog, logging.ERROR)
     assert files.key in complaint.getMessage()
     copied(ca.replica().trusting(ca), tmp_path / "tls")
     assert followed.current() != before

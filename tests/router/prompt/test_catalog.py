@@ -10,6 +10,7 @@ from replicas.protocol.frames import NO_USER
 from replicas.protocol.status import Adapter
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.prompt.catalog import ModelCatalog
+from tests.own_log import own_records
 from tests.router import tiny_model
 
 
@@ -118,12 +119,12 @@ def test_a_name_that_is_a_models_is_never_an_adapters(caplog: pytest.LogCaptureF
     catalog = catalog_with(own, SQL)
     catalog.set_adapters(tiny_model.MODEL, [own, SQL])
     assert catalog.get(tiny_model.MODEL).adapter is None
-    assert len([entry for entry in caplog.records if entry.levelno == logging.WARNING]) == 1
+    assert len(own_records(caplog, logging.WARNING)) == 1
     catalog.add(tiny_model.card("sql"), tiny_model.bundle())  # a model that comes later
     catalog.set_adapters(tiny_model.MODEL, [own, SQL])
     assert catalog.get("sql").adapter is None
     assert list(catalog.adapter_names()) == []
-    assert len([entry for entry in caplog.records if entry.levelno == logging.WARNING]) == 2
+    assert len(own_records(caplog, logging.WARNING)) == 2
 
 
 @pytest.mark.parametrize("order", [["tiny", "also"], ["also", "tiny"]])
