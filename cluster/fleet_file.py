@@ -37,6 +37,15 @@ NOT_OF_A_POOL: Mapping[str, str] = {
     "redis_url": "the whole fleet shares one",
     "drain_seconds": "it stands beside the settings, not in them",
 }
+NOT_OF_A_LOCAL_CLUSTER: Mapping[str, str] = {
+    "replica_id": "kvasir up names the replicas itself",
+    "redis_url": "use the environment variable REDIS_URL",
+    "host": "replicas of a local cluster listen on loopback",
+    "port": "replicas of a local cluster take free ports",
+    "engine": "use --engine",
+    "model": "use --model",
+    "model_name": "use --model-name",
+}
 
 
 def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
@@ -95,14 +104,17 @@ def model_name(config: ReplicaConfig) -> str:
     return "toy_model" if config.model is None else config.model.rstrip("/").rpartition("/")[2]
 
 
-def settings_from(pairs: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE, as `--set` takes them. Raises SettingsError."""
+def settings_from(pairs: Sequence[str], refused: Mapping[str, str] | None = None) -> dict[str, str]:
+    """NAME=VALUE, as `--set` takes them; `refused` says of a name why not. Raises SettingsError."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
             raise SettingsError(f"--set takes NAME=VALUE, not {pair}")
-        values[name.strip().replace("-", "_")] = value
+        name = name.strip().replace("-", "_")
+        if refused is not None and name in refused:
+            raise SettingsError(f"--set cannot change {name}: {refused[name]}")
+        values[name] = value
     return values
 
 

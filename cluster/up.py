@@ -6,25 +6,16 @@ Owns the reading of options and the signals. What is started, and how, is `local
 import argparse
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cluster.errors import ClusterError
+from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from cluster.local import LocalCluster, LocalOptions
 from cluster.run_directory import RunDirectory
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import SettingsError, build
 from router.routing.policies import POLICIES
-
-OWN_SETTINGS: Mapping[str, str] = {
-    "replica_id": "kvasir up names the replicas itself",
-    "redis_url": "use the environment variable REDIS_URL",
-    "host": "replicas of a local cluster listen on loopback",
-    "port": "replicas of a local cluster take free ports",
-    "engine": "use --engine",
-    "model": "use --model",
-    "model_name": "use --model-name",
-}
 
 
 def options_from(
@@ -33,11 +24,10 @@ def options_from(
     """Raises ClusterError for what makes no sense."""
     if arguments.policy not in POLICIES:
         raise ClusterError(f"there is no policy {arguments.policy}; there are {', '.join(sorted(POLICIES))}")
-    values = _settings(arguments.set)
     model = str(Path(arguments.model).absolute()) if arguments.model else None
-    values |= {"engine": arguments.engine, "model": model, "model_name": arguments.model_name}
+    own = {"engine": arguments.engine, "model": model, "model_name": arguments.model_name}
     try:
-        replica = build(ReplicaConfig, values)
+        replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
     except SettingsError as error:
         raise ClusterError(str(error)) from error
     return LocalOptions(
@@ -50,19 +40,6 @@ def options_from(
         redis_url=environment.get("REDIS_URL") or None,
         environment=environment,
     )
-
-
-def _settings(pairs: Sequence[str]) -> dict[str, str | None]:
-    values: dict[str, str | None] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals:
-            raise ClusterError(f"--set takes NAME=VALUE, not {pair}")
-        if name in OWN_SETTINGS:
-            raise ClusterError(f"--set cannot change {name}: {OWN_SETTINGS[name]}")
-        values[name] = value
-    return values
 
 
 def serve(options: LocalOptions, say: Callable[[str], None]) -> int:

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from loadtests.arguments import count, positive, seed
 from loadtests.load_options import HAVE_OPTIONS, LoadOptions, OptionsError
 from loadtests.named_tests import NAMED_TESTS, SIMULATED, SIMULATED_SETTINGS, NamedTest, Size, size_of
 from loadtests.parameters import read_parameter
-from replicas.config import DEFAULT_BLOCK_SIZE, DEFAULT_VLLM_BLOCK_SIZE
+from replicas.config import ReplicaConfig
+from replicas.engines import check_simulation
+from replicas.protocol.settings import SettingsError, build
 from router.routing.policies import POLICIES
 
 DEFAULT_POLICIES = ("round_robin", "kvasir")
 TRACE = "trace"
+REFUSED_SETTINGS = {**NOT_OF_A_LOCAL_CLUSTER, "redis_url": "each cluster of a load test has its own Redis"}
 
 
 class LoadtestError(Exception):
@@ -211,18 +215,15 @@ def _trace(arguments: argparse.Namespace) -> Path | None:
 
 def _cluster_words(arguments: argparse.Namespace, size: Size) -> tuple[str, ...]:
     settings = dict(SIMULATED_SETTINGS) if arguments.engine == SIMULATED else {}
-    for setting in arguments.set:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise LoadtestError(f"--set takes NAME=VALUE, not {setting}")
-        settings[name.strip().replace("-", "_")] = value
-    default = DEFAULT_VLLM_BLOCK_SIZE if arguments.engine == "vllm" else DEFAULT_BLOCK_SIZE
     try:
-        block_size = int(settings.get("block_size", default))
-    except ValueError as error:
-        raise LoadtestError(f"block_size takes a number, not {settings['block_size']}") from error
+        settings |= settings_from(arguments.set, REFUSED_SETTINGS)
+        replica = build(ReplicaConfig, {**settings, "engine": arguments.engine})
+        if arguments.engine == SIMULATED:
+            check_simulation(replica)
+    except SettingsError as error:
+        raise LoadtestError(str(error)) from error
     # One block more: the null block holds nothing.
-    settings.setdefault("num_blocks", str(size.cache_tokens // max(1, block_size) + 1))
+    settings.setdefault("num_blocks", str(size.cache_tokens // replica.tokens_per_block + 1))
     words = ["--engine", arguments.engine, "--replicas", str(size.num_replicas)]
     for option in ("model", "model_name"):
         if (value := getattr(arguments, option)) is not None:

@@ -159,13 +159,20 @@ def test_ctrl_c_while_the_cluster_comes_up_leaves_nothing_at_all(tmp_path: Path)
         assert "Traceback" not in command.said()
 
 
-def test_a_cluster_that_does_not_come_up_is_one_sentence_and_its_logs(tmp_path: Path) -> None:
+def test_a_setting_that_no_replica_takes_starts_nothing(tmp_path: Path) -> None:
     with loadtest(tmp_path, "cross-user", "--quick", "--set", "nonsense=1") as command:
+        assert command.process.wait(120) == 2
+        assert command.said() == "kvasir: unknown setting nonsense\n"
+        assert not command.output.exists()
+
+
+def test_a_cluster_that_does_not_come_up_is_one_sentence_and_its_logs(tmp_path: Path) -> None:
+    with loadtest(tmp_path, "cross-user", "--quick", "--model", "/nowhere") as command:
         assert command.process.wait(120) == 2
         last = command.said().splitlines()[-1]
         assert last.startswith("kvasir: the cluster did not come up: ")
-        assert "nonsense" in last
+        assert "/nowhere" in last
         assert "Traceback" not in command.said()
-        assert "nonsense" in (command.output / "logs/run-1-round_robin/up.log").read_text(encoding="utf-8")
+        assert "/nowhere" in (command.output / "logs/run-1-round_robin/up.log").read_text(encoding="utf-8")
         assert command.run_directories() == []
         assert command.leftovers([]) == []

@@ -133,6 +133,25 @@ def test_a_quick_test_asks_no_more_of_an_engine_that_computes_than_a_whole_one(n
         (("chat", "--parameter", "most_turns=1"), "chat: "),
         (("mixed", "--parameter", "rag_share=1"), "mixed: the shares of a mixed workload are 0 or above"),
         (("cross-user", "--set", "block_size"), "--set takes NAME=VALUE, not block_size"),
+        (
+            ("cross-user", "--set", "block_sise=3"),
+            "unknown setting block_sise; did you mean block_size?",
+        ),
+        (
+            ("cross-user", "--set", "max-running=many"),
+            "setting max_running cannot be 'many'; it takes a whole number",
+        ),
+        (("cross-user", "--set", "block_size=0"), "setting block_size must be at least 1"),
+        (
+            ("cross-user", "--set", "adapters=a=/b"),
+            "setting adapters is for the engine vllm, not for simulated",
+        ),
+        (("cross-user", "--set", "simulated_hardware=abacus"), "setting simulated_hardware is h100-8b, "),
+        (("cross-user", "--set", "engine=torch"), "--set cannot change engine: use --engine"),
+        (
+            ("cross-user", "--set", "redis-url=redis://elsewhere"),
+            "--set cannot change redis_url: each cluster of a load test has its own Redis",
+        ),
         (("cross-user", "somewhere.jsonl"), "cross-user takes no file"),
         (("trace",), "trace takes the file of a trace"),
         (("trace", "/nowhere.jsonl"), "there is no file /nowhere.jsonl"),
