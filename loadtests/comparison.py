@@ -5,13 +5,14 @@ figure is computed nor how a page looks.
 
 Runs of one test and one workload are a *set*. In a set, runs that differ in nothing but their seed are one
 *variant*, shown by its medians. The first variant is what the others are compared with; Kvasir's own policy
-never is, if there is another.
+never is, if there is another. A variant that left most requests of a run unanswered has *failed*: what it did
+answer says nothing of what it would have made of the whole traffic, so nothing is compared with it.
 """
 
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from loadtests.report import Distribution, Origins, Report, Slo
@@ -64,6 +65,17 @@ class Variant:
         return Spread(statistics.median(values), min(values), max(values)) if values else None
 
     @property
+    def failure(self) -> str | None:
+        """How many requests went unanswered in runs that answered fewer than half; None if there is none."""
+        failed = [each for each in self.runs if _has_failed(each.figures.report)]
+        if not failed:
+            return None
+        num_requests = sum(each.figures.report.num_requests for each in failed)
+        num_lost = num_requests - sum(each.figures.report.num_answered for each in failed)
+        where = "" if len(failed) == len(self.runs) else f" in {_listed(each.name for each in failed)}"
+        return f"{self.name} failed: {num_lost} of {num_requests} requests were not answered{where}"
+
+    @property
     def ttft_seconds(self) -> list[float]:
         """Of all its runs, sorted."""
         return sorted(seconds for each in self.runs for seconds in each.figures.ttft_seconds)
@@ -98,6 +110,14 @@ class RunSet:
     @property
     def baseline(self) -> Variant:
         return self.variants[0]
+
+    @property
+    def failures(self) -> list[str]:
+        return [each.failure for each in self.variants if each.failure is not None]
+
+    def without_failed(self) -> "RunSet":
+        """May be of no variant."""
+        return replace(self, variants=tuple(each for each in self.variants if each.failure is None))
 
 
 def _times(
@@ -172,13 +192,17 @@ def compare(runs: Sequence[tuple[str, Run]], slo: Slo) -> list[RunSet]:
 
 
 def ratio(figure: Figure, variant: Variant, baseline: Variant) -> float | None:
-    """Of the medians, the baseline's being 1."""
+    """Of the medians, the baseline's being 1. None if one of them failed, or nobody knows."""
+    if variant.failure or baseline.failure:
+        return None
     ours, theirs = variant.spread(figure), baseline.spread(figure)
     return None if ours is None or theirs is None or theirs.median == 0 else ours.median / theirs.median
 
 
 def is_better(figure: Figure, variant: Variant, other: Variant) -> bool | None:
-    """None: neither, or nobody knows."""
+    """None: neither, or nobody knows, or one of them failed."""
+    if variant.failure or other.failure:
+        return None
     ours, theirs = variant.spread(figure), other.spread(figure)
     if figure.wants is None or ours is None or theirs is None:
         return None
@@ -242,7 +266,15 @@ def in_words(parameters: dict[str, object]) -> str:
 
 
 def verdict(run_set: RunSet) -> str:
-    """One sentence: who wins, by how much."""
+    """Who failed; then one sentence on the others: who wins, by how much."""
+    standing = run_set.without_failed()
+    sentences = [f"{failure}." for failure in run_set.failures]
+    if standing.variants:
+        sentences.append(_comparison(standing))
+    return " ".join(sentences)
+
+
+def _comparison(run_set: RunSet) -> str:
     if len(run_set.variants) == 1:
         figures = _listed(f"{_lowered(each)} {_value(each, run_set.baseline)}" for each in HEADLINES)
         return f"{run_set.baseline.name}: {figures}."
@@ -297,6 +329,10 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 # From runs to variants.
+
+
+def _has_failed(report: Report) -> bool:
+    return 2 * report.num_answered < report.num_requests
 
 
 def _set_of(members: Sequence[tuple[str, Run]], slo: Slo) -> RunSet:

@@ -59,9 +59,20 @@ def table(run_set: RunSet) -> str:
 
 
 def sentence(run_set: RunSet) -> str | None:
-    """What our policy, or the last one, made of the traffic next to the first; None if there is only one."""
-    if len(run_set.variants) < 2:
-        return None
+    """Who failed, and what our policy, or the last one, made of the traffic next to the first that did not.
+
+    None if there is only one, which did not fail.
+    """
+    failed, standing = "; ".join(run_set.failures), run_set.without_failed()
+    if len(standing.variants) < 2:
+        if not failed:
+            return None
+        return f"{failed}." if len(run_set.variants) == 1 else f"{failed}, so there is nothing to compare."
+    compared = _comparison(standing)
+    return f"{failed}. {compared}" if failed else compared
+
+
+def _comparison(run_set: RunSet) -> str:
     others = run_set.variants[1:]
     ours = next((each for each in others if _policy(each) == OUR_POLICY), others[-1])
     base = run_set.baseline

@@ -142,7 +142,7 @@ def _cell(figure: Figure, variant: Variant, run_set: RunSet) -> str:
     spread = variant.spread(figure)
     if spread is None:
         return '<td><span class="value">–</span></td>'
-    others = [other for other in run_set.variants if other is not variant]
+    others = [other for other in run_set.without_failed().variants if other is not variant]
     is_best = bool(others) and not any(is_better(figure, variant, other) is not True for other in others)
     text = f'<span class="value">{escape(in_units(spread.median, figure.unit))}</span>'
     found = (

@@ -145,6 +145,42 @@ def test_one_run_and_runs_without_anything_have_a_sentence_too() -> None:
     assert len(HEADLINES) == 6
 
 
+def dying(run: Run, num_answered: int) -> Run:
+    """The same, but of a cluster that answered so many requests and no further ones."""
+    lost = (replace(each, error="connection refused") for each in run.records[num_answered:])
+    return replace(run, records=(*run.records[:num_answered], *lost))
+
+
+@pytest.mark.parametrize("num_answered", [0, 4])
+def test_who_failed_most_requests_neither_wins_nor_loses_by_any_figure(num_answered: int) -> None:
+    dead = dying(run_of("random", cached=90, ttft=0.01), num_answered)
+    found = compared(dead, run_of("kvasir", cached=20, ttft=0.4))
+    theirs, ours = found.variants
+    for each in FIGURES:
+        assert is_better(each, ours, theirs) is is_better(each, theirs, ours) is None
+        assert ratio(each, ours, theirs) is ratio(each, theirs, ours) is None
+    said = f"random failed: {10 - num_answered} of 10 requests were not answered"
+    assert verdict(found).startswith(f"{said}. kvasir: token hit rate 20.0 %, ")
+    assert verdict(compared(dead)) == f"{said}."
+
+
+def test_those_that_answered_are_compared_with_one_another() -> None:
+    found = compared(
+        dying(run_of("random", cached=90, ttft=0.01), 4),
+        run_of("lmetric", cached=20, ttft=0.4),
+        run_of("kvasir", cached=60, ttft=0.1),
+    )
+    assert verdict(found).startswith(
+        "random failed: 6 of 10 requests were not answered. kvasir is ahead of lmetric on token hit rate ("
+    )
+
+
+def test_one_failed_run_of_several_is_named_and_spoils_the_variant() -> None:
+    theirs = [run_of("random", cached=20, ttft=0.4, seed=seed) for seed in (1, 2)]
+    found = compared(theirs[0], dying(theirs[1], 3), run_of("kvasir", cached=60, ttft=0.1))
+    assert verdict(found).startswith("random failed: 7 of 10 requests were not answered in run-1. kvasir: ")
+
+
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [

@@ -26,6 +26,15 @@ def run_of(policy: str, *, cached: int = 50, ttft: float = 0.1, **more: object) 
     return Run(run_info(policy=policy), records, (), totals_of(records))
 
 
+def dying(run: Run, num_answered: int, *, cached: int | None = None) -> Run:
+    """The same, but of a cluster that answered so many requests and no further ones."""
+    lost = (
+        replace(each, error="connection refused", num_cached_tokens=cached)
+        for each in run.records[num_answered:]
+    )
+    return replace(run, records=(*run.records[:num_answered], *lost))
+
+
 def compared(*runs: Run) -> RunSet:
     (found,) = compare([(f"run-{run.info.policy}", run) for run in runs], Slo(0.5))
     return found
@@ -63,18 +72,29 @@ def test_the_sentence_says_how_many_times_the_hits_and_how_much_sooner(
 
 
 @pytest.mark.parametrize("cached", [0, None])
-def test_a_policy_whose_cluster_answered_nothing_is_not_said_to_have_lost(cached: int | None) -> None:
-    theirs = run_of("round_robin", cached=0, error="connection refused")
-    theirs = replace(
-        theirs, records=tuple(replace(each, num_cached_tokens=cached) for each in theirs.records)
+@pytest.mark.parametrize("num_answered", [0, 4])
+def test_a_policy_that_failed_most_requests_is_compared_with_nobody(
+    num_answered: int, cached: int | None
+) -> None:
+    for theirs, ours in (("round_robin", "kvasir"), ("kvasir", "random")):
+        dead = dying(run_of(theirs, cached=0), num_answered, cached=cached)
+        runs = compared(dead, run_of(ours))
+        said = f"{theirs} failed: {10 - num_answered} of 10 requests were not answered"
+        assert sentence(runs) == f"{said}, so there is nothing to compare."
+        assert "×" not in table(runs)
+    assert sentence(compared(dead)) == f"{said}."
+
+
+def test_a_third_policy_that_failed_is_named_before_those_that_did_not() -> None:
+    runs = compared(run_of("random"), dying(run_of("round_robin"), 1), run_of("kvasir"))
+    assert (sentence(runs) or "").startswith(
+        "round_robin failed: 9 of 10 requests were not answered. kvasir answered the same traffic with "
     )
-    for runs in (
-        (theirs, run_of("kvasir")),
-        (run_of("random"), replace(theirs, info=run_info(policy="kvasir"))),
-    ):
-        assert (sentence(compared(*runs)) or "").endswith(
-            " answered no request, so there is nothing to compare."
-        )
+
+
+def test_a_policy_that_failed_the_smaller_half_is_compared() -> None:
+    runs = compared(dying(run_of("round_robin"), 5), run_of("kvasir"))
+    assert (sentence(runs) or "").startswith("kvasir answered the same traffic with ")
 
 
 def test_where_a_policy_had_no_hit_no_ratio_is_told() -> None:

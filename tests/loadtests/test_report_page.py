@@ -240,3 +240,18 @@ def test_runs_with_one_file_name_are_told_apart_by_their_folders(tmp_path: Path)
     assert {str(tmp_path / "one/run.json"), str(tmp_path / "two/run.json")} <= set(
         Checked(page_file.read_text(encoding="utf-8")).texts
     )
+
+
+def test_the_best_of_those_that_did_not_fail_is_marked() -> None:
+    quick = replace(SILENT, num_cached_tokens=90)
+    slow = replace(SILENT, ttft_seconds=0.15)
+    runs = [
+        ("dead.json", Run(run_info(policy="dead"), (quick, FAILED, FAILED), (), None)),
+        ("slow.json", Run(run_info(policy="slow"), (slow,) * 3, (), None)),
+        ("ours.json", Run(run_info(policy="kvasir"), (SILENT,) * 3, (), None)),
+    ]
+    shown = page(compare(runs, SLO), SLO)
+    (row,) = re.findall(r'<tr><th scope="row">TTFT p50</th>.*?</tr>', shown)
+    cells = re.findall(r"<td.*?</td>", row)
+    assert ['class="best"' in cell for cell in cells] == [False, False, True]
+    assert "dead failed: 2 of 3 requests were not answered. kvasir is ahead of slow on " in shown
