@@ -10,6 +10,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from replicas.protocol.frames import FinishReason, PromptUsage, Submit, TokenDelta
 from replicas.protocol.otlp import SpanExport, child_context, parent_context
+from replicas.protocol.trace_parent import parse_trace_parent
 from replicas.trace_points import NO_TRACE, SubmitTrace, Tracing
 
 Attributes = dict[str, str | int | float | bool]
@@ -46,7 +47,7 @@ class SpanTracing(Tracing):
     def _start(self, submit: Submit) -> Span:
         return self._export.tracer.start_span(
             "replica request",
-            parent_context(submit.trace_parent),
+            parent_context(parse_trace_parent(submit.trace_parent, submit.trace_state)),
             SpanKind.SERVER,
             {
                 **self._attributes,

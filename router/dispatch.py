@@ -320,6 +320,7 @@ class Run:
                 num_expected_tokens=len(token_ids) - routed.decision.overlap_tokens,
                 origin_id=self._trace.request_id,
                 trace_parent=trace.trace_parent,
+                trace_state=trace.trace_state,
                 mailbox=self._mailbox,
             )
         except BaseException as error:

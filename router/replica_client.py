@@ -205,6 +205,7 @@ class ReplicaClient:
         num_expected_tokens: int = 0,
         origin_id: str = "",
         trace_parent: str = "",
+        trace_state: str = "",
         mailbox: Mailbox | None = None,
     ) -> Inflight:
         """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
@@ -231,6 +232,7 @@ class ReplicaClient:
                 num_expected_tokens=num_expected_tokens,
                 origin_id=origin_id,
                 trace_parent=trace_parent,
+                trace_state=trace_state,
             )
         )
         self._num_submits = request_id

@@ -4,18 +4,19 @@ Owns the moments, and where a trace goes on: its parent in the next process. The
 hand on what the client sent; `tracing.py` makes spans of the same moments. Knows nothing of spans.
 """
 
-from replicas.protocol.trace_parent import TraceParent, parse_trace_parent
+from replicas.protocol.trace_parent import TraceParent
 from router.routing.decision import Decision
 from router.served import ServedRequest
 
 
 class AttemptTrace:
-    """One submission to one replica. `trace_parent` is for the replica."""
+    """One submission to one replica. `trace_parent` and `trace_state` are for the replica."""
 
-    __slots__ = ("trace_parent",)
+    __slots__ = ("trace_parent", "trace_state")
 
-    def __init__(self, trace_parent: str) -> None:
-        self.trace_parent = trace_parent
+    def __init__(self, parent: TraceParent | None) -> None:
+        self.trace_parent = "" if parent is None else str(parent)
+        self.trace_state = "" if parent is None else parent.state
 
     def first_token(self) -> None:
         pass
@@ -30,15 +31,15 @@ class AttemptTrace:
 class RunTrace:
     """One generation, wherever it runs. `request_id` is for the replicas' logs."""
 
-    __slots__ = ("_trace_parent", "request_id")
+    __slots__ = ("_parent", "request_id")
 
-    def __init__(self, request_id: str, trace_parent: str) -> None:
+    def __init__(self, request_id: str, parent: TraceParent | None) -> None:
         self.request_id = request_id
-        self._trace_parent = trace_parent
+        self._parent = parent
 
     def attempt(self, decision: Decision, *, is_resumed: bool) -> AttemptTrace:
         """What runs now at the decision's replica; `is_resumed` goes on from tokens of an earlier attempt."""
-        return AttemptTrace(self._trace_parent)
+        return AttemptTrace(self._parent)
 
     def waits(self, seconds: float) -> None:
         """No replica takes it just now."""
@@ -47,7 +48,7 @@ class RunTrace:
         """Called once, and last."""
 
 
-NO_TRACE = RunTrace("", "")
+NO_TRACE = RunTrace("", None)
 
 
 class RequestTrace:
@@ -65,7 +66,7 @@ class RequestTrace:
 
     def run(self) -> RunTrace:
         """For one of its prompts."""
-        return RunTrace(self.request_id, "" if self._parent is None else str(self._parent))
+        return RunTrace(self.request_id, self._parent)
 
     def end(self, served: ServedRequest) -> None:
         """Called once, and last."""
@@ -74,9 +75,9 @@ class RequestTrace:
 class Tracing:
     """Makes traces that do nothing."""
 
-    def request(self, method: str, path: str, request_id: str, trace_parent: bytes | None) -> RequestTrace:
-        """`trace_parent` is the client's header."""
-        return RequestTrace(request_id, _read(trace_parent))
+    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> RequestTrace:
+        """`parent` is the client's."""
+        return RequestTrace(request_id, parent)
 
     @property
     def num_dropped(self) -> int:
@@ -85,7 +86,3 @@ class Tracing:
 
     def close(self, timeout_seconds: float) -> None:
         """Send what is left. Blocks for as long as that."""
-
-
-def _read(header: bytes | None) -> TraceParent | None:
-    return None if header is None else parse_trace_parent(header.decode("latin-1"))

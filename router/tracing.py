@@ -1,7 +1,7 @@
 """Spans of a router: a request, its preparation, where it is routed to, and every attempt there.
 
 Owns which spans there are and what they say: numbers, ids, names of ours and reasons; never what a client
-has written. Imported only where traces are switched on.
+has written, but for the trace state that it wrote for collectors. Imported only where traces are switched on.
 """
 
 import os
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
 from replicas.protocol.otlp import SpanExport, child_context, parent_context, trace_parent_of
+from replicas.protocol.trace_parent import TraceParent
 from router.routing.decision import Decision
 from router.served import ServedRequest
 from router.trace_points import AttemptTrace, RequestTrace, RunTrace, Tracing
@@ -30,11 +31,11 @@ class SpanTracing(Tracing):
         instance = f"{socket.gethostname()}:{os.getpid()}"
         self._export = SpanExport(endpoint, sample_ratio, service="kvasir-router", instance=instance)
 
-    def request(self, method: str, path: str, request_id: str, trace_parent: bytes | None) -> RequestTrace:
+    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> RequestTrace:
         known_method = method if method in METHODS else "_OTHER"
         span = self._export.tracer.start_span(
             f"{known_method} {path}",
-            parent_context("" if trace_parent is None else trace_parent.decode("latin-1")),
+            parent_context(parent),
             SpanKind.SERVER,
             {
                 "http.request.method": known_method,
@@ -123,7 +124,7 @@ class _RunSpans(RunTrace):
     __slots__ = ("_num_attempts", "_span", "_tracer")
 
     def __init__(self, request_id: str, tracer: Tracer, parent: Span) -> None:
-        super().__init__(request_id, "")
+        super().__init__(request_id, None)
         self._tracer = tracer
         self._span = tracer.start_span("route", child_context(parent))
         self._num_attempts = 0
@@ -154,7 +155,7 @@ class _AttemptSpan(AttemptTrace):
     __slots__ = ("_span",)
 
     def __init__(self, span: Span) -> None:
-        super().__init__(str(trace_parent_of(span)))
+        super().__init__(trace_parent_of(span))
         self._span = span
 
     def first_token(self) -> None:

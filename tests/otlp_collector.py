@@ -24,6 +24,7 @@ class ReceivedSpan:
     attributes: dict[str, object]
     events: tuple[str, ...]
     is_error: bool
+    trace_state: str
 
 
 class Collector:
@@ -70,6 +71,7 @@ def _received(service: str, span: object) -> ReceivedSpan:
         attributes={attribute.key: _value(attribute.value) for attribute in span.attributes},
         events=tuple(event.name for event in span.events),
         is_error=span.status.code == 2,
+        trace_state=span.trace_state,
     )
 
 

@@ -82,7 +82,8 @@ class Submit:
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
     has counted it; 0 is not known. `origin_id` is the request's id at the router, for logs; `trace_parent`
-    names the span that this submit belongs to, as W3C's traceparent does. Neither changes what is done.
+    names the span that this submit belongs to, as W3C's traceparent does, and `trace_state` is the tracestate
+    that comes with it. None of them changes what is done.
     """
 
     request_id: int
@@ -100,6 +101,7 @@ class Submit:
     num_expected_tokens: int = 0
     origin_id: str = ""
     trace_parent: str = ""
+    trace_state: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,18 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    TraceFlags,
+    Tracer,
+    TraceState,
+    set_span_in_context,
+)
 
 from replicas.protocol.settings import without_password
-from replicas.protocol.trace_parent import TraceParent, parse_trace_parent
+from replicas.protocol.trace_parent import TraceParent
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,8 @@ class SpanExport:
         )
         self._provider.add_span_processor(self._processor)
         self.tracer: Tracer = self._provider.get_tracer("kvasir")
-        # One line is enough to say that the collector is away; the exporter says it for every message.
+        # One line is enough to say that the collector is away; the exporter says it for every message. What a
+        # client's trace state says is not for logs.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         logger.info("sending traces endpoint=%s sample_ratio=%g", without_password(endpoint), sample_ratio)
 
@@ -130,13 +139,16 @@ def traces_url(endpoint: str) -> str:
     return endpoint if endpoint.endswith("/v1/traces") else endpoint.rstrip("/") + "/v1/traces"
 
 
-def parent_context(trace_parent: str) -> Context:
-    """For the first span in this process. No parent, or an unreadable one: a trace of its own."""
-    parent = parse_trace_parent(trace_parent)
+def parent_context(parent: TraceParent | None) -> Context:
+    """For the first span in this process. Without a parent it has a trace of its own.
+
+    All below have the parent's state; one that breaks the rules is none.
+    """
     if parent is None:
         return Context()
     flags = TraceFlags(TraceFlags.SAMPLED if parent.is_sampled else TraceFlags.DEFAULT)
-    span_context = SpanContext(int(parent.trace_id, 16), int(parent.span_id, 16), True, flags)
+    state = TraceState.from_header([parent.state])
+    span_context = SpanContext(int(parent.trace_id, 16), int(parent.span_id, 16), True, flags, state)
     return set_span_in_context(NonRecordingSpan(span_context), Context())
 
 
@@ -147,4 +159,9 @@ def child_context(span: Span) -> Context:
 def trace_parent_of(span: Span) -> TraceParent:
     """What spans in another process are told about their parent."""
     context = span.get_span_context()
-    return TraceParent(f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled)
+    return TraceParent(
+        f"{context.trace_id:032x}",
+        f"{context.span_id:016x}",
+        context.trace_flags.sampled,
+        context.trace_state.to_header(),
+    )

@@ -31,7 +31,7 @@ class ClientFrame(_message.Message):
     def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ..., knows_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes", "announcement_id", "num_expected_tokens", "origin_id", "trace_parent")
+    __slots__ = ("request_id", "token_ids", "sampling", "root", "num_choices", "media", "priority", "num_output_tokens", "adapter", "user", "announced_hashes", "announcement_id", "num_expected_tokens", "origin_id", "trace_parent", "trace_state")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Submit(_message.Message):
     NUM_EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACE_STATE_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: bytes
     sampling: Sampling
@@ -62,7 +63,8 @@ class Submit(_message.Message):
     num_expected_tokens: int
     origin_id: str
     trace_parent: str
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ..., announcement_id: _Optional[int] = ..., num_expected_tokens: _Optional[int] = ..., origin_id: _Optional[str] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    trace_state: str
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., root: _Optional[bytes] = ..., num_choices: _Optional[int] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ..., priority: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., adapter: _Optional[str] = ..., user: _Optional[bytes] = ..., announced_hashes: _Optional[bytes] = ..., announcement_id: _Optional[int] = ..., num_expected_tokens: _Optional[int] = ..., origin_id: _Optional[str] = ..., trace_parent: _Optional[str] = ..., trace_state: _Optional[str] = ...) -> None: ...
 
 class MediaSpan(_message.Message):
     __slots__ = ("content_hash", "start", "length")

@@ -116,6 +116,7 @@ def submit_to_wire(submit: Submit) -> pb.Submit:
         num_expected_tokens=submit.num_expected_tokens,
         origin_id=submit.origin_id,
         trace_parent=submit.trace_parent,
+        trace_state=submit.trace_state,
     )
 
 
@@ -162,6 +163,7 @@ def _submit_from_wire(message: pb.Submit) -> Submit:
         num_expected_tokens=message.num_expected_tokens,
         origin_id=message.origin_id,
         trace_parent=message.trace_parent,
+        trace_state=message.trace_state,
     )
 
 

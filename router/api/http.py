@@ -11,6 +11,7 @@ from types import TracebackType
 
 from starlette.types import Receive, Scope, Send
 
+from replicas.protocol.trace_parent import TraceParent, parse_trace_parent
 from router.errors import BodyTooLarge, UploadTooSlow
 
 Header = tuple[bytes, bytes]
@@ -37,6 +38,15 @@ def client_request_id(scope: Scope) -> str | None:
     if value is None or _SANE_REQUEST_ID.fullmatch(value) is None:
         return None
     return value.decode("ascii")
+
+
+def client_trace_parent(scope: Scope) -> TraceParent | None:
+    """The client's span, if it names one. Its state may come in several headers, which are one list."""
+    value = header(scope, b"traceparent")
+    if value is None:
+        return None
+    states = b",".join(state for name, state in scope["headers"] if name == b"tracestate")
+    return parse_trace_parent(value.decode("latin-1"), states.decode("latin-1"))
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, max_seconds: float) -> bytes:

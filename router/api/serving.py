@@ -13,7 +13,14 @@ from starlette.types import Receive, Scope, Send
 from replicas.protocol.frames import TokenDelta
 from router.api.answer import Answer, Prompt
 from router.api.context import ApiContext, Runs
-from router.api.http import ClientGone, Header, WhileConnected, client_request_id, header, send_whole
+from router.api.http import (
+    ClientGone,
+    Header,
+    WhileConnected,
+    client_request_id,
+    client_trace_parent,
+    send_whole,
+)
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import EVENT_STREAM_HEADERS, error_event
 from router.errors import ErrorKind, RouterError
@@ -35,8 +42,8 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = client_request_id(scope) or self._context.new_id("req_")
-        trace_parent = header(scope, b"traceparent")
-        trace = self._context.tracing.request(scope["method"], scope["path"], request_id, trace_parent)
+        parent = client_trace_parent(scope)
+        trace = self._context.tracing.request(scope["method"], scope["path"], request_id, parent)
         exchange = _Exchange(self._context, send, trace)
         try:
             if scope["method"] != "POST":

@@ -1,4 +1,7 @@
-"""What clients write is found in no log and in no span, whatever becomes of their requests."""
+"""What clients write is found in no log and in no span, whatever becomes of their requests.
+
+But for the trace state of a client that has a trace: it was written for the collector, and goes only there.
+"""
 
 import contextlib
 import json
@@ -15,6 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 PROMPT, KEY, SALT, USER, ADAPTER = "zebrafalcon", "quartzotter", "velvetcomet", "mangoglacier", "cobaltheron"
 HEADER, PATH = "umbrellafjord", "tulipanchor"
+STATE, BROKEN_STATE = "lanternwalrus", "saffronbadger"
 MARKERS = (PROMPT, KEY, SALT, USER, ADAPTER, HEADER, PATH)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -81,6 +85,10 @@ HEADERS = {
 }
 
 
+def with_trace_state(state: str) -> dict[str, str]:
+    return {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": state}
+
+
 def leave_early(stack: LocalStack) -> None:
     """A client that goes before its answer is there, and one that goes in the middle of its body."""
     body = json.dumps(chat(stream=True, max_tokens=2000)).encode()
@@ -99,6 +107,8 @@ def send_everything(stack: LocalStack, receiver: Collector) -> None:
             content = body if isinstance(body, str) else json.dumps(body)
             statuses.append(client.post(path, content=content).status_code)
         assert statuses == [status for status, _, _ in REQUESTS], stack.logs()
+        for state in (f"{STATE}={STATE}", f"{BROKEN_STATE} {BROKEN_STATE}"):
+            assert client.post(CHAT, json=chat(), headers=with_trace_state(state)).status_code == 200
         assert client.get(f"{CHAT}?{PATH}").status_code == 405
         with socket.create_connection(("127.0.0.1", stack.port)) as connection:
             connection.sendall(f"{HEADER} {PATH} nonsense\r\n\r\n".encode())
@@ -128,7 +138,7 @@ def test_no_word_of_a_client_is_in_a_log_or_a_span(log_format: str) -> None:
         ) as stack:
             send_everything(stack, receiver)
             router_log = stack.run_directory / "router.log"
-            num_requests = len([path for _, path, _ in REQUESTS if path in (CHAT, COMPLETIONS)]) + 6
+            num_requests = len([path for _, path, _ in REQUESTS if path in (CHAT, COMPLETIONS)]) + 8
             wait_until(
                 lambda: router_log.read_text().count("router.access_log") >= num_requests, "every line"
             )
@@ -139,10 +149,10 @@ def test_no_word_of_a_client_is_in_a_log_or_a_span(log_format: str) -> None:
     assert logs["replica-0.log"].count("a request was taken") + logs["replica-1.log"].count(
         "a request was taken"
     )
-    for marker in MARKERS:
+    for marker in (*MARKERS, STATE, BROKEN_STATE):
         for name, text in logs.items():
             assert marker not in text.lower(), (marker, name)
-        assert marker.encode() not in spans.lower(), marker
+        assert (marker.encode() in spans.lower()) is (marker == STATE), marker
     if log_format == "json":
         lines = [json.loads(line) for line in logs["router.log"].splitlines()]
         ended = [line for line in lines if line["logger"] == "router.access_log"]

@@ -144,6 +144,57 @@ def test_a_refused_request_is_traced_with_its_error(traced: tuple[LocalStack, Co
     assert only(receiver.of_trace(trace_id_of(11)), "prepare").is_error
 
 
+def spans_of_a_chat(
+    traced: tuple[LocalStack, Collector], number: int, states: list[str]
+) -> list[ReceivedSpan]:
+    stack, receiver = traced
+    headers = [*traceparent(number).items(), *(("tracestate", state) for state in states)]
+    answer = httpx.post(stack.url + "/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+    assert answer.status_code == 200
+    receiver.wait(lambda: len(receiver.of_trace(trace_id_of(number))) == 8)
+    return receiver.of_trace(trace_id_of(number))
+
+
+def test_every_span_has_the_clients_trace_state_at_the_router_and_at_the_replica(
+    traced: tuple[LocalStack, Collector],
+) -> None:
+    states = ["vendor=a:b, other@tenant=c d", "", f"third={'e' * 256}", f"fourth={'f' * 256}"]
+    spans = spans_of_a_chat(traced, 12, states)
+    sent = f"vendor=a:b,other@tenant=c d,third={'e' * 256},fourth={'f' * 256}"
+    assert {span.trace_state for span in spans} == {sent}
+    most = [f"m{number}={number}" for number in range(32)]
+    assert {span.trace_state for span in spans_of_a_chat(traced, 13, most)} == {",".join(most)}
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [
+        (14, "Vendor=1"),
+        (15, "twice=1,twice=2"),
+        (16, ",".join(f"m{number}={number}" for number in range(33))),
+        (17, f"long={'x' * 8192}"),
+    ],
+)
+def test_a_trace_state_that_breaks_the_rules_is_ignored_and_the_parent_still_counts(
+    traced: tuple[LocalStack, Collector], number: int, state: str
+) -> None:
+    spans = spans_of_a_chat(traced, number, [state])
+    assert only(spans, "POST /v1/chat/completions").parent_id == "00000000000000ab"
+    assert {span.trace_state for span in spans} == {""}
+
+
+def test_a_router_that_sends_no_traces_hands_on_what_the_client_sent() -> None:
+    with (
+        collector() as receiver,
+        local_stack(replica_settings={**REPLICA, "otlp_endpoint": receiver.url}) as stack,
+    ):
+        headers = {**traceparent(18), "tracestate": "vendor=a"}
+        httpx.post(stack.url + "/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+        assert stack.terminate("replica-0") == 0
+    assert only(receiver.spans, "replica request").parent_id == "00000000000000ab"
+    assert {(span.trace_id, span.trace_state) for span in receiver.spans} == {(trace_id_of(18), "vendor=a")}
+
+
 def test_a_ratio_of_zero_sends_nothing_and_what_is_left_is_sent_at_the_end() -> None:
     with collector() as receiver:
         traced, untraced = {"otlp_endpoint": receiver.url}, {"trace_sample_ratio": 0.0}

@@ -55,6 +55,7 @@ SUBMITS = st.builds(
     num_expected_tokens=U32,
     origin_id=st.text(max_size=5),
     trace_parent=st.text(max_size=5),
+    trace_state=st.text(max_size=5),
 ).map(lambda it: replace(it, announced_hashes=it.announced_hashes[: len(it.token_ids)]))
 CLIENT_FRAMES = st.builds(
     frames.ClientFrame,
