@@ -16,11 +16,13 @@ from replicas.protocol.settings import SettingsError
 @dataclass(frozen=True, slots=True)
 class FleetState:
     """`previous` are pools whose replicas are being made anew, as they were before. `failures` says of
-    pools why the last attempt at that was given up."""
+    pools why the last attempt at that was given up. `applied_revision` is that of the spec that was applied
+    last, whatever has been scaled or rolled since."""
 
     spec: FleetSpec
     previous: Mapping[str, PoolSpec] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    applied_revision: str | None = None
 
 
 def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine]) -> FleetState:
@@ -35,7 +37,8 @@ def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine]) -> 
                 size = min(scale.max_replicas, max(scale.min_replicas, old.num_replicas))
                 pool = replace(pool, num_replicas=size)
         pools.append(pool)
-    return _moved(replace(state, failures={}), replace(spec, pools=tuple(pools)), machines)
+    moved = _moved(replace(state, failures={}), replace(spec, pools=tuple(pools)), machines)
+    return replace(moved, applied_revision=spec.revision)
 
 
 def scaled(state: FleetState, name: str, num_replicas: int, machines: Sequence[Machine]) -> FleetState:
@@ -63,7 +66,7 @@ def given_up(state: FleetState, name: str, why: str) -> FleetState:
     if old is not None and pool is not None:
         spec = spec.with_pool(replace(old, num_replicas=pool.num_replicas, autoscaling=pool.autoscaling))
     previous = {other: kept for other, kept in state.previous.items() if other != name}
-    return FleetState(spec, previous, {**state.failures, name: why})
+    return replace(state, spec=spec, previous=previous, failures={**state.failures, name: why})
 
 
 def settled(state: FleetState, name: str) -> FleetState:
@@ -91,7 +94,7 @@ def _moved(state: FleetState, spec: FleetSpec, machines: Sequence[Machine] | Non
         for name, why in state.failures.items()
         if spec.pool(name) is not None and name not in rolling
     }
-    return FleetState(spec, previous, failures)
+    return replace(state, spec=spec, previous=previous, failures=failures)
 
 
 def _pool(state: FleetState, name: str) -> PoolSpec:

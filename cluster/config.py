@@ -200,6 +200,11 @@ class FleetSpec:
         if not 0 <= self.drain_seconds < math.inf:
             raise SettingsError("drain_seconds cannot be negative")
 
+    @property
+    def revision(self) -> str:
+        """Equal for specs that ask for the same, and only for these."""
+        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+
     def pool(self, name: str) -> PoolSpec | None:
         return next((pool for pool in self.pools if pool.name == name), None)
 

@@ -243,6 +243,7 @@ class FleetController:
         pools = pool_views(self._state, self._members.values())
         return FleetView(
             *(self._bulletin.version, replicas, notes, self._endpoint.address, pools, self._spec.redis_url),
+            applied_revision=self._state.applied_revision,
             complaints=tuple(self._bulletin.complaints.values()),
         )
 

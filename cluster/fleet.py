@@ -1,6 +1,6 @@
 """kvasir fleet: a fleet on any Ray cluster, kept as a file says by a controller that lives there.
 
-Owns the arguments, what is printed and exit codes. Decides nothing of the fleet: the controller does,
+Owns the arguments and exit codes. Decides nothing of the fleet: the controller does,
 and refuses what cannot be before anything is touched.
 """
 
@@ -10,24 +10,28 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.capacity import misfit
-from cluster.config import FleetSpec, pool_of_id
+from cluster.config import FleetSpec
 from cluster.errors import ClusterError, NotRunning
 from cluster.fleet_file import parse_fleet, settings_from
-from cluster.status import Registry, align, read_registry
-from replicas.protocol.settings import SettingsError, without_password
+from cluster.fleet_words import as_plain, is_settled, missing, ready, render, trouble
+from cluster.follow import Look, follow
+from cluster.status import Registry, read_registry
+from replicas.protocol.settings import SettingsError
 
 if TYPE_CHECKING:
-    from cluster.members import FleetView, ReplicaView  # it loads Ray, which a refused file need not wait for
+    from cluster.members import FleetView  # it loads Ray, which a refused file need not wait for
 
 
 Say = Callable[[str], None]
 
 WAIT_SECONDS = 1800.0
+LOOK_SECONDS = 30.0
+"""How long a look of --follow waits for the controller's answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,40 +48,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         return command
 
-    def add_waiting(command: argparse.ArgumentParser) -> None:
-        command.add_argument(
-            "--no-wait", action="store_true", help="do not wait until the fleet is as it should be"
-        )
-        command.add_argument(
-            "--timeout",
-            type=_seconds,
-            default=WAIT_SECONDS,
-            metavar="SECONDS",
-            help="wait no longer than that; the controller goes on (default: %(default)g)",
-        )
-
     apply = add("apply", "make the fleet what FILE says, and keep it so")
     apply.add_argument("file", metavar="FILE", type=Path, help="YAML; deploy/fleet.yaml explains every field")
     apply.add_argument("--redis-url", metavar="URL", help="goes before the file's redis_url")
-    apply.add_argument("--dry-run", action="store_true", help="only say whether the file would be taken")
-    add_waiting(apply)
+    instead_of_waiting = _add_waiting(apply)
+    instead_of_waiting.add_argument(
+        "--dry-run", action="store_true", help="only say whether the file would be taken"
+    )
+    instead_of_waiting.add_argument(
+        "--follow",
+        action="store_true",
+        help="go on until SIGTERM: apply FILE whenever it has changed, or the cluster holds it no longer",
+    )
+    apply.add_argument(
+        "--ready-file",
+        metavar="PATH",
+        type=Path,
+        help="with --follow: a file that exists while the fleet is what FILE says",
+    )
     status = add("status", "show pools and replicas, and how busy they are")
     status.add_argument("--json", action="store_true", help="print it as JSON")
     scale = add("scale", "give a pool another number of replicas, until the next apply")
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("num_replicas", metavar="N", type=_count)
-    add_waiting(scale)
+    _add_waiting(scale)
     drain = add("drain", "let a replica finish what runs and leave; a fresh one takes its place")
     drain.add_argument("replica", metavar="REPLICA")
-    add_waiting(drain)
+    _add_waiting(drain)
     rollout = add("rollout", "make a pool's replicas anew, a few at a time, with other settings or the same")
     rollout.add_argument("pool", metavar="POOL")
     rollout.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; repeatable"
     )
-    add_waiting(rollout)
+    _add_waiting(rollout)
     stop = add("stop", "end all replicas and the controller; requests that run are aborted")
     stop.add_argument("--timeout", type=_seconds, default=60.0, metavar="SECONDS")
+
+
+def _add_waiting(command: argparse.ArgumentParser) -> Any:
+    """Whether and how long it waits; other flags may take the place of waiting."""
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--no-wait", action="store_true", help="do not wait until the fleet is as it should be"
+    )
+    command.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=WAIT_SECONDS,
+        metavar="SECONDS",
+        help="wait no longer than that; the controller goes on (default: %(default)g)",
+    )
+    return instead
 
 
 def _seconds(text: str) -> float:
@@ -99,9 +120,15 @@ def _count(text: str) -> int:
 def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say) -> int:
     """The command. Raises ClusterError."""
     if arguments.fleet_command == "apply":
+        if arguments.ready_file is not None and not arguments.follow:
+            raise ClusterError("--ready-file goes with --follow")
         spec = _read(arguments)
         with connected(arguments, environment) as ray:
-            return _apply(ray, arguments, spec, say)
+            if arguments.dry_run:
+                return _try(spec, arguments.file, say)
+            if arguments.follow:
+                return follow(lambda: _look(ray, arguments, say), arguments.ready_file, say)
+            return _conclude(ray, _apply(ray, arguments, spec, say), arguments, say)
     with connected(arguments, environment) as ray:
         controller = _controller(ray)
         match arguments.fleet_command:
@@ -110,18 +137,16 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
             case "stop":
                 return _stop(ray, controller, arguments.timeout, say)
             case "scale":
-                refusal = _ask(
-                    ray, arguments, controller.scale.remote(arguments.pool, arguments.num_replicas)
-                )
+                _ask(ray, arguments, controller.scale.remote(arguments.pool, arguments.num_replicas))
             case "drain":
-                refusal = _ask(ray, arguments, controller.drain.remote(arguments.replica))
+                _ask(ray, arguments, controller.drain.remote(arguments.replica))
             case "rollout":
                 try:
                     values = settings_from(arguments.set)
                 except SettingsError as error:
                     raise ClusterError(str(error)) from error
-                refusal = _ask(ray, arguments, controller.roll_out.remote(arguments.pool, values))
-        return _conclude(ray, controller, arguments, refusal, say)
+                _ask(ray, arguments, controller.roll_out.remote(arguments.pool, values))
+        return _conclude(ray, controller, arguments, say)
 
 
 def _read(arguments: argparse.Namespace) -> FleetSpec:
@@ -155,64 +180,108 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from error
     try:
-        yield ray
-    except ray.exceptions.RayTaskError as error:
-        raise ClusterError(f"the fleet controller failed at that: {error.cause!r}") from error
-    except ray.exceptions.RayError as error:
-        raise ClusterError(f"the fleet controller does not answer: {' '.join(str(error).split())}") from error
+        with _in_our_words(ray):
+            yield ray
     finally:
         ray.shutdown()
 
 
+@contextlib.contextmanager
+def _in_our_words(ray: Any) -> Iterator[None]:
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise ClusterError(f"the fleet controller failed at that: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise ClusterError(f"the fleet controller does not answer: {' '.join(str(error).split())}") from error
+
+
 def _controller(ray: Any) -> Any:
+    controller = _find_controller(ray)
+    if controller is None:
+        raise NotRunning("no fleet runs on this Ray cluster; start one with kvasir fleet apply")
+    return controller
+
+
+def _find_controller(ray: Any) -> Any | None:
     from cluster.actors import CONTROLLER_NAME, NAMESPACE
 
     try:
         return ray.get_actor(CONTROLLER_NAME, NAMESPACE)
     except ValueError:
-        raise NotRunning("no fleet runs on this Ray cluster; start one with kvasir fleet apply") from None
+        return None
 
 
-def _apply(ray: Any, arguments: argparse.Namespace, spec: FleetSpec, say: Say) -> int:
-    from cluster.actors import find_or_create_controller, machines
-    from cluster.controller import FleetController
-    from cluster.model_check import check_models
+def _try(spec: FleetSpec, file: Path, say: Say) -> int:
+    _refuse_misfit(spec)
+    _refuse_unloadable(spec, say)
+    say(f"{file} has {len(spec.pools)} pools, and the cluster can hold and load them.")
+    return 0
+
+
+def _refuse_misfit(spec: FleetSpec) -> None:
+    from cluster.actors import machines
 
     refusal = misfit(spec, machines())
     if refusal is not None:
         raise ClusterError(refusal)
+
+
+def _refuse_unloadable(spec: FleetSpec, say: Say) -> None:
+    from cluster.model_check import check_models
+
+    found = check_models(spec.pools)
+    if found.refusal is not None:
+        raise ClusterError(found.refusal)
+    for note in found.notes:
+        say(note)
+
+
+def _apply(ray: Any, arguments: argparse.Namespace, spec: FleetSpec, say: Say) -> Any:
+    """The controller, which has been told."""
+    from cluster.actors import find_or_create_controller
+    from cluster.controller import FleetController
+
+    _refuse_misfit(spec)
     # A controller that runs looks by itself, at what is new to it; for none, not even one is started.
-    is_checked = arguments.dry_run or not _has_controller(ray)
+    is_checked = _find_controller(ray) is None
     if is_checked:
-        found = check_models(spec.pools)
-        if found.refusal is not None:
-            raise ClusterError(found.refusal)
-        for note in found.notes:
-            say(note)
-    if arguments.dry_run:
-        say(f"{arguments.file} has {len(spec.pools)} pools, and the cluster can hold and load them.")
-        return 0
+        _refuse_unloadable(spec, say)
     controller = find_or_create_controller(FleetController, replace(spec, pools=()), runs_itself=True)
-    refusal = _ask(ray, arguments, controller.apply.remote(spec, is_checked=is_checked))
-    return _conclude(ray, controller, arguments, refusal, say)
+    _ask(ray, arguments, controller.apply.remote(spec, is_checked=is_checked))
+    return controller
 
 
-def _has_controller(ray: Any) -> bool:
-    try:
-        _controller(ray)
-    except NotRunning:
-        return False
-    return True
+def _look(ray: Any, arguments: argparse.Namespace, say: Say) -> Look:
+    """Apply the file unless it is what was applied last: what was scaled or rolled by hand since stays."""
+    with _in_our_words(ray):
+        spec = _read(arguments)
+        controller = _find_controller(ray)
+        if controller is None or _view(ray, controller).applied_revision != spec.revision:
+            controller = _apply(ray, arguments, spec, say)
+            say(f"{arguments.file} is applied")
+        view = _view(ray, controller)
+    complaint = trouble(view, None)
+    if complaint is not None:
+        return Look(False, complaint)
+    if not is_settled(view):
+        return Look(False, f"the fleet is not yet what it should be{missing(view)}")
+    return Look(True, ready(view))
 
 
-def _ask(ray: Any, arguments: argparse.Namespace, call: Any) -> str | None:
-    answer: str | None = ray.get(call, timeout=arguments.timeout)
-    return answer
+def _view(ray: Any, controller: Any) -> "FleetView":
+    view: FleetView = ray.get(controller.view.remote(), timeout=LOOK_SECONDS)
+    return view
 
 
-def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, refusal: str | None, say: Say) -> int:
+def _ask(ray: Any, arguments: argparse.Namespace, call: Any) -> None:
+    """Raises ClusterError with the controller's sentence if it refuses."""
+    refusal: str | None = ray.get(call, timeout=arguments.timeout)
     if refusal is not None:
         raise ClusterError(refusal)
+
+
+def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, say: Say) -> int:
     if arguments.no_wait:
         return 0
     deadline = time.monotonic() + arguments.timeout
@@ -237,38 +306,9 @@ def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, refusal:
             complaint = trouble(view, arguments.pool if "pool" in arguments else None)
         if complaint is not None:
             raise ClusterError(complaint)
-        if all(pool.is_settled for pool in view.pools) and not _orphans(view):
-            ready = ", ".join(f"{pool.name} {pool.num_ready}" for pool in view.pools)
-            say(f"ready: {ready}")
+        if is_settled(view):
+            say(ready(view))
             return 0
-
-
-def missing(view: "FleetView") -> str:
-    """What there is, and who waits for room, to be put behind a sentence."""
-    ready = ", ".join(f"{pool.name} {pool.num_ready} of {pool.num_replicas}" for pool in view.pools)
-    waiting = [replica.replica_id for replica in view.replicas if replica.is_waiting_for_room]
-    if not waiting:
-        return f" (ready: {ready})"
-    return f" (ready: {ready}; waiting for room in the Ray cluster: {', '.join(waiting)})"
-
-
-def trouble(view: "FleetView", pool_name: str | None) -> str | None:
-    """Why waiting will not help, for one pool or for any: one sentence, or None."""
-    for pool in view.pools:
-        if pool_name not in (None, pool.name):
-            continue
-        if pool.failure is not None:
-            return f"the rollout of pool {pool.name} was given up, the old replicas serve on: {pool.failure}"
-        if pool.num_ready == 0:
-            for replica in view.replicas:
-                if replica.cause and replica.refused_to_start and pool_of_id(replica.replica_id) == pool.name:
-                    return f"pool {pool.name} does not start: {replica.replica_id}: {replica.cause}"
-    return None
-
-
-def _orphans(view: "FleetView") -> list[str]:
-    names = {pool.name for pool in view.pools}
-    return [replica.replica_id for replica in view.replicas if pool_of_id(replica.replica_id) not in names]
 
 
 def _stop(ray: Any, controller: Any, timeout: float, say: Say) -> int:
@@ -284,67 +324,3 @@ def _status(ray: Any, controller: Any, *, as_json: bool, say: Say) -> int:
     registry = Registry({}) if view.redis_url is None else read_registry(view.redis_url)
     say(json.dumps(as_plain(view, registry), indent=2) if as_json else render(view, registry))
     return 0
-
-
-def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
-    """The fleet as JSON has it."""
-    return {
-        "redis_url": None if view.redis_url is None else without_password(view.redis_url),
-        "redis_complaint": registry.complaint,
-        "controller_metrics": view.metrics_address,
-        "complaints": list(view.complaints),
-        "pools": [asdict(pool) for pool in view.pools],
-        "replicas": [
-            {
-                "replica_id": replica.replica_id,
-                "pool": pool_of_id(replica.replica_id),
-                "state": replica.state.value,
-                "revision": replica.revision,
-                "cause": replica.cause,
-                "is_waiting_for_room": replica.is_waiting_for_room,
-                **(asdict(replica.report) if replica.report else {}),
-                "load": asdict(registry.records[replica.replica_id].load)
-                if replica.replica_id in registry.records
-                else None,
-            }
-            for replica in view.replicas
-        ],
-    }
-
-
-def render(view: "FleetView", registry: Registry) -> str:
-    pools = [("POOL", "MODEL", "READY", "WANTED", "REVISION", "")]
-    for pool in view.pools:
-        remark = "" if pool.is_settled else "on its way"
-        if pool.failure is not None:
-            remark = f"rollout given up: {pool.failure}"
-        pools.append(
-            (pool.name, pool.model, str(pool.num_ready), str(pool.num_replicas), pool.revision, remark)
-        )
-    replicas = [("REPLICA", "STATE", "REVISION", "ADDRESS", "REQUESTS", "PENDING TOKENS")]
-    for replica in view.replicas:
-        record = registry.records.get(replica.replica_id)
-        load = None if record is None else record.load
-        replicas.append(
-            (
-                replica.replica_id,
-                _state(replica),
-                replica.revision or "-",
-                replica.report.address if replica.report else "-",
-                "-" if load is None else str(load.num_running + load.num_waiting),
-                "-" if load is None else str(load.num_pending_tokens),
-            )
-        )
-    redis_line = f"Redis    {'-' if view.redis_url is None else without_password(view.redis_url)}"
-    if registry.complaint is not None:
-        redis_line += f"  NOT REACHABLE: {registry.complaint}"
-    lines = [*align(pools), "", *align(replicas), "", redis_line]
-    if view.metrics_address is not None:
-        lines.append(f"metrics  http://{view.metrics_address}/metrics (the controller's)")
-    return "\n".join([*lines, *(f"WRONG    {complaint}" for complaint in view.complaints)])
-
-
-def _state(replica: "ReplicaView") -> str:
-    if replica.is_waiting_for_room:
-        return f"{replica.state.value} (waits for room)"
-    return replica.state.value + (f" ({replica.cause})" if replica.cause else "")

@@ -46,7 +46,8 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The fleet at one moment. `version` grows with every change; `notes` are those since the last look."""
+    """The fleet at one moment. `version` grows with every change; `notes` are those since the last look.
+    `applied_revision` is that of the spec that was applied last; None if none was."""
 
     version: int
     replicas: tuple[ReplicaView, ...]
@@ -54,6 +55,7 @@ class FleetView:
     metrics_address: str | None
     pools: tuple[PoolView, ...]
     redis_url: str | None
+    applied_revision: str | None = None
     complaints: tuple[str, ...] = ()
     """What is wrong with the controller itself, just now."""
 

@@ -17,7 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.actors import CONTROLLER_NAME, NAMESPACE, nodes
-from cluster.fleet import as_plain
+from cluster.fleet_words import as_plain
 from cluster.status import read_registry
 
 HEAD = "127.0.0.10"

@@ -87,4 +87,19 @@ def test_an_apply_of_the_same_file_does_not_undo_a_restart_and_undoes_a_setting(
 
 def test_a_pool_that_goes_takes_its_rollout_along() -> None:
     state = rolled(STATE, "a", {}, MACHINES)
-    assert applied(state, FleetSpec((B,)), MACHINES) == FleetState(FleetSpec((B,)))
+    spec = FleetSpec((B,))
+    assert applied(state, spec, MACHINES) == FleetState(spec, applied_revision=spec.revision)
+
+
+def test_what_was_applied_last_is_remembered_whatever_happens_to_the_fleet_since() -> None:
+    state = applied(STATE, STATE.spec, MACHINES)
+    for later in (
+        scaled(state, "b", 1, MACHINES),
+        rolled(state, "a", {}, MACHINES),
+        given_up(rolled(state, "a", {"max_running": "9"}, MACHINES), "a", "it did not start"),
+        settled(state, "a"),
+    ):
+        assert later != state or later.previous == {}
+        assert later.applied_revision == STATE.spec.revision
+    other = FleetSpec((A, replace(B, num_replicas=B.num_replicas + 1)))
+    assert applied(state, other, MACHINES).applied_revision == other.revision != STATE.spec.revision

@@ -1,16 +1,17 @@
-"""The chart's fleet where pools follow their load: as the chart renders it, on Ray's own autoscaler.
+"""The chart's fleet where pools follow their load: rendered and applied as the chart does it, on Ray's autoscaler.
 
 KubeRay is a stand-in whose pods are processes here. The tests follow each other on one fleet.
 """
 
 import json
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.cluster.kvasir_command import wait_until
+from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.cluster.loopback_kuberay import HEAD
 from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet
 from tests.helm.chart import named, of_kind, render
@@ -51,6 +52,48 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield running
 
 
+class Follower:
+    """What applies the fleet, as in its own pod."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._log = fleet.folder / "follower.log"
+        self.ready_file = fleet.folder / "ready"
+        self.file = fleet.folder / "fleet.yaml"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = ["--redis-url", self._fleet.redis_url, "--follow", "--ready-file", str(self.ready_file)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, "fleet", "apply", str(self.file), *words, "--address", self._fleet.address],
+                **{"stdout": log, "stderr": subprocess.STDOUT, "env": self._fleet.environment},
+            )
+
+    def said(self) -> list[str]:
+        """By the one that runs, or ran last."""
+        return [line for line in self._log.read_text().splitlines() if line]
+
+    def num_applied(self) -> int:
+        return self.said().count(f"{self.file} is applied")
+
+    def wait_ready(self) -> None:
+        wait_until(self.ready_file.exists, lambda: "\n".join(self.said()), SECONDS)
+
+    def end(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def follower(fleet: Fleet) -> Iterator[Follower]:
+    running = Follower(fleet)
+    running.start()
+    yield running
+    running.end()
+
+
 def workers(fleet: Fleet) -> set[str]:
     return {pod for pod in json.loads(fleet.tell_machines("pods")) if "worker" in pod}
 
@@ -64,11 +107,12 @@ def wait_for_workers(fleet: Fleet, count: int) -> None:
     wait_until(lambda: len(workers(fleet)) == count, lambda: f"{workers(fleet)}", SECONDS)
 
 
-def test_the_fleet_is_taken_before_its_workers_are_there_and_begins_with_the_fewest(fleet: Fleet) -> None:
+def test_the_fleet_is_taken_before_its_workers_are_there_and_begins_with_the_fewest(
+    fleet: Fleet, follower: Follower
+) -> None:
     fleet.tell_machines("join")
-    applied = fleet.run("apply", str(fleet.folder / "fleet.yaml"), "--redis-url", fleet.redis_url)
-    assert applied.returncode == 0, applied.stdout + applied.stderr
-    assert "ready: main 1" in applied.stdout.splitlines(), applied.stdout
+    follower.wait_ready()
+    assert follower.said()[-1] == "ready: main 1"
     assert len(workers(fleet)) == 1
     wait_until(lambda: fleet.ask("main", "Hello?").status_code == 200, lambda: "no router has it", SECONDS)
 
@@ -108,3 +152,38 @@ def test_a_rollout_gets_a_worker_for_its_surge_and_gives_it_back(fleet: Fleet) -
     kept = fleet.epochs()
     wait_for_workers(fleet, 1)
     assert fleet.epochs() == kept
+
+
+def test_what_applies_the_fleet_may_start_again_and_undoes_nothing(fleet: Fleet, follower: Follower) -> None:
+    before = fleet.status()["pools"], fleet.epochs()
+    assert follower.end() == 0
+    assert not follower.ready_file.exists()
+    follower.start()
+    follower.wait_ready()
+    assert follower.said() == ["ready: main 1"], "nothing was applied"
+    assert (fleet.status()["pools"], fleet.epochs()) == before, "not even the rollout was undone"
+
+
+def test_another_file_is_applied_by_itself_and_a_wrong_one_is_told(fleet: Fleet, follower: Follower) -> None:
+    content = yaml.safe_load(follower.file.read_text())
+    content["pools"][0]["settings"]["max_running"] = 0
+    follower.file.write_text(yaml.safe_dump(content))
+    wait_until(lambda: "max_running" in follower.said()[-1], lambda: f"{follower.said()}", SECONDS)
+    assert not follower.ready_file.exists()
+    (before,) = fleet.status()["pools"]
+    content["pools"][0]["settings"]["max_running"] = 9
+    follower.file.write_text(yaml.safe_dump(content))
+    follower.wait_ready()
+    (after,) = fleet.status()["pools"]
+    assert before["revision"] != after["revision"]
+    assert after["is_settled"] and follower.said()[-1] == "ready: main 1"
+
+
+def test_a_fleet_that_ray_has_lost_is_applied_again(fleet: Fleet, follower: Follower) -> None:
+    before = set(fleet.epochs().values())
+    num_applied = follower.num_applied()
+    fleet.do("stop")
+    wait_until(lambda: follower.num_applied() > num_applied, lambda: f"{follower.said()}", SECONDS)
+    wait_until(lambda: set(fleet.epochs().values()) - before, lambda: fleet.do("status"), SECONDS)
+    follower.wait_ready()
+    wait_until(lambda: fleet.ask("main", "Hello?").status_code == 200, lambda: "no router has it", SECONDS)

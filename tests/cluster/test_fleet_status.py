@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from cluster.actors import ReplicaReport
-from cluster.fleet import as_plain, missing, render, trouble
+from cluster.fleet_words import as_plain, missing, render, trouble
 from cluster.members import FleetView, PoolView, ReplicaView
 from cluster.status import Registry
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
@@ -18,7 +18,9 @@ WAITING = ReplicaView(
 )
 POOL = PoolView("small", "toy_model", "abc", 2, 1, is_settled=False, failure=None)
 URL = "redis://:secret@10.0.0.1:6380/0"
-VIEW = FleetView(3, (SERVING, WAITING), (), "10.0.0.1:9400", (POOL,), URL, ("the controller is unwell",))
+VIEW = FleetView(
+    3, (SERVING, WAITING), (), "10.0.0.1:9400", (POOL,), URL, complaints=("the controller is unwell",)
+)
 
 
 def test_the_password_of_redis_is_not_shown() -> None:

@@ -32,7 +32,6 @@ KINDS: dict[str, dict[str, str]] = {
         "ServiceAccount": "serviceaccounts",
     },
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
-    "batch/v1": {"Job": "jobs"},
     "ray.io/v1": {"RayCluster": "rayclusters"},
     "cert-manager.io/v1": {"Issuer": "issuers", "Certificate": "certificates"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},

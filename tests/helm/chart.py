@@ -198,7 +198,7 @@ def pods(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
         name = item["metadata"]["name"]
         if item["kind"] == "Pod":
             yield name, item
-        elif item["kind"] in ("Deployment", "StatefulSet", "Job"):
+        elif item["kind"] in ("Deployment", "StatefulSet"):
             yield name, item["spec"]["template"]
         elif item["kind"] == "RayCluster":
             yield f"{name}-head", item["spec"]["headGroupSpec"]["template"]

@@ -16,6 +16,7 @@ from tests.helm.chart import (
     FOLDER,
     KUBERNETES,
     chart,
+    component_of,
     named,
     of_kind,
     render,
@@ -67,8 +68,8 @@ def test_the_notes_tell_three_commands_that_name_what_exists(case: str) -> None:
     assert len(commands) == 3
     for command in commands:
         assert command[1:3] == ["--namespace", "llm"]
-    (router,) = of_kind("Deployment", rendered(case))
-    assert f"deployment/{router['metadata']['name']}" in commands[0]
+    routers = [item for item in of_kind("Deployment", rendered(case)) if component_of(item) == "router"]
+    assert [f"deployment/{item['metadata']['name']}" in commands[0] for item in routers] == [True]
     assert "demo" in commands[1]
     service = next(
         item for item in of_kind("Service", rendered(case)) if f"service/{item['metadata']['name']}" in notes

@@ -126,12 +126,13 @@ def test_the_head_runs_no_replica_and_serves_the_controllers_metrics(case: str) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_job_asks_the_command_line_for_what_it_knows(case: str) -> None:
-    (job,) = of_kind("Job", rendered(case))
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+def test_what_applies_the_fleet_asks_the_command_line_for_what_it_knows(case: str) -> None:
+    template = named("Deployment", "demo-kvasir-fleet", rendered(case))["spec"]["template"]
+    (container,) = template["spec"]["containers"]
     lines = container["command"][-1].splitlines()
     assert lines[0].startswith("ray start --address=demo-kvasir-head-svc:6379 ")
-    (apply,) = [line for line in lines if line.startswith("kvasir ")]
+    assert f"--node-manager-port={ports(template)['raylet']}" in lines[0].split()
+    (apply,) = [line.removeprefix("exec ") for line in lines if line.startswith("exec kvasir ")]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     command = apply.replace('"$REDIS_URL"', "redis://redis").split()
@@ -139,6 +140,9 @@ def test_the_job_asks_the_command_line_for_what_it_knows(case: str) -> None:
     arguments = parser.parse_args(command[2:])
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert str(arguments.file.parent) in mounted
+    assert arguments.follow
+    assert container["readinessProbe"]["exec"]["command"] == ["test", "-e", str(arguments.ready_file)]
+    assert str(arguments.ready_file.parent) in mounted, "the rest of its file system is read-only"
     variables = {variable["name"]: variable for variable in container["env"]}
     assert "REDIS_URL" in variables
     token = variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
@@ -146,13 +150,20 @@ def test_the_job_asks_the_command_line_for_what_it_knows(case: str) -> None:
     assert token["key"] in named("Secret", token["name"], rendered(case))["data"]
 
 
-def test_another_fleet_is_another_job_since_jobs_cannot_be_changed() -> None:
-    def name(**values: Any) -> str:
-        (job,) = of_kind("Job", tuple(render({"fleet": {"mode": "kuberay"}, **values})))
-        return str(job["metadata"]["name"])
+def test_another_fleet_is_applied_at_once_and_an_equal_one_is_left_alone() -> None:
+    def template(**values: Any) -> str:
+        objects = tuple(render({"fleet": {"mode": "kuberay"}, **values}))
+        deployment = named("Deployment", "demo-kvasir-fleet", objects)
+        assert deployment["spec"]["strategy"] == {"type": "Recreate"}, "two would take turns"
+        return json.dumps(deployment["spec"]["template"], sort_keys=True)
 
-    assert name() == name()
-    assert len({name(), name(ray={"image": {"tag": "2"}}), name(pools={"main": {"replicas": 3}})}) == 3
+    changes: list[dict[str, Any]] = [
+        {"ray": {"image": {"tag": "2"}}},
+        {"pools": {"main": {"replicas": 3}}},
+        {"pools": {"main": {"settings": {"max_running": 7}}}},
+    ]
+    assert template() == template(router={"replicas": 3})
+    assert len({template(), *(template(**values) for values in changes)}) == len(changes) + 1
 
 
 def test_rays_state_is_in_the_same_redis() -> None:

@@ -23,6 +23,9 @@ from tests.helm.chart import (
 )
 from tests.helm.chart_programs import config_of, reachable_from, replica_configs, router_config
 
+CHECK_REPLICA = ["python", "/app/deploy/check_replica.py"]
+FLEET_IS_READY = ["test", "-e", "/tmp/fleet-is-ready"]
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_routers_and_replicas_take_every_setting_that_they_are_given_and_mean_the_same(case: str) -> None:
@@ -130,7 +133,7 @@ def test_probes_ask_for_routes_that_exist_and_ports_that_are_open(case: str) -> 
                 elif "grpc" in probe:
                     assert probe["grpc"]["port"] == ports(pod)["grpc"]
                 elif "exec" in probe:
-                    assert probe["exec"]["command"] == ["python", "/app/deploy/check_replica.py"]
+                    assert probe["exec"]["command"] in (CHECK_REPLICA, FLEET_IS_READY)
                 else:
                     assert probe["tcpSocket"]["port"] in ports(pod)
 
