@@ -1,4 +1,4 @@
-"""The chart's fleet where pools follow their load: rendered and applied as the chart does it, on Ray's autoscaler.
+"""The chart's fleet where pools follow their load, rendered and applied as by the chart, on Ray's autoscaler.
 
 KubeRay is a stand-in whose pods are processes here. The tests follow each other on one fleet.
 """
