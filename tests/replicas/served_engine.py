@@ -1,7 +1,7 @@
 """A gRPC server over real sockets with a scripted engine behind it, and a router's end of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -15,11 +15,7 @@ from replicas.protocol.status import Epoch, ReplicaId, TokenizerBundle
 from replicas.server import Identity, ReplicaServer
 from tests.replicas.router_client import RouterClient
 from tests.replicas.scripted_engine import CARD, ScriptedEngine
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.005)
+from tests.replicas.waiting import until
 
 
 class Announcer:

@@ -13,6 +13,7 @@ from replicas.protocol.keys import blocks_key
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, read_changes, read_set
 from tests.replicas.scripted_engine import CARD
+from tests.replicas.waiting import until
 from tests.replicas.written_index import (
     EPOCH,
     MODEL,
@@ -22,7 +23,6 @@ from tests.replicas.written_index import (
     hashes,
     running_writer,
     stored,
-    until,
 )
 
 

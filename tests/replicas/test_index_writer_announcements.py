@@ -12,6 +12,7 @@ from replicas.protocol.events import BlockRemoved, BlockStored
 from replicas.protocol.keys import Announcement
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, live_announcements, read_changes, replay
+from tests.replicas.waiting import until
 from tests.replicas.written_index import (
     EPOCH,
     MODEL,
@@ -20,7 +21,6 @@ from tests.replicas.written_index import (
     hashes,
     running_writer,
     stored,
-    until,
 )
 
 

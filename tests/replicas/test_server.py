@@ -21,7 +21,8 @@ from replicas.protocol.frames import (
 from replicas.server import MAX_CHOICES, SERVICE_NAME
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import CARD
-from tests.replicas.served_engine import Harness, channel, client, harness, until
+from tests.replicas.served_engine import Harness, channel, client, harness
+from tests.replicas.waiting import until
 
 __all__ = ["channel", "client", "harness"]
 

@@ -12,7 +12,8 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.server import MAX_CHOICES
 from tests.replicas.router_client import RouterClient, submit
-from tests.replicas.served_engine import Harness, channel, client, harness, until
+from tests.replicas.served_engine import Harness, channel, client, harness
+from tests.replicas.waiting import until
 
 __all__ = ["channel", "client", "harness"]
 

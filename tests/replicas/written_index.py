@@ -1,7 +1,7 @@
 """An index writer that runs against a Redis, and what it has written there."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
@@ -28,16 +28,22 @@ def stored(*numbers: int) -> BlockStored:
 
 
 @asynccontextmanager
-async def running_writer(url: str, index_stride: int = CARD.block_size) -> AsyncIterator[IndexWriter]:
+async def running_writer(
+    url: str,
+    replica_id: ReplicaId = REPLICA,
+    *,
+    index_stride: int = CARD.block_size,
+    stream_length: int = 100_000,
+) -> AsyncIterator[IndexWriter]:
     redis = connect(url)
     redis.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
     writer = IndexWriter(
         redis,
         CARD,
-        REPLICA,
+        replica_id,
         EPOCH,
         index_stride=index_stride,
-        stream_length=100_000,
+        stream_length=stream_length,
         set_ttl_seconds=60,
         metrics=ReplicaMetrics(CollectorRegistry()),
     )
@@ -46,11 +52,6 @@ async def running_writer(url: str, index_stride: int = CARD.block_size) -> Async
         yield writer
         task.cancel()
     await redis.aclose()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.002)
 
 
 async def assert_redis_holds(url: str, numbers: Sequence[int], *, with_stream: bool = True) -> None:

@@ -2,55 +2,28 @@
 
 import asyncio
 import random
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from replicas.index_writer import IndexWriter
-from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState
+from replicas.protocol.status import ReplicaId, ReplicaState
 from router.index_mirror import IndexMirror
 from router.routing.overlap import PrefixIndex
 from tests.redis_server import RedisServer
-
-CARD = ModelCard("m", "fingerprint", "simulated", 16, 1000, 100_000, 1000)
-
-
-@asynccontextmanager
-async def running_writer(url: str, replica_id: str, epoch: str = "e1") -> AsyncIterator[IndexWriter]:
-    redis = Redis.from_url(
-        url, protocol=2, socket_timeout=None, retry=Retry(NoBackoff(), 0), driver_info=None
-    )
-    writer = IndexWriter(
-        redis,
-        CARD,
-        ReplicaId(replica_id),
-        Epoch(epoch),
-        index_stride=16,
-        stream_length=50,
-        set_ttl_seconds=60,
-        metrics=ReplicaMetrics(CollectorRegistry()),
-    )
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(writer.run())
-        yield writer
-        task.cancel()
-    await redis.aclose()
+from tests.replicas.scripted_engine import CARD
+from tests.replicas.written_index import EPOCH, running_writer
+from tests.router.scripted_replica import eventually
 
 
 @asynccontextmanager
 async def running_mirror(url: str, writers: dict[ReplicaId, IndexWriter]) -> AsyncIterator[PrefixIndex]:
-    index = PrefixIndex(16, 16)
+    index = PrefixIndex(CARD.block_size, CARD.block_size)
     mirror = IndexMirror(url, CARD.name, index, audit_seconds=0.1)
     mirror.set_live({replica_id: record(replica_id, writer) for replica_id, writer in writers.items()})
     async with asyncio.TaskGroup() as group:
@@ -61,15 +34,8 @@ async def running_mirror(url: str, writers: dict[ReplicaId, IndexWriter]) -> Asy
 
 def record(replica_id: ReplicaId, writer: IndexWriter) -> ReplicaRecord:
     return ReplicaRecord(
-        replica_id, Epoch("e1"), "127.0.0.1:1", ReplicaState.READY, "card", writer.last_change, LoadSnapshot()
+        replica_id, EPOCH, "127.0.0.1:1", ReplicaState.READY, "card", writer.last_change, LoadSnapshot()
     )
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.01)
 
 
 class Cache:
@@ -97,7 +63,9 @@ async def test_the_mirror_ends_up_with_what_every_replica_holds(
     rng = random.Random(11)
     async with AsyncExitStack() as stack:
         writers = {
-            ReplicaId(name): await stack.enter_async_context(running_writer(own_redis.url, name))
+            ReplicaId(name): await stack.enter_async_context(
+                running_writer(own_redis.url, ReplicaId(name), stream_length=50)
+            )
             for name in ("a", "b", "c")
         }
         caches = {replica_id: Cache(rng) for replica_id in writers}
