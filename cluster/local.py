@@ -83,7 +83,7 @@ class LocalCluster:
             redis, redis_url = await self._start_redis(stack)
             router, router_url = await self._start_router(stack, port, redis_url)
             with self._stage("Ray") as stage:
-                head = start_ray(self._directory.ray_directory, RAY_CPUS)
+                head = start_ray(self._directory.ray_directory, RAY_CPUS, self._say)
                 stack.callback(stop_ray)
                 on_ray_started()
                 stage.append(head.address)

@@ -5,10 +5,13 @@ Owns Ray's start-up settings. Knows nothing of the fleet that runs on it.
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from cluster.errors import StartFailed
+from cluster.processes import kill_marked
 
 NODE_ADDRESS = "127.0.0.10"
 """Not 127.0.0.1, which Ray silently replaces by the machine's address on the network."""
@@ -25,6 +28,12 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     # Else Ray ends every process of the cluster, this one too, a minute after its control service died.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "31536000",
     "RAY_memory_monitor_refresh_ms": "0",  # else Ray kills replicas when other programs use the memory
+    # How long Ray's parts wait for one another at the start. They do not notice that one of them has died, so
+    # this is also how long that takes.
+    "RAY_gcs_server_port_wait_time_s": "60",
+    "RAY_gcs_rpc_server_connect_timeout_s": "15",
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_raylet_client_num_connect_attempts": "30",
 }
 """Must be in the environment before Ray is imported."""
 
@@ -36,11 +45,38 @@ class RayHead:
     num_gpus: float
 
 
-def start_ray(directory: Path, num_cpus: int) -> RayHead:
-    """Blocks for some seconds. Call from the main thread: Ray's processes die with the calling thread."""
+def start_ray(directory: Path, num_cpus: int, say: Callable[[str], None]) -> RayHead:
+    """Blocks for some seconds. Call from the main thread: Ray's processes die with the calling thread.
+
+    Raises StartFailed. Ray gives its node 30 s, which no setting changes; what was slow to be read from disk
+    is not so a second time.
+    """
+    _clean_up(directory)
+    try:
+        return _start(directory, num_cpus)
+    except Exception as error:  # Ray raises whatever it likes, Exception itself for a timeout
+        say(f"Ray did not start ({_in_one_line(error)}); trying once more")
+    _clean_up(directory)
+    try:
+        return _start(directory, num_cpus)
+    except Exception as error:
+        raise StartFailed(f"Ray did not start, nor did it at a second try: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0].rstrip(".: ")
+
+
+def _clean_up(directory: Path) -> None:
+    """Ends what is left of a start that failed."""
+    stop_ray()
+    kill_marked(directory, directory)  # Ray's processes are known by the files there that they have open
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _start(directory: Path, num_cpus: int) -> RayHead:
     import ray
 
-    shutil.rmtree(directory, ignore_errors=True)
     context: Any = ray.init(
         address="local",
         namespace="kvasir",

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,22 +101,12 @@ def main(folder: str) -> None:
         folder,
     ]
     words += ["--include-dashboard", "false", "--autoscaling-config", str(file)]
-    head = subprocess.Popen([*RAY, *SMALL, *words], env=environment, stdout=sys.stderr)
-    while not serves(address):
-        assert head.poll() is None, "Ray has not started"
-        time.sleep(0.1)
-    answer(address, {})
-
-
-def serves(address: str) -> bool:
-    import socket
-
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), 1).close()
-    except OSError:
-        return False
-    return True
+    with subprocess.Popen([*RAY, *SMALL, *words], env=environment, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        assert any("Ray runtime started" in line for line in head.stdout), "Ray has not started"
+        threading.Thread(target=sys.stderr.writelines, args=[head.stdout], daemon=True).start()
+        answer(address, {})
+        head.kill()
 
 
 if __name__ == "__main__":
