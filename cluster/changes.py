@@ -25,8 +25,9 @@ class FleetState:
     applied_revision: str | None = None
 
 
-def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine]) -> FleetState:
-    """`spec` from now on. A pool that scales itself keeps its size, as far as its new bounds allow."""
+def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine] | None) -> FleetState:
+    """`spec` from now on. A pool that scales itself keeps its size, as far as its new bounds allow. Without
+    `machines` nobody asks whether there is room."""
     pools = []
     for pool in spec.pools:
         old, scale = state.spec.pool(pool.name), pool.autoscaling

@@ -265,7 +265,8 @@ def _fleet(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     from cluster.fleet import run
 
-    return run(arguments, dict(os.environ), _say)
+    answers = sys.stdout  # Ray gets another one
+    return run(arguments, dict(os.environ), lambda text: print(text, file=answers, flush=True))
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -118,8 +118,7 @@ class FleetController:
         return self._endpoint.complaint
 
     async def _count_nodes(self) -> str | None:
-        nodes = await asyncio.to_thread(actors.machines)
-        self._metrics.ray_nodes.set(len(nodes))
+        self._metrics.ray_nodes.set(len(await asyncio.to_thread(actors.machines)))
         return None
 
     async def _look_for_room(self) -> str | None:
@@ -176,10 +175,12 @@ class FleetController:
     async def spec(self) -> FleetSpec:
         return self._spec
 
-    async def apply(self, spec: FleetSpec, *, is_checked: bool = False) -> str | None:
+    async def apply(self, spec: FleetSpec, is_checked: bool = False, may_wait: bool = False) -> str | None:
         """From now on, keep the fleet as `spec` says; or say in one sentence why not. With `is_checked`
-        somebody has looked already whether its models load."""
-        return await self._change(lambda machines: applied(self._state, spec, machines), is_checked)
+        somebody has looked already whether its models load; with `may_wait`, replicas wait for room."""
+        return await self._change(
+            lambda machines: applied(self._state, spec, None if may_wait else machines), is_checked
+        )
 
     async def scale(self, pool_name: str, num_replicas: int) -> str | None:
         """As `apply`, for one pool's size."""
@@ -240,11 +241,10 @@ class FleetController:
         """The fleet, as soon as it is newer than `seen_version`; None takes it as it is."""
         notes = await self._bulletin.newer_than(-1 if seen_version is None else seen_version)
         replicas = tuple(self._members[name].view() for name in sorted(self._members))
-        pools = pool_views(self._state, self._members.values())
         return FleetView(
-            *(self._bulletin.version, replicas, notes, self._endpoint.address, pools, self._spec.redis_url),
-            applied_revision=self._state.applied_revision,
-            complaints=tuple(self._bulletin.complaints.values()),
+            *(self._bulletin.version, replicas, notes, self._endpoint.address),
+            *(pool_views(self._state, self._members.values()), self._spec.redis_url),
+            *(self._state.applied_revision, tuple(self._bulletin.complaints.values())),
         )
 
     async def stop_fleet(self) -> None:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -180,7 +181,8 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from error
     try:
-        with _in_our_words(ray):
+        # What its machines complain of Ray prints to stdout, and there are our answers.
+        with _in_our_words(ray), contextlib.redirect_stdout(sys.stderr):
             yield ray
     finally:
         ray.shutdown()
@@ -242,13 +244,14 @@ def _apply(ray: Any, arguments: argparse.Namespace, spec: FleetSpec, say: Say) -
     from cluster.actors import find_or_create_controller
     from cluster.controller import FleetController
 
-    _refuse_misfit(spec)
+    if not arguments.follow:  # whoever follows has time, and machines come and go
+        _refuse_misfit(spec)
     # A controller that runs looks by itself, at what is new to it; for none, not even one is started.
     is_checked = _find_controller(ray) is None
     if is_checked:
         _refuse_unloadable(spec, say)
     controller = find_or_create_controller(FleetController, replace(spec, pools=()), runs_itself=True)
-    _ask(ray, arguments, controller.apply.remote(spec, is_checked=is_checked))
+    _ask(ray, arguments, controller.apply.remote(spec, is_checked=is_checked, may_wait=arguments.follow))
     return controller
 
 

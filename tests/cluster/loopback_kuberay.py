@@ -9,6 +9,7 @@ machine join that is no pod of the cluster, like the Job that applies a fleet.
 
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from ray._raylet import GcsClient
 from loadtests.local_stack import free_port
 from tests.certificates import Authority
 from tests.cluster.kvasir_command import wait_until
-from tests.cluster.ray_autoscaler import SMALL, serves
+from tests.cluster.ray_autoscaler import SMALL
 from tests.cluster.ray_machines import answer
 
 NETWORK = "127.0.0."
@@ -175,6 +176,15 @@ def serve(cluster: Cluster, folder: Path) -> dict[str, str]:
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # it calls `ray`
     }
+
+
+def serves(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 1).close()
+    except OSError:
+        return False
+    return True
 
 
 def start_head(address: str, command: Sequence[str], environment: Mapping[str, str]) -> None:

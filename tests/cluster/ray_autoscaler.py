@@ -18,7 +18,8 @@ from ray.autoscaler.tags import NODE_KIND_HEAD, NODE_KIND_WORKER, STATUS_UP_TO_D
 HEAD = "127.0.0.20"
 HEAD_TYPE, MACHINE_TYPE = "ray.head.default", "machine"
 MOST_MACHINES = 2
-IDLE_SECONDS = 3.0
+IDLE_SECONDS = 10.0
+"""Long enough for a replica to be placed on a machine that has just joined, however busy everything is."""
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 SMALL = ("--object-store-memory", str(80 * 2**20))

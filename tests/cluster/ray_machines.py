@@ -2,7 +2,8 @@
 
 Takes Ray's folder and the number of machines besides the head, and prints the head's address. For each line
 `kill N` that it reads it kills machine N, with all that runs there; for `status` it prints what
-`kvasir fleet status --json` would, for `machines` how many live. Ends with its input.
+`kvasir fleet status --json` would, for `machines` how many live; for `complain TEXT` it lets Ray tell all its
+drivers. Ends with its input.
 """
 
 import json
@@ -14,6 +15,8 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.utils import publish_error_to_driver
+from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 
 from cluster.actors import CONTROLLER_NAME, NAMESPACE, nodes
@@ -62,12 +65,18 @@ def answer(address: str, commands: Mapping[str, Callable[[str], str]]) -> None:
             options: dict[str, Any] = {"_node_ip_address": address.rpartition(":")[0]}
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **options)
         command, _, argument = line.strip().partition(" ")
-        output.write({"status": _status, "machines": _machines, **commands}[command](argument) + "\n")
+        known = {"status": _status, "machines": _machines, "complain": _complain, **commands}
+        output.write(known[command](argument) + "\n")
         output.flush()
 
 
 def _machines(_: str) -> str:
     return str(len(nodes()))
+
+
+def _complain(text: str) -> str:
+    publish_error_to_driver("test", text, global_worker.gcs_client)
+    return "told"
 
 
 def _status(_: str) -> str:

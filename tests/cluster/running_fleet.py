@@ -22,7 +22,7 @@ from cluster.processes import MARK, kill_marked
 from cluster.ray_head import RAY_ENVIRONMENT
 from loadtests.local_stack import free_port
 from tests.cluster.controller_log import controller_log, wait_said
-from tests.cluster.kvasir_command import COMMAND
+from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +150,44 @@ class Fleet:
             yield outcomes
         if self.num_resumes() != before:
             outcomes["continued elsewhere"] += self.num_resumes() - before
+
+
+class Follower:
+    """`kvasir fleet apply --follow` with the fleet's file: what has a pod of its own in the chart."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._said = fleet.folder / "follower.out"
+        self.complaints = fleet.folder / "follower.err"
+        self.ready_file = fleet.folder / "ready"
+        self.file = fleet.folder / "fleet.yaml"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = ["--redis-url", self._fleet.redis_url, "--follow", "--ready-file", str(self.ready_file)]
+        with self._said.open("wb") as said, self.complaints.open("wb") as complaints:
+            self.process = subprocess.Popen(
+                [*COMMAND, "fleet", "apply", str(self.file), *words, "--address", self._fleet.address],
+                **{"stdout": said, "stderr": complaints, "env": self._fleet.environment},
+            )
+
+    def said(self) -> list[str]:
+        """By the one that runs, or ran last."""
+        return self._said.read_text().splitlines()
+
+    def says(self, text: str) -> bool:
+        return any(text in line for line in self.said()[-1:])
+
+    def num_applied(self) -> int:
+        return self.said().count(f"{self.file} is applied")
+
+    def wait_ready(self) -> None:
+        wait_until(self.ready_file.exists, lambda: "\n".join(self.said()), SECONDS)
+
+    def end(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(60)
 
 
 @contextmanager

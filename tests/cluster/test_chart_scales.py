@@ -4,23 +4,22 @@ KubeRay is a stand-in whose pods are processes here. The tests follow each other
 """
 
 import json
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.cluster.kvasir_command import COMMAND, wait_until
+from tests.cluster.kvasir_command import wait_until
 from tests.cluster.loopback_kuberay import HEAD
-from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet
+from tests.cluster.running_fleet import SECONDS, Fleet, Follower, open_fleet
 from tests.helm.chart import named, of_kind, render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 VALUES: dict[str, Any] = {
     "fleet": {"mode": "kuberay"},
-    "ray": {"autoscaler": {"idleSeconds": 3}},
+    "ray": {"autoscaler": {"idleSeconds": 8}},
     "pools": {
         "main": {
             **{"engine": "simulated", "surge": 1, "drainSeconds": 20},
@@ -52,46 +51,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield running
 
 
-class Follower:
-    """What applies the fleet, as in its own pod."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._log = fleet.folder / "follower.log"
-        self.ready_file = fleet.folder / "ready"
-        self.file = fleet.folder / "fleet.yaml"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        words = ["--redis-url", self._fleet.redis_url, "--follow", "--ready-file", str(self.ready_file)]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*COMMAND, "fleet", "apply", str(self.file), *words, "--address", self._fleet.address],
-                **{"stdout": log, "stderr": subprocess.STDOUT, "env": self._fleet.environment},
-            )
-
-    def said(self) -> list[str]:
-        """By the one that runs, or ran last."""
-        return [line for line in self._log.read_text().splitlines() if line]
-
-    def num_applied(self) -> int:
-        return self.said().count(f"{self.file} is applied")
-
-    def wait_ready(self) -> None:
-        wait_until(self.ready_file.exists, lambda: "\n".join(self.said()), SECONDS)
-
-    def end(self) -> int:
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(60)
-
-
 @pytest.fixture(scope="module")
 def follower(fleet: Fleet) -> Iterator[Follower]:
     running = Follower(fleet)
     running.start()
     yield running
-    running.end()
+    assert running.end() == 0
 
 
 def workers(fleet: Fleet) -> set[str]:
@@ -168,7 +133,7 @@ def test_another_file_is_applied_by_itself_and_a_wrong_one_is_told(fleet: Fleet,
     content = yaml.safe_load(follower.file.read_text())
     content["pools"][0]["settings"]["max_running"] = 0
     follower.file.write_text(yaml.safe_dump(content))
-    wait_until(lambda: "max_running" in follower.said()[-1], lambda: f"{follower.said()}", SECONDS)
+    wait_until(lambda: follower.says("max_running"), lambda: f"{follower.said()}", SECONDS)
     assert not follower.ready_file.exists()
     (before,) = fleet.status()["pools"]
     content["pools"][0]["settings"]["max_running"] = 9
@@ -177,6 +142,13 @@ def test_another_file_is_applied_by_itself_and_a_wrong_one_is_told(fleet: Fleet,
     (after,) = fleet.status()["pools"]
     assert before["revision"] != after["revision"]
     assert after["is_settled"] and follower.said()[-1] == "ready: main 1"
+
+
+def test_what_ray_complains_of_is_not_among_the_answers(fleet: Fleet, follower: Follower) -> None:
+    complaint = "a raylet has seen better days"
+    assert fleet.tell_machines(f"complain {complaint}") == "told"
+    wait_until(lambda: complaint in follower.complaints.read_text(), lambda: f"{follower.said()}", SECONDS)
+    assert not any(complaint in line for line in follower.said())
 
 
 def test_a_fleet_that_ray_has_lost_is_applied_again(fleet: Fleet, follower: Follower) -> None:

@@ -23,7 +23,7 @@ from cluster.processes import find_marked
 from replicas.protocol.keys import BLOCKS_MARKER, PREFIX
 from replicas.toy_model import toy_model_path
 from tests.cluster.kvasir_command import wait_until
-from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet, pool
+from tests.cluster.running_fleet import SECONDS, Fleet, Follower, open_fleet, pool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -257,6 +257,24 @@ def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: Fleet) -> N
     wait_routed(fleet, lambda known: known == set(after))
     assert fleet.ask("alpha", STORY).status_code == 200
     assert fleet.ask("beta", STORY).status_code == 200
+
+
+def test_a_file_that_is_followed_may_ask_for_more_than_there_is_room_for_just_now(
+    fleet: Fleet, pools: list[dict[str, Any]]
+) -> None:
+    before = fleet.epochs()
+    alpha, beta = pools
+    refused = fleet.apply(alpha | {"replicas": 3}, beta)
+    assert refused.returncode == 2
+    follower = Follower(fleet)
+    follower.start()
+    waits = "waiting for room in the Ray cluster: alpha-"
+    wait_until(lambda: follower.says(waits), lambda: f"{follower.said()}", SECONDS)
+    assert not follower.ready_file.exists()
+    assert fleet.epochs() == before, "those that serve do not notice"
+    fleet.do("scale", "alpha", "1")
+    follower.wait_ready()
+    assert follower.end() == 0
 
 
 def test_stop_leaves_nothing_behind(fleet: Fleet) -> None:
