@@ -7,9 +7,9 @@ twice; what should exist it has kept with Ray, if it runs by itself.
 
 import asyncio
 import contextlib
+import importlib.metadata
 import logging
 import os
-import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +24,7 @@ from cluster.capacity import Machine
 from cluster.changes import FleetState, applied, given_up, rolled, scaled, settled
 from cluster.config import FleetSpec, PoolSpec, pool_of_id
 from cluster.endpoint import MetricsEndpoint
+from cluster.kept_state import from_kept, to_kept
 from cluster.leases import LeaseBook, LoadBook
 from cluster.looks import repeat
 from cluster.members import FleetView, Member, first_end, mark_waiting, pool_views
@@ -61,7 +62,7 @@ class FleetController:
 
     def __init__(self, spec: FleetSpec, *, runs_itself: bool = False) -> None:
         kept_state = actors.recall() if runs_itself else None
-        self._state: FleetState = FleetState(spec) if kept_state is None else pickle.loads(kept_state)
+        self._state = FleetState(spec) if kept_state is None else from_kept(kept_state)
         _set_up_logs(self._spec)
         self._runs_itself = runs_itself
         self._members: dict[ReplicaId, Member] = {}
@@ -172,8 +173,8 @@ class FleetController:
                 await self._note(f"pool {view.name} is rolled over to revision {view.revision}")
         return decided.wake_in_seconds
 
-    async def spec(self) -> FleetSpec:
-        return self._spec
+    async def version(self) -> str:
+        return importlib.metadata.version("kvasir")
 
     async def apply(self, spec: FleetSpec, is_checked: bool = False, may_wait: bool = False) -> str | None:
         """From now on, keep the fleet as `spec` says; or say in one sentence why not. With `is_checked`
@@ -231,7 +232,7 @@ class FleetController:
             if old is None or old.num_replicas != pool.num_replicas:
                 self._loads.forget(pool.name)
         if self._runs_itself:
-            await asyncio.to_thread(actors.remember, pickle.dumps(state))
+            await asyncio.to_thread(actors.remember, to_kept(state))
         if state.spec.log_format != self._spec.log_format:
             _set_up_logs(state.spec)
         self._state = state
@@ -386,8 +387,7 @@ class FleetController:
             await self._note(why + (f", but {refusal}" if refusal else ""))
 
     def _see(self) -> None:
-        members = self._members.values()
-        self._metrics.see(self._spec, ((member.replica_id, member.state) for member in members))
+        self._metrics.see(self._spec, ((each.replica_id, each.state) for each in self._members.values()))
 
     async def _note(self, text: str) -> None:
         logger.info("%s", text)

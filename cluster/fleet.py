@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,12 +207,20 @@ def _controller(ray: Any) -> Any:
 
 
 def _find_controller(ray: Any) -> Any | None:
+    """Raises ClusterError if it is of another version: it might take what it is sent for something else."""
     from cluster.actors import CONTROLLER_NAME, NAMESPACE
 
     try:
-        return ray.get_actor(CONTROLLER_NAME, NAMESPACE)
+        controller = ray.get_actor(CONTROLLER_NAME, NAMESPACE)
     except ValueError:
         return None
+    theirs, ours = ray.get(controller.version.remote(), timeout=LOOK_SECONDS), version("kvasir")
+    if theirs != ours:
+        raise ClusterError(
+            f"the fleet controller is of Kvasir {theirs}, and this is {ours}: "
+            "let Ray's head start again with the same version, its replicas serve on"
+        )
+    return controller
 
 
 def _try(spec: FleetSpec, file: Path, say: Say) -> int:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,20 @@ def assert_none_failed(outcomes: Counter[str]) -> None:
     others = {name for name in outcomes if name != "ok" and not name.startswith("alpha-")}
     assert not others, outcomes
     assert outcomes["ok"] > 0
+
+
+def test_a_command_of_another_version_is_refused(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvasir-99.0.dist-info").mkdir()
+    (tmp_path / "kvasir-99.0.dist-info" / "METADATA").write_text("Name: kvasir\nVersion: 99.0\n")
+    before = fleet.epochs()
+    monkeypatch.setitem(fleet.environment, "PYTHONPATH", str(tmp_path))
+    for words in (["status"], ["scale", "alpha", "1"], ["apply", str(fleet.folder / "fleet.yaml")]):
+        refused = fleet.run(*words)
+        assert refused.returncode == 2
+        assert f"the fleet controller is of Kvasir {version('kvasir')}, and this is 99.0: " in refused.stderr
+    assert fleet.epochs() == before
 
 
 def test_more_than_the_cluster_can_hold_is_refused_before_anything_is_touched(fleet: Fleet) -> None:

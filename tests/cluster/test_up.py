@@ -158,13 +158,11 @@ def test_a_killed_controller_finds_the_replicas_again_and_starts_none_twice(runn
 
 
 RESIZE = """
-import dataclasses, sys, ray
+import sys, ray
 from cluster.actors import CONTROLLER_NAME, NAMESPACE
 ray.init(address=sys.argv[1], namespace=NAMESPACE, _node_ip_address="127.0.0.10", log_to_driver=False)
 controller = ray.get_actor(CONTROLLER_NAME)
-spec = ray.get(controller.spec.remote())
-pool = dataclasses.replace(spec.pools[0], num_replicas=int(sys.argv[2]))
-ray.get(controller.apply.remote(dataclasses.replace(spec, pools=(pool,))))
+assert ray.get(controller.scale.remote("replica", int(sys.argv[2]))) is None
 """
 
 
