@@ -61,7 +61,9 @@ class StartFailure:
 class ReplicaActor:
     """Hosts one ReplicaHost. Plain values in and out, so that the caller needs none of its modules."""
 
-    def __init__(self, config: ReplicaConfig, pool: PoolSpec, log_directory: str | None) -> None:
+    def __init__(
+        self, config: ReplicaConfig, revision: str, *, is_on_node_address: bool, log_directory: str | None
+    ) -> None:
         # Here, since the controller and `kvasir up` import this file too, and need none of all that.
         import replicas.protocol.lean_redis  # noqa: F401
         from replicas.host import ReplicaHost
@@ -69,10 +71,10 @@ class ReplicaActor:
         file = None if log_directory is None else Path(log_directory) / f"{config.replica_id}.log"
         fields = {"service": "replica", "replica": config.replica_id}
         set_up_logs(config.log_format, config.log_level, file=file, fields=fields)
-        if pool.is_on_node_address:
+        if is_on_node_address:
             config = dataclasses.replace(config, host=_machine_address())
         self._host = ReplicaHost(config)
-        self._revision = pool.revision
+        self._revision = revision  # the controller's word for it, whatever version this machine has
         self._outcome: ReplicaReport | StartFailure | None = None
         self._starting = asyncio.Lock()
 
@@ -140,7 +142,13 @@ async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | Non
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         runtime_env={"env_vars": environment},
     )
-    return await asyncio.to_thread(options.remote, config, pool, log_directory)
+    return await asyncio.to_thread(
+        options.remote,
+        config,
+        pool.revision,
+        is_on_node_address=pool.is_on_node_address,
+        log_directory=log_directory,
+    )
 
 
 def find() -> dict[ReplicaId, ReplicaHandle]:

@@ -7,7 +7,8 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import SettingsError
@@ -17,6 +18,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory", "bundle")
 
 BUNDLES = ("machine", "gpu")
+
+_OF_ITS_REPLICAS = frozenset({"replica", "num_cpus", "num_gpus", "num_threads", "custom_resources"}) | {
+    *("bundle", "is_on_node_address", "num_restarts"),
+}
+"""The fields of a pool that its revision is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +153,8 @@ class PoolSpec:
     @property
     def revision(self) -> str:
         """Equal for pools whose replicas need not be made anew. Their number is no part of it."""
-        parts = [
-            sorted(asdict(self.replica).items(), key=lambda item: item[0]),
-            (self.num_cpus, self.num_gpus, self.num_threads, self.bundle, self.is_on_node_address),
-            sorted(self.custom_resources.items()),
-            self.num_restarts,
-        ]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+        chosen = [(name, value) for name, value in _chosen(self) if name in _OF_ITS_REPLICAS]
+        return hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]
 
     def replica_id(self, number: int) -> ReplicaId:
         return ReplicaId(f"{self.name}-{number}")
@@ -202,8 +203,9 @@ class FleetSpec:
 
     @property
     def revision(self) -> str:
-        """Equal for specs that ask for the same, and only for these."""
-        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+        """Equal for specs that ask for the same, in whatever order."""
+        pools = tuple(sorted(self.pools, key=lambda pool: pool.name))
+        return hashlib.sha256(repr(_chosen(replace(self, pools=pools))).encode()).hexdigest()[:16]
 
     def pool(self, name: str) -> PoolSpec | None:
         return next((pool for pool in self.pools if pool.name == name), None)
@@ -228,3 +230,20 @@ class FleetSpec:
     def drain_limit(self, replica_id: ReplicaId) -> float:
         pool = self.pool_of(replica_id)
         return self.drain_seconds if pool is None or pool.drain_seconds is None else pool.drain_seconds
+
+
+def _chosen(part: Any) -> Any:
+    """What is not as it would be by default, without the order of mappings: a version that has more settings
+    says the same."""
+    if is_dataclass(part):
+        values = ((each.name, getattr(part, each.name), _default(each)) for each in fields(part))
+        return sorted((name, _chosen(value)) for name, value, default in values if value != default)
+    if isinstance(part, Mapping):
+        return sorted((repr(key), _chosen(value)) for key, value in part.items())
+    if isinstance(part, list | tuple):
+        return [_chosen(each) for each in part]
+    return part
+
+
+def _default(of: Field[Any]) -> Any:
+    return of.default if of.default_factory is MISSING else of.default_factory()

@@ -31,9 +31,15 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+NO_FLEET = "no fleet runs on this Ray cluster; start one with kvasir fleet apply"
+
 WAIT_SECONDS = 1800.0
 LOOK_SECONDS = 30.0
-"""How long a look of --follow waits for the controller's answer."""
+"""How long a look of --follow waits for the controller's answer to a question."""
+APPLY_SECONDS = 120.0
+"""How long it waits until the controller has taken a file: that asks machines whether models load."""
+REFUSED_SECONDS = 60.0
+"""Time until a file that was refused is tried again, unchanged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,25 +135,27 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
             if arguments.dry_run:
                 return _try(spec, arguments.file, say)
             if arguments.follow:
-                return follow(lambda: _look(ray, arguments, say), arguments.ready_file, say)
-            return _conclude(ray, _apply(ray, arguments, spec, say), arguments, say)
+                return follow(_Followed(ray, arguments, say).look, arguments.ready_file, say)
+            _refuse_misfit(spec)
+            controller = _apply(ray, _find_controller(ray, arguments.timeout), spec, arguments.timeout, say)
+            return _conclude(ray, controller, arguments, say)
     with connected(arguments, environment) as ray:
-        controller = _controller(ray)
+        if arguments.fleet_command == "stop":
+            return _stop(ray, arguments.timeout, say)
+        controller = _controller(ray, LOOK_SECONDS if "timeout" not in arguments else arguments.timeout)
         match arguments.fleet_command:
             case "status":
                 return _status(ray, controller, as_json=arguments.json, say=say)
-            case "stop":
-                return _stop(ray, controller, arguments.timeout, say)
             case "scale":
-                _ask(ray, arguments, controller.scale.remote(arguments.pool, arguments.num_replicas))
+                _ask(ray, controller.scale.remote(arguments.pool, arguments.num_replicas), arguments.timeout)
             case "drain":
-                _ask(ray, arguments, controller.drain.remote(arguments.replica))
+                _ask(ray, controller.drain.remote(arguments.replica), arguments.timeout)
             case "rollout":
                 try:
                     values = settings_from(arguments.set)
                 except SettingsError as error:
                     raise ClusterError(str(error)) from error
-                _ask(ray, arguments, controller.roll_out.remote(arguments.pool, values))
+                _ask(ray, controller.roll_out.remote(arguments.pool, values), arguments.timeout)
         return _conclude(ray, controller, arguments, say)
 
 
@@ -199,28 +207,38 @@ def _in_our_words(ray: Any) -> Iterator[None]:
         raise ClusterError(f"the fleet controller does not answer: {' '.join(str(error).split())}") from error
 
 
-def _controller(ray: Any) -> Any:
-    controller = _find_controller(ray)
+def _controller(ray: Any, timeout: float) -> Any:
+    controller = _find_controller(ray, timeout)
     if controller is None:
-        raise NotRunning("no fleet runs on this Ray cluster; start one with kvasir fleet apply")
+        raise NotRunning(NO_FLEET)
     return controller
 
 
-def _find_controller(ray: Any) -> Any | None:
+def _find_controller(ray: Any, timeout: float) -> Any | None:
     """Raises ClusterError if it is of another version: it might take what it is sent for something else."""
-    from cluster.actors import CONTROLLER_NAME, NAMESPACE
-
-    try:
-        controller = ray.get_actor(CONTROLLER_NAME, NAMESPACE)
-    except ValueError:
+    controller = _named_controller(ray)
+    if controller is None:
         return None
-    theirs, ours = ray.get(controller.version.remote(), timeout=LOOK_SECONDS), version("kvasir")
+    ours = version("kvasir")
+    try:
+        theirs = ray.get(controller.version.remote(), timeout=timeout)
+    except AttributeError:
+        theirs = "an older version"
     if theirs != ours:
         raise ClusterError(
             f"the fleet controller is of Kvasir {theirs}, and this is {ours}: "
-            "let Ray's head start again with the same version, its replicas serve on"
+            "let Ray's head start again with the same version"
         )
     return controller
+
+
+def _named_controller(ray: Any) -> Any | None:
+    from cluster.actors import CONTROLLER_NAME, NAMESPACE
+
+    try:
+        return ray.get_actor(CONTROLLER_NAME, NAMESPACE)
+    except ValueError:
+        return None
 
 
 def _try(spec: FleetSpec, file: Path, say: Say) -> int:
@@ -248,47 +266,74 @@ def _refuse_unloadable(spec: FleetSpec, say: Say) -> None:
         say(note)
 
 
-def _apply(ray: Any, arguments: argparse.Namespace, spec: FleetSpec, say: Say) -> Any:
-    """The controller, which has been told."""
+def _apply(
+    ray: Any, controller: Any | None, spec: FleetSpec, timeout: float, say: Say, *, may_wait: bool = False
+) -> Any:
+    """The controller, a new one if there is none, which has been told. Raises ClusterError."""
     from cluster.actors import find_or_create_controller
     from cluster.controller import FleetController
 
-    if not arguments.follow:  # whoever follows has time, and machines come and go
-        _refuse_misfit(spec)
     # A controller that runs looks by itself, at what is new to it; for none, not even one is started.
-    is_checked = _find_controller(ray) is None
+    is_checked = controller is None
     if is_checked:
         _refuse_unloadable(spec, say)
     controller = find_or_create_controller(FleetController, replace(spec, pools=()), runs_itself=True)
-    _ask(ray, arguments, controller.apply.remote(spec, is_checked=is_checked, may_wait=arguments.follow))
+    _ask(ray, controller.apply.remote(spec, is_checked=is_checked, may_wait=may_wait), timeout)
     return controller
 
 
-def _look(ray: Any, arguments: argparse.Namespace, say: Say) -> Look:
-    """Apply the file unless it is what was applied last: what was scaled or rolled by hand since stays."""
-    with _in_our_words(ray):
-        spec = _read(arguments)
-        controller = _find_controller(ray)
-        if controller is None or _view(ray, controller).applied_revision != spec.revision:
-            controller = _apply(ray, arguments, spec, say)
-            say(f"{arguments.file} is applied")
-        view = _view(ray, controller)
-    complaint = trouble(view, None)
-    if complaint is not None:
-        return Look(False, complaint)
-    if not is_settled(view):
-        return Look(False, f"the fleet is not yet what it should be{missing(view)}")
-    return Look(True, ready(view))
+class _Followed:
+    """The file of --follow. It is applied unless it was applied last: what was scaled or rolled by hand since
+    stays. One that was refused is not tried again all the time, since machines are asked for that."""
+
+    def __init__(self, ray: Any, arguments: argparse.Namespace, say: Say) -> None:
+        self._ray = ray
+        self._arguments = arguments
+        self._say = say
+        self._refused: tuple[str, str, float] | None = None
+
+    def look(self, unready: Callable[[], None]) -> Look:
+        with _in_our_words(self._ray):
+            spec = _read(self._arguments)
+            controller = _find_controller(self._ray, LOOK_SECONDS)
+            if controller is None or self._view(controller).applied_revision != spec.revision:
+                unready()
+                controller = self._apply(controller, spec)
+            view = self._view(controller)
+        complaint = trouble(view, None)
+        if complaint is not None:
+            return Look(False, complaint)
+        if not is_settled(view):
+            return Look(False, f"the fleet is not yet what it should be{missing(view)}")
+        return Look(True, ready(view))
+
+    def _apply(self, controller: Any | None, spec: FleetSpec) -> Any:
+        from cluster.actors import machines
+
+        if self._refused is not None:
+            revision, sentence, refused_at = self._refused
+            if revision == spec.revision and time.monotonic() < refused_at + REFUSED_SECONDS:
+                raise ClusterError(sentence)
+        lacking = misfit(spec, machines())
+        if lacking is not None:
+            self._say(f"{lacking}; they wait for it")
+        try:
+            told = _apply(self._ray, controller, spec, APPLY_SECONDS, self._say, may_wait=True)
+        except ClusterError as error:
+            self._refused = (spec.revision, str(error), time.monotonic())
+            raise
+        self._refused = None
+        self._say(f"{self._arguments.file} is applied")
+        return told
+
+    def _view(self, controller: Any) -> "FleetView":
+        view: FleetView = self._ray.get(controller.view.remote(), timeout=LOOK_SECONDS)
+        return view
 
 
-def _view(ray: Any, controller: Any) -> "FleetView":
-    view: FleetView = ray.get(controller.view.remote(), timeout=LOOK_SECONDS)
-    return view
-
-
-def _ask(ray: Any, arguments: argparse.Namespace, call: Any) -> None:
+def _ask(ray: Any, call: Any, timeout: float) -> None:
     """Raises ClusterError with the controller's sentence if it refuses."""
-    refusal: str | None = ray.get(call, timeout=arguments.timeout)
+    refusal: str | None = ray.get(call, timeout=timeout)
     if refusal is not None:
         raise ClusterError(refusal)
 
@@ -323,7 +368,17 @@ def _conclude(ray: Any, controller: Any, arguments: argparse.Namespace, say: Say
             return 0
 
 
-def _stop(ray: Any, controller: Any, timeout: float, say: Say) -> int:
+def _stop(ray: Any, timeout: float, say: Say) -> int:
+    """Whatever the controller is, or says."""
+    from cluster import actors
+
+    controller = _named_controller(ray)
+    if controller is None:
+        if actors.recall() is None:
+            raise NotRunning(NO_FLEET)
+        actors.forget()
+        say("There is no controller. What it has kept is forgotten.")
+        return 0
     with contextlib.suppress(ray.exceptions.GetTimeoutError):
         ray.get(controller.stop_fleet.remote(), timeout=timeout)
     ray.kill(controller, no_restart=True)

@@ -91,11 +91,11 @@ def trouble(view: "FleetView", pool_name: str | None) -> str | None:
 
 def missing(view: "FleetView") -> str:
     """What there is, and who waits for room, to be put behind a sentence."""
-    ready = ", ".join(f"{pool.name} {pool.num_ready} of {pool.num_replicas}" for pool in view.pools)
+    there = ", ".join(f"{pool.name} {pool.num_ready} of {pool.num_replicas}" for pool in view.pools)
     waiting = [replica.replica_id for replica in view.replicas if replica.is_waiting_for_room]
     if not waiting:
-        return f" (ready: {ready})"
-    return f" (ready: {ready}; waiting for room in the Ray cluster: {', '.join(waiting)})"
+        return f" (ready: {there})"
+    return f" (ready: {there}; waiting for room in the Ray cluster: {', '.join(waiting)})"
 
 
 def is_settled(view: "FleetView") -> bool:

@@ -24,18 +24,30 @@ class Look:
     sentence: str
 
 
-def follow(look: Callable[[], Look], ready_file: Path | None, say: Callable[[str], None]) -> int:
-    """Look until SIGTERM or SIGINT, whatever comes of it. The same is not said twice on end. `ready_file`
-    exists while the fleet is what it should be, and not afterwards."""
+def follow(
+    look: Callable[[Callable[[], None]], Look], ready_file: Path | None, say: Callable[[str], None]
+) -> int:
+    """Look until SIGTERM or SIGINT, whatever comes of it; a second one ends it at once. The same is not said
+    twice on end. `ready_file` exists while the fleet is what it should be, and not afterwards: a look that is
+    about to change the fleet calls what it is given."""
     ended = threading.Event()
+
+    def end(number: int, _: object) -> None:
+        ended.set()
+        signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, end)
+
+    def unready() -> None:
+        _mark(ready_file, False)
+
+    unready()
     said = None
-    _mark(ready_file, False)
     try:
         while not ended.is_set():
             try:
-                seen = look()
+                seen = look(unready)
             except ClusterError as error:
                 seen = Look(False, str(error))
             _mark(ready_file, seen.is_ready)
@@ -44,7 +56,7 @@ def follow(look: Callable[[], Look], ready_file: Path | None, say: Callable[[str
                 say(said)
             ended.wait(FOLLOW_SECONDS)
     finally:
-        _mark(ready_file, False)
+        unready()
     return 0
 
 

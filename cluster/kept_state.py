@@ -1,6 +1,6 @@
 """A FleetState as it is kept with Ray: plain YAML, which the controller of another version can read as well.
 
-Owns the format. What a version does not know is left out, and what it misses has its default.
+Owns the format. What a version does not know is left out, and settings that it misses have their defaults.
 """
 
 from collections.abc import Mapping

@@ -48,8 +48,8 @@ class RayHead:
 def start_ray(directory: Path, num_cpus: int, say: Callable[[str], None]) -> RayHead:
     """Blocks for some seconds. Call from the main thread: Ray's processes die with the calling thread.
 
-    Raises StartFailed. Ray gives its node 30 s, which no setting changes; what was slow to be read from disk
-    is not so a second time.
+    Raises StartFailed. Ray gives its node 30 s, which no setting changes, so it gets a second try: what was
+    slow because it had to be read from disk is quicker then.
     """
     _clean_up(directory)
     try:

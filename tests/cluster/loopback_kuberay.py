@@ -4,7 +4,7 @@ Pods are processes. Ray and its autoscaler are the real ones, started as KubeRay
 autoscaler speaks to a server that knows of Kubernetes' API what it asks for. Owns what KubeRay makes of a
 RayCluster: as many workers of each group as it says, none taken away but those that the autoscaler has named.
 Answers as `ray_machines` does, and to `pods` with their names; `evict NAME` ends one politely; `join` lets a
-machine join that is no pod of the cluster, like the Job that applies a fleet.
+machine join that is no pod of the cluster, like what applies a fleet.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.cluster.ray_autoscaler import SMALL
 from tests.cluster.ray_machines import answer
 
 NETWORK = "127.0.0."
-HEAD, JOB, FIRST_WORKER = f"{NETWORK}30", f"{NETWORK}29", 31
+HEAD, GUEST, FIRST_WORKER = f"{NETWORK}30", f"{NETWORK}29", 31
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 START = (*RAY, "start", "--block", "--disable-usage-stats", *SMALL)
 ATTEMPTS = 3
@@ -222,7 +222,7 @@ def main(folder: str, described: str) -> None:
     running.reconcile()
 
     def join(_: str) -> str:
-        words = ["--address", address, "--node-ip-address", JOB, "--num-cpus", "0"]
+        words = ["--address", address, "--node-ip-address", GUEST, "--num-cpus", "0"]
         subprocess.Popen([*START, *words], stdout=sys.stderr)
         return "joins"
 

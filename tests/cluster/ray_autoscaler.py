@@ -106,8 +106,10 @@ def main(folder: str) -> None:
         assert head.stdout is not None
         assert any("Ray runtime started" in line for line in head.stdout), "Ray has not started"
         threading.Thread(target=sys.stderr.writelines, args=[head.stdout], daemon=True).start()
-        answer(address, {})
-        head.kill()
+        try:
+            answer(address, {})
+        finally:
+            head.kill()
 
 
 if __name__ == "__main__":

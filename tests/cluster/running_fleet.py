@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import yaml
@@ -162,6 +162,13 @@ class Follower:
         self.ready_file = fleet.folder / "ready"
         self.file = fleet.folder / "fleet.yaml"
         self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def start(self) -> None:
         words = ["--redis-url", self._fleet.redis_url, "--follow", "--ready-file", str(self.ready_file)]

@@ -99,7 +99,6 @@ def test_what_was_applied_last_is_remembered_whatever_happens_to_the_fleet_since
         given_up(rolled(state, "a", {"max_running": "9"}, MACHINES), "a", "it did not start"),
         settled(state, "a"),
     ):
-        assert later != state or later.previous == {}
         assert later.applied_revision == STATE.spec.revision
     other = FleetSpec((A, replace(B, num_replicas=B.num_replicas + 1)))
     assert applied(state, other, MACHINES).applied_revision == other.revision != STATE.spec.revision

@@ -53,10 +53,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def follower(fleet: Fleet) -> Iterator[Follower]:
-    running = Follower(fleet)
-    running.start()
-    yield running
-    assert running.end() == 0
+    with Follower(fleet) as running:
+        yield running
 
 
 def workers(fleet: Fleet) -> set[str]:

@@ -1,4 +1,5 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,61 @@ def test_the_first_death_is_repaired_at_once_and_later_ones_ever_more_slowly() -
     backoff = BackoffSpec(initial_seconds=0.5, max_seconds=3)
     assert [backoff.delay_seconds(deaths) for deaths in range(7)] == [0, 0, 0.5, 1, 2, 3, 3]
     assert backoff.delay_seconds(10_000) == 3
+
+
+@dataclass(frozen=True)
+class LaterConfig(ReplicaConfig):
+    """As of a version that has one setting more."""
+
+    fresh: int = 3
+
+
+def test_a_version_with_more_settings_makes_no_replica_anew() -> None:
+    adapters = {"sql": "/adapters/sql", "law": "/adapters/law"}
+    now = PoolSpec(2, replica=ReplicaConfig(engine="vllm", max_running=9, adapters=adapters))
+    later = PoolSpec(2, replica=LaterConfig(engine="vllm", max_running=9, adapters=adapters))
+    assert now.revision == later.revision
+    assert FleetSpec((now,)).revision == FleetSpec((later,)).revision
+    changed = PoolSpec(2, replica=LaterConfig(engine="vllm", max_running=9, adapters=adapters, fresh=4))
+    assert changed.revision != later.revision
+    assert FleetSpec((changed,)).revision != FleetSpec((later,)).revision
+
+
+def test_the_order_in_a_file_means_nothing() -> None:
+    a = PoolSpec(1, "a", ReplicaConfig(engine="vllm", engine_args={"x": [1, 2], "y": {"p": 1, "q": None}}))
+    b = PoolSpec(1, "b", custom_resources={"slot": 1, "disk": 2})
+    other_a = PoolSpec(
+        1, "a", ReplicaConfig(engine="vllm", engine_args={"y": {"q": None, "p": 1}, "x": [1, 2]})
+    )
+    other_b = PoolSpec(1, "b", custom_resources={"disk": 2, "slot": 1})
+    assert (a.revision, b.revision) == (other_a.revision, other_b.revision)
+    assert FleetSpec((a, b)).revision == FleetSpec((other_b, other_a)).revision
+    swapped = PoolSpec(
+        1, "a", ReplicaConfig(engine="vllm", engine_args={"x": [2, 1], "y": {"p": 1, "q": None}})
+    )
+    assert swapped.revision != a.revision
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another_kind_of_replica"),
+    [
+        ({"num_replicas": 3}, False),
+        ({"drain_seconds": 7.0}, False),
+        ({"surge": 0}, False),
+        ({"num_cpus": 2.0}, True),
+        ({"num_gpus": 1.0}, True),
+        ({"num_threads": 2}, True),
+        ({"custom_resources": {"slot": 1}}, True),
+        ({"bundle": "gpu"}, True),
+        ({"is_on_node_address": True}, True),
+        ({"num_restarts": 1}, True),
+        ({"replica": ReplicaConfig(max_running=7)}, True),
+    ],
+)
+def test_every_change_is_another_spec_and_some_are_another_kind_of_replica(
+    change: dict[str, Any], is_another_kind_of_replica: bool
+) -> None:
+    pool = PoolSpec(1)
+    changed = replace(pool, **change)
+    assert (changed.revision != pool.revision) is is_another_kind_of_replica
+    assert FleetSpec((changed,)).revision != FleetSpec((pool,)).revision

@@ -281,15 +281,14 @@ def test_a_file_that_is_followed_may_ask_for_more_than_there_is_room_for_just_no
     alpha, beta = pools
     refused = fleet.apply(alpha | {"replicas": 3}, beta)
     assert refused.returncode == 2
-    follower = Follower(fleet)
-    follower.start()
     waits = "waiting for room in the Ray cluster: alpha-"
-    wait_until(lambda: follower.says(waits), lambda: f"{follower.said()}", SECONDS)
-    assert not follower.ready_file.exists()
-    assert fleet.epochs() == before, "those that serve do not notice"
-    fleet.do("scale", "alpha", "1")
-    follower.wait_ready()
-    assert follower.end() == 0
+    with Follower(fleet) as follower:
+        wait_until(lambda: follower.says(waits), lambda: f"{follower.said()}", SECONDS)
+        assert follower.said()[0].endswith("; they wait for it")
+        assert not follower.ready_file.exists()
+        assert fleet.epochs() == before, "those that serve do not notice"
+        fleet.do("scale", "alpha", "1")
+        follower.wait_ready()
 
 
 def test_stop_leaves_nothing_behind(fleet: Fleet) -> None:

@@ -1,16 +1,20 @@
 """Looks that follow each other. With a fleet: test_chart_scales.py."""
 
 import signal
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
-from cluster import cli, follow
+from cluster import actors, cli, fleet, follow
+from cluster.config import FleetSpec, PoolSpec
 from cluster.errors import ClusterError
 from cluster.follow import Look
 
 READY, MISSING = Look(True, "ready: main 1"), Look(False, "one is missing")
+APPLIES = Look(True, "ready: main 2")
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +36,12 @@ class Looks:
         self._seen = iter(seen)
         self._number = number
 
-    def __call__(self) -> Look:
+    def __call__(self, unready: Callable[[], None]) -> Look:
         self.marks.append(self.ready_file.exists())
         seen = next(self._seen, None)
+        if seen is APPLIES:
+            unready()
+            self.marks.append(self.ready_file.exists())
         if seen is None:
             signal.raise_signal(self._number)
             return READY
@@ -50,10 +57,15 @@ def test_it_looks_until_it_is_told_to_end_and_the_file_says_whether_all_is_well(
     ready_file = tmp_path / "ready"
     ready_file.touch()
     said: list[str] = []
-    looks = Looks(ready_file, [READY, READY, MISSING, "Ray is away", "Ray is away", READY], number)
+    looks = Looks(ready_file, [READY, READY, MISSING, "Ray is away", "Ray is away", READY, APPLIES], number)
     assert follow.follow(looks, ready_file, said.append) == 0
-    assert looks.marks == [False, True, True, False, False, False, True]
-    assert said == [READY.sentence, MISSING.sentence, "Ray is away", READY.sentence]
+    assert looks.marks == [False, True, True, False, False, False, True, False, True]
+    assert said == [
+        *(READY.sentence, MISSING.sentence, "Ray is away"),
+        READY.sentence,
+        APPLIES.sentence,
+        READY.sentence,
+    ]
     assert not ready_file.exists(), "nobody looks any more"
 
 
@@ -61,8 +73,17 @@ def test_what_nobody_expected_ends_it_and_leaves_no_file(tmp_path: Path) -> None
     ready_file = tmp_path / "ready"
     seen = iter([READY])
     with pytest.raises(StopIteration):
-        follow.follow(lambda: next(seen), ready_file, lambda text: None)
+        follow.follow(lambda unready: next(seen), ready_file, lambda text: None)
     assert not ready_file.exists()
+
+
+def test_a_second_signal_ends_it_in_the_middle_of_a_look(tmp_path: Path) -> None:
+    def look(unready: Callable[[], None]) -> Look:
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        return READY
+
+    assert follow.follow(look, None, lambda text: None) == 0
 
 
 @pytest.mark.parametrize(
@@ -82,3 +103,33 @@ def test_words_that_do_not_go_together_are_refused(
         code = error.code if isinstance(error.code, int) else 0
     assert code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_file_that_was_refused_is_tried_again_when_it_has_changed_or_a_while_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+    size = 1
+
+    def refuse(*arguments: object, **more: object) -> None:
+        tried.append(size)
+        raise ClusterError(f"not {size}")
+
+    monkeypatch.setattr(fleet, "_read", lambda arguments: FleetSpec((PoolSpec(size),)))
+    monkeypatch.setattr(fleet, "_find_controller", lambda ray, timeout: None)
+    monkeypatch.setattr(actors, "machines", lambda: [{"CPU": 9.0}])
+    monkeypatch.setattr(fleet, "_apply", refuse)
+    followed = fleet._Followed(ray, Namespace(file=Path("fleet.yaml")), lambda text: None)
+
+    def look() -> str:
+        with pytest.raises(ClusterError) as refusal:
+            followed.look(lambda: None)
+        return str(refusal.value)
+
+    assert [look(), look(), look()] == ["not 1"] * 3
+    assert tried == [1], "machines are asked whether models load"
+    size = 2
+    assert [look(), look()] == ["not 2"] * 2
+    monkeypatch.setattr(fleet, "REFUSED_SECONDS", 0.0)
+    assert look() == "not 2"
+    assert tried == [1, 2, 2]

@@ -130,8 +130,8 @@ def test_what_applies_the_fleet_asks_the_command_line_for_what_it_knows(case: st
     template = named("Deployment", "demo-kvasir-fleet", rendered(case))["spec"]["template"]
     (container,) = template["spec"]["containers"]
     lines = container["command"][-1].splitlines()
-    assert lines[0].startswith("ray start --address=demo-kvasir-head-svc:6379 ")
-    assert f"--node-manager-port={ports(template)['raylet']}" in lines[0].split()
+    assert lines[1].startswith("ray start --address=demo-kvasir-head-svc:6379 ")
+    assert f"--node-manager-port={ports(template)['raylet']}" in lines[1].split()
     (apply,) = [line.removeprefix("exec ") for line in lines if line.startswith("exec kvasir ")]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -143,6 +143,7 @@ def test_what_applies_the_fleet_asks_the_command_line_for_what_it_knows(case: st
     assert arguments.follow
     assert container["readinessProbe"]["exec"]["command"] == ["test", "-e", str(arguments.ready_file)]
     assert str(arguments.ready_file.parent) in mounted, "the rest of its file system is read-only"
+    assert lines[0] == f"rm -f {arguments.ready_file}", "a container that was killed may have left it"
     variables = {variable["name"]: variable for variable in container["env"]}
     assert "REDIS_URL" in variables
     token = variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]

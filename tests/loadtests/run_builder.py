@@ -1,6 +1,7 @@
 """Runs as a load test could have left them, from a seed."""
 
 import random
+from dataclasses import replace
 
 from loadtests.report import RequestRecord
 from loadtests.run_file import EngineTotals, LoadSample, Run, RunInfo
@@ -69,3 +70,12 @@ def totals_of(records: tuple[RequestRecord, ...]) -> EngineTotals:
         sum(record.num_cached_tokens or 0 for record in known),
         sum(record.num_cross_user_tokens or 0 for record in known),
     )
+
+
+def dying(run: Run, num_answered: int, *, cached: int | None = None) -> Run:
+    """The same, but of a cluster that answered so many requests and no further ones."""
+    lost = (
+        replace(each, error="connection refused", num_cached_tokens=cached)
+        for each in run.records[num_answered:]
+    )
+    return replace(run, records=(*run.records[:num_answered], *lost))

@@ -16,7 +16,7 @@ from loadtests.comparison import (
 )
 from loadtests.report import Origins, RequestRecord, Slo
 from loadtests.run_file import Run
-from tests.loadtests.run_builder import random_run, run_info
+from tests.loadtests.run_builder import dying, random_run, run_info
 
 SLO = Slo(2.0)
 
@@ -143,12 +143,6 @@ def test_one_run_and_runs_without_anything_have_a_sentence_too() -> None:
     empty = [Run(run_info(policy=name), (), (), None) for name in ("random", "kvasir")]
     assert verdict(compared(*empty)).endswith(".")
     assert len(HEADLINES) == 6
-
-
-def dying(run: Run, num_answered: int) -> Run:
-    """The same, but of a cluster that answered so many requests and no further ones."""
-    lost = (replace(each, error="connection refused") for each in run.records[num_answered:])
-    return replace(run, records=(*run.records[:num_answered], *lost))
 
 
 @pytest.mark.parametrize("num_answered", [0, 4])

@@ -6,7 +6,7 @@ from loadtests.comparison import RunSet, compare
 from loadtests.loadtest_summary import complaints, doubts, sentence, table
 from loadtests.report import RequestRecord, Slo
 from loadtests.run_file import EngineTotals, Run
-from tests.loadtests.run_builder import run_info, totals_of
+from tests.loadtests.run_builder import dying, run_info, totals_of
 
 
 def run_of(policy: str, *, cached: int = 50, ttft: float = 0.1, **more: object) -> Run:
@@ -24,15 +24,6 @@ def run_of(policy: str, *, cached: int = 50, ttft: float = 0.1, **more: object) 
         for number in range(10)
     )
     return Run(run_info(policy=policy), records, (), totals_of(records))
-
-
-def dying(run: Run, num_answered: int, *, cached: int | None = None) -> Run:
-    """The same, but of a cluster that answered so many requests and no further ones."""
-    lost = (
-        replace(each, error="connection refused", num_cached_tokens=cached)
-        for each in run.records[num_answered:]
-    )
-    return replace(run, records=(*run.records[:num_answered], *lost))
 
 
 def compared(*runs: Run) -> RunSet:
