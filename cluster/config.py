@@ -220,6 +220,12 @@ class FleetSpec:
         """All pools share one; None if there is no pool."""
         return next((pool.replica.redis_url for pool in self.pools), None)
 
+    @property
+    def secret_file(self) -> str | None:
+        """Where the cluster secret lies on every machine, for all pools; None if calls and leases go
+        without."""
+        return next((pool.replica.secret_file for pool in self.pools), None)
+
     def pool_of(self, replica_id: ReplicaId) -> PoolSpec | None:
         return self.pool(pool_of_id(replica_id))
 

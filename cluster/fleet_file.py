@@ -20,7 +20,7 @@ TOY_MODEL = "toy"
 MOST_REPLICAS = 4096
 
 FLEET_FIELDS = (
-    *("pools", "redis_url", "drain_seconds", "ray_autoscaler"),
+    *("pools", "redis_url", "secret_file", "drain_seconds", "ray_autoscaler"),
     *("log_format", "metrics_host", "metrics_port"),
 )
 POOL_FIELDS = (
@@ -35,11 +35,15 @@ AUTOSCALING_FIELDS = (
 NOT_OF_A_POOL: Mapping[str, str] = {
     "replica_id": "replicas are named after their pool",
     "redis_url": "the whole fleet shares one",
+    "secret": "Ray would keep it where it keeps the fleet; give secret_file, beside the pools",
+    "secret_file": "the whole fleet shares one",
     "drain_seconds": "it stands beside the settings, not in them",
 }
 NOT_OF_A_LOCAL_CLUSTER: Mapping[str, str] = {
     "replica_id": "kvasir up names the replicas itself",
     "redis_url": "use the environment variable REDIS_URL",
+    "secret": "kvasir up makes one for each cluster",
+    "secret_file": "kvasir up makes one for each cluster",
     "host": "replicas of a local cluster listen on loopback",
     "port": "replicas of a local cluster take free ports",
     "engine": "use --engine",
@@ -67,8 +71,9 @@ def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
         raise SettingsError("the fleet file needs pools: a list with at least one pool")
     drain_seconds = _number(fields, "drain_seconds", "the fleet file", default=30.0)
     port = fields.get("metrics_port")
+    shared = {"redis_url": redis_url, "secret_file": _text(fields, "secret_file", "the fleet file")}
     spec = FleetSpec(
-        tuple(_pool(entry, place, redis_url, drain_seconds) for place, entry in enumerate(entries, 1)),
+        tuple(_pool(entry, place, shared, drain_seconds) for place, entry in enumerate(entries, 1)),
         drain_seconds=drain_seconds,
         log_format=_choice(fields, "log_format", ("text", "json"), "the fleet file"),
         metrics_host=_text(fields, "metrics_host", "the fleet file") or "127.0.0.1",
@@ -133,14 +138,14 @@ def _check_models(spec: FleetSpec) -> None:
                 )
 
 
-def _pool(content: Any, place: int, redis_url: str, fleet_drain_seconds: float) -> PoolSpec:
+def _pool(content: Any, place: int, shared: Mapping[str, str | None], fleet_drain_seconds: float) -> PoolSpec:
     name = content.get("name") if isinstance(content, dict) else None
     if not isinstance(name, str):
         raise SettingsError(f"pool number {place} of the fleet file has no name")
     what = f"pool {name}"
     fields = _mapping(content, what, POOL_FIELDS)
     drain_seconds = _number(fields, "drain_seconds", what, default=fleet_drain_seconds)
-    config = _replica(fields.get("settings"), name, redis_url, drain_seconds)
+    config = _replica(fields.get("settings"), name, shared, drain_seconds)
     autoscaling = _autoscaling(fields["autoscaling"], what) if "autoscaling" in fields else None
     default = 1 if autoscaling is None else autoscaling.min_replicas
     resources = _mapping(fields.get("resources", {}), f"resources of {what}", RESOURCE_FIELDS)
@@ -163,14 +168,16 @@ def _pool(content: Any, place: int, redis_url: str, fleet_drain_seconds: float) 
     )
 
 
-def _replica(content: Any, pool_name: str, redis_url: str, drain_seconds: float) -> ReplicaConfig:
+def _replica(
+    content: Any, pool_name: str, shared: Mapping[str, str | None], drain_seconds: float
+) -> ReplicaConfig:
     if not isinstance(content, dict) or not isinstance(content.get("model"), str) or not content["model"]:
         raise SettingsError(
             f"pool {pool_name} has no model: settings needs model, a checkpoint directory or {TOY_MODEL}"
         )
     _refuse_foreign(pool_name, content)
     model = None if content["model"] == TOY_MODEL else content["model"]
-    values = {**content, "model": model, "redis_url": redis_url, "drain_seconds": drain_seconds}
+    values = {**content, "model": model, **shared, "drain_seconds": drain_seconds}
     try:
         return build(ReplicaConfig, values)
     except SettingsError as error:

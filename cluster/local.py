@@ -142,6 +142,7 @@ class LocalCluster:
             replica=replace(
                 config,
                 redis_url=redis_url,
+                secret_file=str(self._directory.secret_file),
                 metrics_port=0 if config.metrics_port is None else config.metrics_port,
             ),
             num_cpus=0.01,

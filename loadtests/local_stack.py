@@ -152,7 +152,7 @@ def local_stack(
             stack.start("redis", _redis_command(stack.redis_port))
             stack.wait_redis()
             for number in range(num_replicas):
-                own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url}
+                own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url, "secret_file": secret}
                 stack.start(f"replica-{number}", python_command(replica_module, {**own, **replica_settings}))
             router = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
             stack.start("router", python_command("router", {**router, **(router_settings or {})}))

@@ -10,7 +10,9 @@ from typing import Any
 from replicas.protocol.settings import (
     SettingsError,
     check_log_settings,
+    check_secret_settings,
     check_trace_settings,
+    secret_setting,
     setting,
 )
 
@@ -30,6 +32,12 @@ class ReplicaConfig:
     )
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
+    )
+    secret: str | None = secret_setting("cluster secret as hex digits (16 to 64 bytes), as routers have it")
+    secret_file: str | None = setting(
+        None,
+        help="file with the cluster secret, one in each line: the first is in force, the others are believed "
+        "as well; without secret and file whoever reaches the port may call",
     )
     engine: str = setting("torch", help="torch, vllm or simulated")
     model: str | None = setting(
@@ -125,6 +133,7 @@ class ReplicaConfig:
             raise SettingsError("settings tls_certificate and tls_key go together")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise SettingsError("setting tls_client_ca needs tls_certificate and tls_key")
+        check_secret_settings(self.secret, self.secret_file)
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 

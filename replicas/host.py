@@ -31,8 +31,10 @@ from replicas.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.ports import host_port
 from replicas.process_loop import drive
 from replicas.proof import prove_hashes
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.secret_file import read_secret
 from replicas.protocol.settings import without_password
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.protocol.tls import FollowedFiles, TlsFiles, server_credentials
@@ -73,6 +75,7 @@ class ReplicaHost:
         self._ended = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._tls: FollowedFiles | None = None
+        self._secret: ClusterSecret | None = None
         self._parts: _Parts | None = None
         self.metrics_port: int | None = None
         """Of its Prometheus endpoint, if it has one."""
@@ -99,6 +102,7 @@ class ReplicaHost:
         """
         assert self._supervisor is None, "a replica starts once"
         tls = self._tls = await asyncio.to_thread(_open_tls, self._config)
+        self._secret = await asyncio.to_thread(_open_secret, self._config)
         engine, bundle = await asyncio.to_thread(self._build, self._config)
         try:
             await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
@@ -341,6 +345,15 @@ def _open_tls(config: ReplicaConfig) -> FollowedFiles | None:
     if config.tls_certificate is None:
         return None
     return FollowedFiles(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
+
+
+def _open_secret(config: ReplicaConfig) -> ClusterSecret | None:
+    secret = read_secret(config.secret, config.secret_file)
+    if secret is None:
+        logger.warning(
+            "there is no cluster secret: whoever reaches the port may call; set secret_file, as for routers"
+        )
+    return secret
 
 
 def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import random
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -15,14 +16,16 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.secret_file import read_secret
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.tls import RouterTls, TlsFiles
 from router.access_log import log_request
 from router.api.context import ApiContext
 from router.app import create_app
-from router.config import RouterConfig, read_secret
+from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet_source import FleetSource
 from router.index_mirror import IndexMirror
@@ -62,8 +65,10 @@ class Router:
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
+        secret = read_secret(config.secret, config.secret_file)
         self._catalog = ModelCatalog(
-            read_secret(config),
+            # One made up is fine for a single router: restarted, it finds nothing of what is cached.
+            (secret or ClusterSecret(secrets.token_bytes(32))).current,
             cache_bytes=config.tokenizer_cache_bytes,
             chain_bytes=config.hash_cache_bytes,
         )

@@ -1,23 +1,20 @@
 """RouterConfig: every setting of a router process, and the only place with its defaults.
 
-Knows no environment: `replicas/protocol/settings.py` reads that. The secret may lie in a file of its own,
-so that it shows in no process list.
+Knows no environment and no file: `replicas/protocol/settings.py` reads those.
 """
 
-import secrets
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from replicas.protocol.blocks import MIN_SECRET_BYTES
 from replicas.protocol.settings import (
     SettingsError,
     check_log_settings,
+    check_secret_settings,
     check_trace_settings,
+    secret_setting,
     setting,
 )
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
-MAX_SECRET_BYTES = 64
 ADMIN_ACCESS = ("loopback", "everyone", "nobody")
 
 
@@ -28,14 +25,11 @@ class RouterConfig:
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
     )
-    secret: str | None = field(
-        default=None,
-        repr=False,
-        metadata={"help": "cluster secret as hex digits (16 to 64 bytes), the same for every router"},
-    )
+    secret: str | None = secret_setting("cluster secret as hex digits (16 to 64 bytes), the same for all")
     secret_file: str | None = setting(
         None,
-        help="file with the cluster secret; without secret and file each router makes its own at start",
+        help="file with the cluster secret, one in each line: the first is in force, the others are believed "
+        "as well; without secret and file each router makes its own at start",
     )
 
     policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
@@ -116,39 +110,6 @@ class RouterConfig:
             raise SettingsError("setting replica_tls_name must not be empty")
         if self.admin_access not in ADMIN_ACCESS:
             raise SettingsError(f"setting admin_access must be one of {', '.join(ADMIN_ACCESS)}")
-        if self.secret is not None and self.secret_file is not None:
-            raise SettingsError("settings secret and secret_file exclude each other")
+        check_secret_settings(self.secret, self.secret_file)
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
-
-
-def read_secret(config: RouterConfig) -> bytes:
-    """The cluster secret: hex digits, or the file's bytes as they are. Raises SettingsError.
-
-    A secret made up at start is fine for a single router: it only means that a restarted one finds
-    nothing of what is cached.
-    """
-    if config.secret is not None:
-        try:
-            return _checked(bytes.fromhex(config.secret), "setting secret")
-        except ValueError as error:
-            raise SettingsError("setting secret must be hex digits") from error
-    if config.secret_file is None:
-        return secrets.token_bytes(32)
-    try:
-        content = Path(config.secret_file).read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read the secret file {config.secret_file}: {error.strerror}") from error
-    try:
-        secret = bytes.fromhex(content.decode("ascii").strip())
-    except ValueError:
-        secret = content
-    return _checked(secret, f"the secret file {config.secret_file}")
-
-
-def _checked(secret: bytes, what: str) -> bytes:
-    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
-        raise SettingsError(
-            f"{what} holds {len(secret)} bytes; it needs {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
-        )
-    return secret

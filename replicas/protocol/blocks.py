@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, cast
 
+from replicas.protocol.cluster_secret import MIN_SECRET_BYTES
+
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes: SHA-256 truncated. Chained, so one hash stands for a whole prefix."""
 
 HASH_BYTES = 16
-MIN_SECRET_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,11 @@ def setting(default: Any = dataclasses.MISSING, *, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def secret_setting(help: str) -> Any:
+    """A text that no representation of its configuration shows, and that is None unless it is set."""
+    return dataclasses.field(default=None, repr=False, metadata={"help": help})
+
+
 def load_settings(
     config_class: type[Config],
     *,
@@ -185,6 +190,12 @@ def check_log_settings(log_format: str, log_level: str) -> None:
         raise SettingsError(f"setting log_format is text or json, not {log_format}")
     if log_level not in ("debug", "info", "warning", "error"):
         raise SettingsError(f"setting log_level is debug, info, warning or error, not {log_level}")
+
+
+def check_secret_settings(secret: str | None, secret_file: str | None) -> None:
+    """Raises SettingsError."""
+    if secret is not None and secret_file is not None:
+        raise SettingsError("settings secret and secret_file exclude each other")
 
 
 def check_trace_settings(otlp_endpoint: str | None, trace_sample_ratio: float) -> None:

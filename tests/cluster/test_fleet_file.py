@@ -39,6 +39,13 @@ def test_what_is_left_out_has_its_default() -> None:
     assert only == PoolSpec(1, "small", replica, drain_seconds=30, is_on_node_address=True)
 
 
+def test_all_pools_have_the_fleets_secret_file_and_none_without_one() -> None:
+    spec = parse_fleet(text(pool(), pool(name="b"), secret_file="/etc/kvasir/secret"))
+    assert [each.replica.secret_file for each in spec.pools] == ["/etc/kvasir/secret"] * 2
+    assert spec.secret_file == "/etc/kvasir/secret"
+    assert parse_fleet(text(pool())).secret_file is None
+
+
 def test_a_redis_url_that_is_given_goes_before_the_file() -> None:
     (only,) = parse_fleet(text(pool()), "redis://elsewhere:6379/1").pools
     assert only.replica.redis_url == "redis://elsewhere:6379/1"
@@ -80,6 +87,9 @@ def test_pools_of_one_model_may_differ_in_what_no_router_minds() -> None:
         (text(pool(settings={"model": "toy", "block_sise": 3})), "block_sise; did you mean block_size"),
         (text(pool(settings={"model": "toy", "replica_id": "x"})), "cannot set replica_id"),
         (text(pool(settings={"model": "toy", "redis_url": "x"})), "cannot set redis_url"),
+        (text(pool(settings={"model": "toy", "secret": "ab" * 16})), "give secret_file, beside the pools"),
+        (text(pool(settings={"model": "toy", "secret_file": "x"})), "cannot set secret_file"),
+        (text(pool(), secret_file=3), "secret_file of the fleet file cannot be 3; it takes text"),
         (text(pool(replicas=-1)), "replicas of pool small cannot be -1"),
         (text(pool(replicas=1.5)), "replicas of pool small cannot be 1.5"),
         (text(pool(replicas=True)), "replicas of pool small cannot be True"),

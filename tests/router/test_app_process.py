@@ -5,14 +5,11 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
-from replicas.protocol.settings import SettingsError, build
 from router.__main__ import main
-from router.config import RouterConfig, read_secret
 from tests.redis_server import RedisServer
 
 
@@ -45,24 +42,6 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(
 ) -> None:
     assert main(flags, {}) == 2
     assert capsys.readouterr().err.strip().count("\n") == 0
-
-
-def test_the_secret_is_hex_or_bytes_of_a_file_and_long_enough(tmp_path: Path) -> None:
-    secret_file = tmp_path / "secret"
-
-    def read(content: bytes) -> bytes:
-        secret_file.write_bytes(content)
-        return read_secret(build(RouterConfig, {"secret_file": str(secret_file)}))
-
-    assert read(b"ab" * 16 + b"\n") == b"\xab" * 16
-    assert read(b"\x00\xff" * 8) == b"\x00\xff" * 8
-    with pytest.raises(SettingsError, match="16 to 64"):
-        read(b"short")
-    with pytest.raises(SettingsError, match="cannot read"):
-        read_secret(build(RouterConfig, {"secret_file": str(tmp_path / "absent")}))
-    assert read_secret(build(RouterConfig, {"secret": "cd" * 20})) == b"\xcd" * 20
-    assert len(read_secret(RouterConfig())) == 32
-    assert "cdcd" not in repr(build(RouterConfig, {"secret": "cd" * 20}))
 
 
 @pytest.mark.timeout(120)

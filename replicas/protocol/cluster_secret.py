@@ -1,0 +1,85 @@
+"""ClusterSecret: what all processes of one cluster share and nobody else knows, and the keys made of it.
+
+Owns which keys there are: one for each purpose, so that what is said under one proves nothing under another,
+and who is given one learns nothing of the rest. Reads no file: `secret_file.py` does.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import Enum
+
+from replicas.protocol.settings import SettingsError
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 64
+KEY_BYTES = 32
+
+
+class Purpose(Enum):
+    """What a key is for. The values are part of the contract between versions."""
+
+    NAMESPACES = b"namespace roots"
+    USER_TAGS = b"users' tags"
+    TENANT_LABELS = b"tenants' labels"
+    LEASES = b"signatures of leases"
+    CALLS = b"tokens of gRPC calls"
+    CHECK = b"check value"
+
+
+def derive(secret: bytes, purpose: Purpose) -> bytes:
+    """The key for one purpose: keyed BLAKE2b (RFC 7693), 32 bytes. Nobody gets from it to the secret, nor to
+    another key."""
+    return hashlib.blake2b(
+        purpose.value, key=secret, digest_size=KEY_BYTES, person=b"kvasir-derive-v1"
+    ).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSecret:
+    """`current` makes what others are to believe. `others` are believed besides, while the secret of a
+    running cluster is changed: the next one before it is in force, the last one afterwards."""
+
+    current: bytes = field(repr=False)
+    others: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def key(self, purpose: Purpose) -> bytes:
+        """The key to make something with."""
+        return derive(self.current, purpose)
+
+    def keys(self, purpose: Purpose) -> tuple[bytes, ...]:
+        """The keys that something may have been made with, the current one first."""
+        return tuple(derive(secret, purpose) for secret in (self.current, *self.others))
+
+    @property
+    def check_value(self) -> str:
+        """Equal for processes with the same current secret, and fit to be shown: nothing follows from it."""
+        return self.key(Purpose.CHECK)[:8].hex()
+
+
+def secret_from_text(text: str, what: str) -> ClusterSecret:
+    """From hex digits, one secret in each line, the first of which is in force. Raises SettingsError with a
+    sentence that begins with `what`."""
+    try:
+        found = [bytes.fromhex(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise SettingsError(f"{what} must be hex digits") from error
+    return _checked(found or [b""], what)
+
+
+def secret_from_bytes(content: bytes, what: str) -> ClusterSecret:
+    """From a file's content: hex digits as above, or else one secret, as it is. Raises SettingsError."""
+    try:
+        text = content.decode("ascii")
+        bytes.fromhex(text)
+    except ValueError:
+        return _checked([content], what)
+    return secret_from_text(text, what)
+
+
+def _checked(found: list[bytes], what: str) -> ClusterSecret:
+    for secret in found:
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+            raise SettingsError(
+                f"{what} holds {len(secret)} bytes; it needs {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
+            )
+    return ClusterSecret(found[0], tuple(found[1:]))
