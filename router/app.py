@@ -1,17 +1,20 @@
 """The router's ASGI application: which path goes where, and how errors of the control routes are answered.
 
-Owns the routes. The routes that generate bypass Starlette: they are raw endpoints and write by themselves.
+Owns the routes: which are the clients', and which the operators', who may have a listener of their own. The
+routes that generate bypass Starlette: they are raw endpoints and write by themselves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.access import AdminAccess
+from router.api.access import admin_access
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.explaining import ExplainRoutes
@@ -31,18 +34,39 @@ from router.api.serving import GenerationEndpoint, Prepare
 from router.errors import RouterError
 
 
-def create_app(context: ApiContext, fleet: Fleet | None = None) -> ASGIApp:
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """What each listener serves; `main` is everything where `admin` is None."""
+
+    main: ASGIApp
+    admin: ASGIApp | None
+
+
+def create_apps(context: ApiContext, fleet: Fleet | None = None) -> Apps:
     """With a fleet there is a page that shows it."""
     prepares: Mapping[str, Prepare] = {
         "/v1/chat/completions": prepare_chat,
         "/v1/completions": prepare_completion,
     }
-    access = AdminAccess(context.config.admin_access)
+    access = admin_access(context.config)
     plain = ControlRoutes(context)
-    routes = [*plain.routes(), *ExplainRoutes(context, prepares).routes()]
-    routes += PageRoutes(access, plain.index).routes()
+    admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, prepares).routes()]
+    admin += PageRoutes(access, plain.index).routes()
     if fleet is not None:
-        routes += LiveRoutes(context, fleet).routes()
+        admin += LiveRoutes(context, access, fleet).routes()
+    hot = {
+        path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
+        for path, prepare in prepares.items()
+    }
+    if not context.config.has_admin_listener:
+        return Apps(_app([*plain.routes(), *plain.health_routes(), *admin], hot), None)
+    return Apps(
+        _app([*plain.routes(), *plain.health_routes(), *plain.index_routes()], hot),
+        _app([*plain.health_routes(), *admin], {}),
+    )
+
+
+def _app(routes: Sequence[Route], hot: Mapping[str, ASGIApp]) -> ASGIApp:
     control = Starlette(
         routes=routes,
         exception_handlers={
@@ -52,10 +76,6 @@ def create_app(context: ApiContext, fleet: Fleet | None = None) -> ASGIApp:
             Exception: _on_any_error,
         },
     )
-    hot = {
-        path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
-        for path, prepare in prepares.items()
-    }
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = hot.get(scope["path"]) if scope["type"] == "http" else None

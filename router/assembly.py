@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.keys import ReplicaRecord
@@ -24,7 +23,7 @@ from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.tls import RouterTls, TlsFiles
 from router.access_log import log_request
 from router.api.context import ApiContext
-from router.app import create_app
+from router.app import Apps, create_apps
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet_source import FleetSource
@@ -45,9 +44,9 @@ FAREWELL_SECONDS = 2.0
 
 
 class Router:
-    """`app` answers requests as soon as `run()` has found replicas. Raises SettingsError."""
+    """`apps` answer requests as soon as `run()` has found replicas. Raises SettingsError."""
 
-    app: ASGIApp
+    apps: Apps
 
     def __init__(
         self, config: RouterConfig, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
@@ -100,7 +99,7 @@ class Router:
         if config.log_requests:
             context.observers.append(log_request)
         name = f"{socket.gethostname()}, process {os.getpid()}"
-        self.app = create_app(context, FleetSource(name, self._membership, self._table, self._mirrors))
+        self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""

@@ -73,6 +73,15 @@ class RouterConfig:
         "loopback",
         help="who may see the page at / and its data, and explanations: loopback, everyone or nobody",
     )
+    admin_port: int | None = setting(
+        None,
+        help="port of their own for that page, explanations and /metrics, which the HTTP port then does not"
+        " have; 0 takes a free one",
+    )
+    admin_host: str = setting("127.0.0.1", help="address to listen on for the admin port")
+    admin_socket: str | None = setting(
+        None, help="path of a Unix socket instead of the admin port; only this user may open it"
+    )
 
     log_format: str = setting("text", help="text, or json: one object per line")
     log_level: str = setting("info", help="debug, info, warning or error")
@@ -84,9 +93,17 @@ class RouterConfig:
         1.0, help="share of requests that are traced, where whoever asks has not decided it already"
     )
 
+    @property
+    def has_admin_listener(self) -> bool:
+        return self.admin_port is not None or self.admin_socket is not None
+
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise SettingsError(f"setting port must be between 0 and 65535, not {self.port}")
+        if self.admin_port is not None and not 0 <= self.admin_port < 2**16:
+            raise SettingsError(f"setting admin_port must be between 0 and 65535, not {self.admin_port}")
+        if self.admin_port is not None and self.admin_socket is not None:
+            raise SettingsError("settings admin_port and admin_socket exclude each other")
         for name in ("max_body_bytes", "max_in_flight", "max_choices", "max_prompts", "index_stride"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")

@@ -20,12 +20,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.http import send_whole
 from router.api.openai_shared import HttpError
+from router.config import RouterConfig
 
 
 class AdminAccess(enum.StrEnum):
     LOOPBACK = "loopback"
     EVERYONE = "everyone"
     NOBODY = "nobody"
+
+
+def admin_access(config: RouterConfig) -> AdminAccess:
+    """A Unix socket has file permissions for who is on this machine, and no browser opens one."""
+    access = AdminAccess(config.admin_access)
+    if access is AdminAccess.LOOPBACK and config.admin_socket is not None:
+        return AdminAccess.EVERYONE
+    return access
 
 
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")

@@ -51,12 +51,22 @@ class ControlRoutes:
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ready", self.ready, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
+
+    def index_routes(self) -> list[Route]:
+        """`/` where there is no page."""
+        return [Route("/", self.index, methods=["GET"])]
+
+    def health_routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+        ]
+
+    def metrics_routes(self) -> list[Route]:
+        return [Route("/metrics", self.metrics, methods=["GET"])]
 
     async def index(self, request: Request) -> Response:
         """What a program gets at `/`."""

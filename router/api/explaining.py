@@ -21,12 +21,13 @@ from router.explain import explanation
 class ExplainRoutes:
     """`prepares` has what prepares a request, by its route."""
 
-    def __init__(self, context: ApiContext, prepares: Mapping[str, Prepare]) -> None:
+    def __init__(self, context: ApiContext, access: AdminAccess, prepares: Mapping[str, Prepare]) -> None:
         self._context = context
+        self._access = access
         self._prepares = prepares
 
     def routes(self) -> list[Route]:
-        guard = [Middleware(AdminGuard, access=AdminAccess(self._context.config.admin_access))]
+        guard = [Middleware(AdminGuard, access=self._access)]
         return [
             Route("/explain" + path, self._endpoint(prepare), methods=["POST"], middleware=guard)
             for path, prepare in self._prepares.items()

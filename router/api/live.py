@@ -77,10 +77,10 @@ class _Turns:
 class LiveRoutes:
     """What is seen from now on is kept, unless nobody may ask for it."""
 
-    def __init__(self, context: ApiContext, fleet: Fleet) -> None:
+    def __init__(self, context: ApiContext, access: AdminAccess, fleet: Fleet) -> None:
         self._context = context
         self._fleet = fleet
-        self._access = AdminAccess(context.config.admin_access)
+        self._access = access
         live = self._live = Live(lambda model: context.catalog.get(model).card.block_size)
         if self._access is not AdminAccess.NOBODY:
             context.observers.append(live.observe)

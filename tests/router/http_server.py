@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from replicas.protocol.settings import build
 from router.api.context import ApiContext
 from router.api.live import Fleet
-from router.app import create_app
+from router.app import create_apps
 from router.config import RouterConfig
 from router.http_protocol import protocol_with_deadline
 from router.metrics import RouterMetrics
@@ -58,7 +58,8 @@ async def http_server(fleet: Fleet | None = None, **settings: object) -> AsyncIt
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
     )
-    async with listening(create_app(context, fleet), context.config) as port:
+    apps = create_apps(context, fleet)
+    async with listening(apps.main, context.config) as port:
         yield HttpServer(port, context, dispatcher)
 
 

@@ -1,0 +1,94 @@
+"""The sockets that a router listens on: the clients' port, and the operators' port or Unix socket.
+
+Owns how they are bound and removed. Knows nothing of what is served there.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicas.protocol.settings import SettingsError
+from router.config import RouterConfig
+
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """`admin` is None where `main` serves everything."""
+
+    main: socket.socket
+    admin: socket.socket | None
+
+
+@contextlib.contextmanager
+def listening(config: RouterConfig) -> Iterator[Listeners]:
+    """The bound sockets, before anything else is built. Raises SettingsError if that cannot be."""
+    with contextlib.ExitStack() as stack:
+        main = stack.enter_context(_at_port(config.host, config.port))
+        admin = None
+        if config.admin_port is not None:
+            admin = stack.enter_context(_at_port(config.admin_host, config.admin_port))
+        elif config.admin_socket is not None:
+            admin = stack.enter_context(_at_path(Path(config.admin_socket)))
+        yield Listeners(main, admin)
+
+
+def address_of(listener: socket.socket) -> str:
+    """For the log: `http://HOST:PORT`, or the path of a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _at_port(host: str, port: int) -> Iterator[socket.socket]:
+    with contextlib.ExitStack() as stack:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            where = f"{host} port {port}"
+            raise SettingsError(f"the router cannot listen on {where}: {error.strerror}") from error
+        yield listener
+
+
+@contextlib.contextmanager
+def _at_path(path: Path) -> Iterator[socket.socket]:
+    """Only this user may open it: it is nobody's before `listen`, and has its mode by then."""
+    with contextlib.ExitStack() as stack:
+        try:
+            _remove_left_over(path)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(str(path))
+            stack.callback(path.unlink, missing_ok=True)
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise SettingsError(f"the router cannot listen on {path}: {reason}") from error
+        yield listener
+
+
+def _remove_left_over(path: Path) -> None:
+    """A router that was killed has left its socket behind; one that lives is left alone."""
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            os.unlink(path)
