@@ -110,7 +110,7 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
 
     loop = EngineLoop(
         engine,
-        lambda frame, seconds: send(Stepped.of(frame, has_work=True, seconds=seconds)),
+        lambda frame, seconds: send(Stepped(frame, has_work=True, seconds=seconds)),
         lambda error: send(Failed(repr(error), "".join(traceback.format_exception(error)))),
     )
     loop.start()
@@ -130,7 +130,7 @@ def _answer(engine: Engine, question: Question) -> Answer:
         match question:
             case Step():
                 frame = engine.step()
-                return Stepped.of(frame, has_work=engine.has_work())
+                return Stepped(frame, has_work=engine.has_work())
             case Add(request):
                 engine.add(request)
             case Abort(key):

@@ -10,7 +10,6 @@ then on the child drives the engine by itself, and `process_loop.py` sends and r
 import atexit
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -23,8 +22,7 @@ import msgspec
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import EngineDied, StartupError
-from replicas.protocol.events import CacheEvent
-from replicas.protocol.frames import LoadSnapshot, RefusalCode, RequestKey, StepFrame, TokenDelta
+from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.torch_engine.model_config import CheckpointError
@@ -96,44 +94,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """A StepFrame. Its events are pickled: one type in a union of plain dataclasses looks like another
-    to msgspec, which takes a seventh of pickle's time for the rest. Empty if there are none."""
-
+    frame: StepFrame
     has_work: bool
-    deltas: list[TokenDelta]
-    load: LoadSnapshot
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    events: bytes
-    seconds: float
-    started: list[RequestKey]
-    num_preemptions: int
-
-    @classmethod
-    def of(cls, frame: StepFrame, *, has_work: bool, seconds: float = 0.0) -> "Stepped":
-        return cls(
-            has_work,
-            frame.deltas,
-            frame.load,
-            frame.num_prefill_tokens,
-            frame.num_decode_tokens,
-            pickle.dumps(frame.events) if frame.events else b"",
-            seconds,
-            frame.started,
-            frame.num_preemptions,
-        )
-
-    def frame(self) -> StepFrame:
-        events: list[CacheEvent] = pickle.loads(self.events) if self.events else []
-        return StepFrame(
-            self.deltas,
-            events,
-            self.load,
-            self.num_prefill_tokens,
-            self.num_decode_tokens,
-            started=self.started,
-            num_preemptions=self.num_preemptions,
-        )
+    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -197,7 +160,7 @@ class EngineProcess:
     def step(self) -> StepFrame:
         answer = self._call(Step())
         assert isinstance(answer, Stepped)
-        return answer.frame()
+        return answer.frame
 
     def reset_prefix_cache(self) -> bool:
         answer = self._call(ResetPrefixCache())

@@ -108,12 +108,12 @@ class ProcessLoop:
             self._bury(error)
 
     def _deliver(self, step: Stepped) -> None:
-        self._load = step.load
-        for delta in step.deltas:
+        self._load = step.frame.load
+        for delta in step.frame.deltas:
             if delta.finish_reason is not None:
                 with self._door:
                     self._live.discard(delta.key)
-        self._on_frame(step.frame(), step.seconds)
+        self._on_frame(step.frame, step.seconds)
 
     def _bury(self, death: BaseException) -> None:
         with self._door:

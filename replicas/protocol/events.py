@@ -6,10 +6,13 @@ Events are a *multiset*: an engine may hold two copies of one block and removes 
 whoever keeps score counts. They leave the engine inside the StepFrame, after the KV exists. What a
 request is *about* to store is no event: the server announces it (`keys.Announcement`), since the router
 that sent the request knows the hashes.
+
+They are tagged structs, unlike other values here: encoded, each says which of the union it is.
 """
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 from replicas.protocol.blocks import BlockHash
 
@@ -22,8 +25,7 @@ class Tier(enum.StrEnum):
     DISK = "disk"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Consecutive blocks of one chain now hold KV.
 
     `first_block_index` is the chain position of `block_hashes[0]` (0 for a prompt's first block), so
@@ -37,16 +39,14 @@ class BlockStored:
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     """One copy of each of these blocks is gone from a tier."""
 
     block_hashes: tuple[BlockHash, ...]
     tier: Tier = Tier.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
     """A tier holds nothing any more."""
 
     tier: Tier = Tier.DEVICE

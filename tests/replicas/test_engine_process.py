@@ -8,37 +8,33 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replicas import engine_process
+from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.engine_process import EngineProcess
 from replicas.engines import build_engine
 from replicas.errors import EngineDied, StartupError
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
-from replicas.protocol.frames import (
-    FinishReason,
-    LoadSnapshot,
-    PromptUsage,
-    Refusal,
-    RefusalCode,
-    RequestKey,
-    StepFrame,
-    TokenDelta,
-    TokenLogprobs,
-)
+from replicas.protocol.frames import FinishReason, StepFrame
 from replicas.protocol.settings import SettingsError
 from replicas.torch_engine.model_config import CheckpointError
-from tests.replicas.builders import ROOT, engine_request
+from tests.replicas.builders import engine_request
 from tests.replicas.engine_children import built, config, engine_children, process, wait_gone
 from tests.replicas.engine_contract import EngineContract, run
+from tests.replicas.protocol.filled import filled
 
 __all__ = ["process", "run"]
 
 REPOSITORY = Path(__file__).parents[2]
+
+few = settings(max_examples=20)
+"""Enough where every example fills every field."""
 
 VLLM_MARKS = [
     pytest.mark.vllm,
@@ -94,22 +90,25 @@ class TestVllmEngineInAProcess:
         assert any("libtorch" in each.path for each in psutil.Process(engine.pid).memory_maps())
 
 
-def test_a_frame_arrives_as_it_was_sent() -> None:
-    events: list[CacheEvent] = [
-        BlockStored((ROOT, ROOT), 3, ends_prompt=True, tier=Tier.HOST),
-        BlockRemoved((ROOT,)),
-        AllBlocksCleared(),
-    ]
-    deltas = [
-        TokenDelta(RequestKey(2**63, 1), (1, 2), FinishReason.STOP, PromptUsage(9, 8, 1, 4)),
-        TokenDelta(RequestKey(1, 0), logprobs=(TokenLogprobs(5, -0.5, ((5, -0.5), (6, float("-inf")))),)),
-        TokenDelta(RequestKey(3, 0), (), FinishReason.ERROR, refusal=Refusal(RefusalCode.INTERNAL, "no")),
-    ]
-    frame = StepFrame(deltas, events, LoadSnapshot(1, 2, 3, 4, 5, 6, 7, 0.25, 0.5), 10, 20)
-    sent = engine_process.ENCODER.encode(engine_process.Stepped.of(frame, has_work=True, seconds=0.5))
+@pytest.mark.parametrize("kind", get_args(engine_process.Question) + get_args(engine_process.Answer))
+@given(data=st.data())
+@few
+def test_every_field_of_every_message_survives_the_pipe(kind: type, data: st.DataObject) -> None:
+    special = {ReplicaConfig: st.just(config(engine="vllm", engine_args={"seed": 1}, port=9))}
+    message = data.draw(filled(kind, special))
+    decoder = (
+        engine_process.QUESTIONS if kind in get_args(engine_process.Question) else engine_process.ANSWERS
+    )
+    assert decoder.decode(engine_process.ENCODER.encode(message)) == message
+
+
+@given(filled(StepFrame))
+@few
+def test_a_frame_arrives_as_it_was_sent(frame: StepFrame) -> None:
+    sent = engine_process.ENCODER.encode(engine_process.Stepped(frame, has_work=True, seconds=0.5))
     arrived = engine_process.ANSWERS.decode(sent)
     assert isinstance(arrived, engine_process.Stepped)
-    assert (arrived.frame(), arrived.seconds) == (frame, 0.5)
+    assert (arrived.frame, arrived.seconds) == (frame, 0.5)
 
 
 @pytest.mark.parametrize(

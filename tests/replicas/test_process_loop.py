@@ -32,6 +32,7 @@ from tests.replicas.builders import engine_request
 from tests.replicas.engine_children import config, engine_children, process, wait_gone
 from tests.replicas.mirror import connect, read_record
 from tests.replicas.router_client import RouterClient, submit
+from tests.replicas.whole_replica import running
 
 __all__ = ["process"]
 
@@ -156,6 +157,27 @@ async def test_a_killed_child_ends_the_lease_at_once(redis_url: str, under_load:
     assert await read_record(redis, MODEL, REPLICA) is None
     assert engine_children() <= before
     await redis.aclose()
+
+
+async def test_the_load_counts_a_request_once(redis_url: str) -> None:
+    """Of 164 tokens, the first step computes 64; it takes long, and so does the next."""
+    host = ReplicaHost(
+        config(
+            replica_id=REPLICA,
+            redis_url=redis_url,
+            simulated_hardware="h100-8b",
+            simulated_speed=0.02,
+            max_batched_tokens=64,
+        )
+    )
+    async with running(host) as client:
+        await client.send(submit(1, range(164)))
+        frame = await client.read()
+        while frame is not None and frame.load.num_running == 0:
+            frame = await client.read()
+        assert frame is not None
+        assert frame.num_counted_submits == 1
+        assert (frame.load.num_running, frame.load.num_waiting, frame.load.num_pending_tokens) == (1, 0, 100)
 
 
 @asynccontextmanager

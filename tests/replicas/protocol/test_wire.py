@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.protocol import frames, wire
@@ -14,6 +14,7 @@ from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
 from replicas.protocol.status import ModelCard
+from tests.replicas.protocol.filled import Special, filled
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -61,6 +62,7 @@ CLIENT_FRAMES = st.builds(
     frames.ClientFrame,
     submits=st.lists(SUBMITS, max_size=2).map(tuple),
     aborts=st.lists(st.builds(frames.Abort, U64, st.none() | U32), max_size=2).map(tuple),
+    knows_draining=st.booleans(),
 )
 LOGPROBS = st.builds(
     frames.TokenLogprobs, U32, FLOATS, st.lists(st.tuples(U32, FLOATS), max_size=3).map(tuple)
@@ -76,10 +78,16 @@ DELTAS = st.builds(
     refusal=st.none() | st.builds(frames.Refusal, st.sampled_from(RefusalCode), st.text(max_size=20)),
 )
 LOADS = st.builds(frames.LoadSnapshot, U32, U32, U64, U64, U32, U32, U32, FLOATS, FLOATS)
-SERVER_FRAMES = st.builds(frames.ServerFrame, st.lists(DELTAS, max_size=3).map(tuple), LOADS, U64)
+SERVER_FRAMES = st.builds(
+    frames.ServerFrame, st.lists(DELTAS, max_size=3).map(tuple), LOADS, U64, st.booleans()
+)
 CARDS = st.builds(
     ModelCard, *[st.text(max_size=9)] * 3, *[U32] * 4, st.lists(U32, max_size=3).map(tuple), U32, U32
 )
+WHOLE: Special = {
+    (frames.Submit, "announced_hashes"): st.lists(filled(BlockHash), min_size=1, max_size=1).map(tuple),
+}
+"""What `filled` cannot know: there are not more announced blocks than tokens."""
 
 
 @given(CLIENT_FRAMES)
@@ -97,6 +105,16 @@ def test_a_server_frame_survives_the_wire(frame: frames.ServerFrame) -> None:
 @given(CARDS)
 def test_a_model_card_survives_the_wire(card: ModelCard) -> None:
     assert wire.card_from_wire(pb.ModelCard.FromString(wire.card_to_wire(card).SerializeToString())) == card
+
+
+@settings(max_examples=20)
+@given(filled(frames.ClientFrame, WHOLE), filled(frames.ServerFrame), filled(ModelCard))
+def test_no_field_of_any_message_is_left_behind(
+    to_replica: frames.ClientFrame, to_router: frames.ServerFrame, card: ModelCard
+) -> None:
+    assert wire.client_frame_from_wire(wire.client_frame_to_wire(to_replica)) == to_replica
+    assert wire.server_frame_from_wire(wire.server_frame_to_wire(to_router)) == to_router
+    assert wire.card_from_wire(wire.card_to_wire(card)) == card
 
 
 GOOD = {"request_id": 1, "token_ids": bytes(8), "root": bytes(HASH_BYTES), "num_choices": 1}
