@@ -15,6 +15,15 @@ from replicas.protocol.settings import (
 )
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
+AT_LEAST_ONE = (
+    "max_body_bytes",
+    "max_in_flight",
+    "max_sequences",
+    "max_tokens_in_flight",
+    "max_choices",
+    "max_prompts",
+    "index_stride",
+)
 ADMIN_ACCESS = ("loopback", "everyone", "nobody")
 
 
@@ -62,6 +71,13 @@ class RouterConfig:
     max_body_bytes: int = setting(8 * 2**20, help="longest request body; beyond, 413")
     upload_seconds: float = setting(60.0, help="longest time for a request to arrive; slower bodies get 408")
     max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
+    max_sequences: int = setting(
+        8192, help="most sequences (prompts times n) at a time, over all requests; beyond, 429"
+    )
+    max_tokens_in_flight: int = setting(
+        16 * 2**20,
+        help="most tokens of prompts, and of answers as far as they are counted, at a time; beyond, 429",
+    )
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
     tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
@@ -104,7 +120,7 @@ class RouterConfig:
             raise SettingsError(f"setting admin_port must be between 0 and 65535, not {self.admin_port}")
         if self.admin_port is not None and self.admin_socket is not None:
             raise SettingsError("settings admin_port and admin_socket exclude each other")
-        for name in ("max_body_bytes", "max_in_flight", "max_choices", "max_prompts", "index_stride"):
+        for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
         for name in (

@@ -36,6 +36,9 @@ from router.routing.decision import Decision, RoutingRequest
 from router.routing.table import Preview, RoutedRequest, RoutingTable
 from router.trace_points import NO_TRACE, RunTrace
 
+MIN_RETRY_AFTER_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -91,6 +94,11 @@ class Dispatcher:
         return self.table.preview(
             generation.model, request, generation.block_hashes, adapter=generation.adapter
         )
+
+    def retry_after_seconds(self, model: str) -> float:
+        """When it is worth asking again: once the idlest replica has computed the prompts that it has."""
+        seconds = self.table.backlog_seconds(model)
+        return min(MAX_RETRY_AFTER_SECONDS, max(MIN_RETRY_AFTER_SECONDS, seconds))
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(self.num_running, self.num_retries, self.num_resumes, self.num_lost)
@@ -366,7 +374,10 @@ class Run:
         if self._visible:
             return GenerationFailed("The generation was interrupted and could not be resumed.")
         if self._last_failure is RefusalCode.OVERLOADED:
-            return Overloaded(f"All replicas of model {model} are busy. Try again shortly.")
+            return Overloaded(
+                f"All replicas of model {model} are busy. Try again shortly.",
+                retry_after_seconds=self._dispatcher.retry_after_seconds(self._generation.model),
+            )
         if (
             self._last_failure is RefusalCode.INTERNAL
             and self.num_attempts >= self._dispatcher.retry.max_attempts

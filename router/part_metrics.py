@@ -7,6 +7,7 @@ that part lives. Knows nothing of requests.
 from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
+from router.admission import AdmissionStatistics
 from router.dispatch import DispatchStatistics
 from router.index_mirror import MirrorStatistics
 from router.instruments import Distributions, Numbers
@@ -20,6 +21,16 @@ class PartMetrics:
     def __init__(self) -> None:
         self.families: list[Numbers | Distributions] = []
         self._in_flight = self._gauge("router_in_flight", "Requests being served")
+        self._admitted_sequences = self._gauge(
+            "router_admitted_sequences", "Sequences (prompts times n) of the requests being served"
+        )
+        self._admitted_tokens = self._gauge(
+            "router_admitted_tokens",
+            "Tokens of the requests being served: of their prompts, and of answers up to 1,024 each",
+        )
+        self._admission_refusals = self._counter(
+            "router_admission_refusals_total", "Requests refused for their sequences and tokens"
+        )
         self._lag = self._gauge(
             "router_event_loop_lag_seconds",
             "How late the event loop came to a task that was due, at worst within the last 10 to 20 seconds",
@@ -93,6 +104,11 @@ class PartMetrics:
 
     def read_in_flight(self, num_in_flight: int) -> None:
         self._in_flight.of().value = num_in_flight
+
+    def read_admission(self, statistics: AdmissionStatistics) -> None:
+        self._admitted_sequences.of().value = statistics.num_sequences
+        self._admitted_tokens.of().value = statistics.num_tokens
+        self._admission_refusals.of().value = statistics.num_refused
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds

@@ -26,6 +26,20 @@ TRAFFIC = (
         queries=(Query("router_in_flight{ROUTER}", "{{router}}"),),
     ),
     Panel(
+        title="Sequences in flight",
+        description="Prompts times n of the requests being served, by router. At max_sequences, or at "
+        "max_tokens_in_flight, a router answers 429: refused.",
+        queries=(
+            Query("router_admitted_sequences{ROUTER}", "{{router}}"),
+            Query("sum(" + rate("router_admission_refusals_total", "ROUTER") + ")", "refused per second"),
+        ),
+    ),
+    Panel(
+        title="Tokens in flight",
+        description="Tokens of the prompts of requests being served, and of their answers up to 1,024 each.",
+        queries=(Query("router_admitted_tokens{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
         title="Tokens per second",
         description="Prompt tokens that came, prompt tokens that had to be computed, tokens generated.",
         queries=(

@@ -6,7 +6,7 @@ Owns the count of requests in flight. Knows no dialect; the parts that it names 
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
+from router.admission import Admission, demand_of
 from router.api.http import read_body
 from router.config import RouterConfig
 from router.dispatch import DispatchStatistics
@@ -50,6 +51,7 @@ class Dispatches(Protocol):
     def run(self, generation: Generation, trace: RunTrace) -> Runs: ...
     def preview(self, generation: Generation) -> Preview: ...
     def statistics(self) -> DispatchStatistics: ...
+    def retry_after_seconds(self, model: str) -> float: ...
 
 
 @dataclass(slots=True)
@@ -68,8 +70,14 @@ class ApiContext:
     """Told of each request to a route that generates, at its end."""
     tracing: Tracing = field(default_factory=Tracing)
     num_in_flight: int = field(default=0, init=False)
+    admission: Admission = field(init=False)
+    """Weighs requests once they have been read."""
 
     def __post_init__(self) -> None:
+        self.admission = Admission(
+            max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
+        )
+        self.metrics.watch(lambda parts: parts.read_admission(self.admission.statistics()))
         self.observers.append(self.metrics.observe)
         self.metrics.watch(lambda parts: parts.read_in_flight(self.num_in_flight))
         self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
@@ -86,6 +94,11 @@ class ApiContext:
             yield
         finally:
             self.num_in_flight -= 1
+
+    def hold(self, generations: Sequence[Generation]) -> AbstractContextManager[None]:
+        """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""
+        model = generations[0].model
+        return self.admission.hold(demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model))
 
     async def read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Raises BodyTooLarge, UploadTooSlow or ClientGone."""

@@ -66,7 +66,8 @@ class GenerationEndpoint:
                 exchange.has_read()
                 async with WhileConnected(receive):
                     answer = await self._prepare(context, body)
-                    await exchange.run(answer)
+                    with context.hold([prompt.generation for prompt in answer.prompts]):
+                        await exchange.run(answer)
             await exchange.finish(answer)
         except ClientGone as error:
             exchange.status = CLIENT_GONE

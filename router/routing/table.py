@@ -207,6 +207,18 @@ class RoutingTable:
         """The same object for as long as the table lives. Raises UnknownModel."""
         return self._model(model).index
 
+    def backlog_seconds(self, model: str) -> float:
+        """What the replica that will have done so first needs for the prompts that it has; 0 without any."""
+        fleet = self._models.get(model)
+        if fleet is None:
+            return 0.0
+        default = self._parameters.default_prefill_seconds_per_token
+        loads = (self.loads.view(replica) for replica in fleet.replicas if replica not in fleet.draining)
+        return min(
+            (load.num_pending_tokens * (load.prefill_seconds_per_token or default) for load in loads),
+            default=0.0,
+        )
+
     def route(
         self,
         model: str,

@@ -79,6 +79,9 @@ class ScriptedDispatcher:
     def preview(self, generation: Generation) -> Preview:
         return Preview(ScriptedRun.decision, (ReplicaId("replica-7"),))
 
+    def retry_after_seconds(self, model: str) -> float:
+        return 7.0
+
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(self.num_open, 0, 0, 0)
 

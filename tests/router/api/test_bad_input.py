@@ -252,3 +252,51 @@ async def test_requests_beyond_the_limit_in_flight_are_told_to_come_back() -> No
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
         await server.wait_idle()
+
+
+async def test_a_request_counts_as_its_sequences_and_tokens(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = lambda generation: [NEVER]
+    body = PLAIN | {"prompt": [[1, 2, 3]] * 4, "n": 3, "max_tokens": 10}
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(http.post("/v1/completions", json=body))
+        await server.dispatcher.has_started.wait()
+        statistics = server.context.admission.statistics()
+        assert (statistics.num_sequences, statistics.num_tokens) == (12, 4 * 3 + 12 * 10)
+        asked.cancel()
+    await server.wait_idle()
+    statistics = server.context.admission.statistics()
+    assert (statistics.num_sequences, statistics.num_tokens, statistics.num_refused) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("limit", [{"max_sequences": 20}, {"max_tokens_in_flight": 300}])
+async def test_sequences_and_tokens_beyond_the_limit_are_told_when_to_come_back(
+    limit: dict[str, int],
+) -> None:
+    async with (
+        http_server(**limit) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        server.dispatcher.script = lambda generation: [NEVER]
+        wide = PLAIN | {"prompt": ["Hello"] * 4, "n": 4, "max_tokens": 10}
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(http.post("/v1/completions", json=wide))
+            await server.dispatcher.has_started.wait()
+            answer = await http.post("/v1/completions", json=wide)
+            first.cancel()
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert server.context.admission.statistics().num_refused == 1
+        await server.wait_idle()
+
+
+async def test_a_request_that_no_waiting_would_help_is_a_bad_request() -> None:
+    async with (
+        http_server(max_sequences=20) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        answer = await http.post("/v1/completions", json=PLAIN | {"prompt": ["Hello"] * 3, "n": 16})
+        assert answer.status_code == 400
+        assert "48 sequences" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers

@@ -1,0 +1,81 @@
+"""Admission: how many sequences and tokens a router serves at a time.
+
+Owns what is held. A request is weighed once it has been read: a hundred prompts with sixteen choices each
+are one HTTP request and sixteen hundred sequences. Knows no HTTP, and not what becomes of a request.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from router.errors import InvalidRequest, Overloaded
+from router.generation import Generation
+
+COUNTED_OUTPUT_TOKENS = 1024
+"""So many of a sequence's `max_tokens` are counted at most: few answers become longer, and many clients
+allow as many as the context has room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request holds while it is served. A prompt's tokens count once, however many choices it has."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+def demand_of(generations: Iterable[Generation]) -> Demand:
+    num_sequences = num_tokens = 0
+    for generation in generations:
+        num_choices = generation.num_choices
+        num_sequences += num_choices
+        num_output_tokens = min(generation.sampling.max_tokens, COUNTED_OUTPUT_TOKENS)
+        num_tokens += len(generation.token_ids) + num_choices * num_output_tokens
+    return Demand(num_sequences, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionStatistics:
+    """`num_refused` counts since the start."""
+
+    num_sequences: int
+    num_tokens: int
+    num_refused: int
+
+
+class Admission:
+    def __init__(self, *, max_sequences: int, max_tokens: int) -> None:
+        self._max_sequences = max_sequences
+        self._max_tokens = max_tokens
+        self._num_sequences = 0
+        self._num_tokens = 0
+        self._num_refused = 0
+
+    @contextmanager
+    def hold(self, demand: Demand, retry_after_seconds: Callable[[], float]) -> Iterator[None]:
+        """Raises Overloaded while others hold too much, InvalidRequest if no waiting would help."""
+        if demand.num_sequences > self._max_sequences or demand.num_tokens > self._max_tokens:
+            self._num_refused += 1
+            raise InvalidRequest(
+                f"This request asks for {demand.num_sequences} sequences with {demand.num_tokens} tokens;"
+                f" this router serves at most {self._max_sequences} and {self._max_tokens} at a time."
+            )
+        if (
+            self._num_sequences + demand.num_sequences > self._max_sequences
+            or self._num_tokens + demand.num_tokens > self._max_tokens
+        ):
+            self._num_refused += 1
+            raise Overloaded(
+                "The router is serving as many sequences and tokens as it can. Try again shortly.",
+                retry_after_seconds=retry_after_seconds(),
+            )
+        self._num_sequences += demand.num_sequences
+        self._num_tokens += demand.num_tokens
+        try:
+            yield
+        finally:
+            self._num_sequences -= demand.num_sequences
+            self._num_tokens -= demand.num_tokens
+
+    def statistics(self) -> AdmissionStatistics:
+        return AdmissionStatistics(self._num_sequences, self._num_tokens, self._num_refused)
