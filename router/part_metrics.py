@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
 from router.admission import AdmissionStatistics
-from router.dispatch import DispatchStatistics
+from router.dispatch_state import DispatchStatistics
 from router.index_mirror import MirrorStatistics
 from router.instruments import Distributions, Numbers
 from router.membership import MembershipStatistics

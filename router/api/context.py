@@ -18,7 +18,7 @@ from replicas.protocol.status import ReplicaId
 from router.admission import Admission, demand_of
 from router.api.http import read_body
 from router.config import RouterConfig
-from router.dispatch import DispatchStatistics
+from router.dispatch_state import DispatchStatistics
 from router.errors import Overloaded
 from router.generation import Generation
 from router.metrics import RouterMetrics
@@ -30,7 +30,7 @@ from router.trace_points import RunTrace, Tracing
 
 
 class Runs(Protocol):
-    """One generation under way: `router.dispatch.Run`, or a script of one in tests."""
+    """One generation under way: `router.run.Run`, or a script of one in tests."""
 
     @property
     def decision(self) -> Decision: ...

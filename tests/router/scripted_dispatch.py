@@ -6,7 +6,7 @@ from types import TracebackType
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
-from router.dispatch import DispatchStatistics
+from router.dispatch_state import DispatchStatistics
 from router.generation import Generation
 from router.routing.decision import Decision, DecisionReason
 from router.routing.table import Preview

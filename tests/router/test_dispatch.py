@@ -7,10 +7,11 @@ import pytest
 
 from replicas.protocol.frames import RefusalCode, TokenDelta, UserTag
 from replicas.protocol.status import Adapter, ReplicaId
-from router.dispatch import RetryPolicy, Run
+from router.dispatch_state import RetryPolicy
 from router.errors import (
     NoReplicaAvailable,
 )
+from router.run import Run
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
@@ -132,7 +133,7 @@ async def test_a_cancelled_run_gives_everything_back(fleet: Fleet, stage: str) -
 
 async def test_a_run_cancelled_while_it_waits_for_a_replica_gives_everything_back(fleet: Fleet) -> None:
     replica = await fleet.add("r0")
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=60)
+    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=60)
     fleet.table.set_draining(replica.replica_id)
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
@@ -147,7 +148,7 @@ async def test_a_run_cancelled_while_it_waits_for_a_place_to_resume_gives_everyt
 ) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.005
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=60)
+    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=60)
     task = asyncio.create_task(generate(fleet, long_generation()))
     await eventually(lambda: replica.num_tokens_sent > 2)
     await replica.kill()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from replicas.protocol.frames import RefusalCode, TokenDelta
-from router.dispatch import RetryPolicy, Run
+from router.dispatch_state import RetryPolicy
 from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -15,6 +15,7 @@ from router.errors import (
     NoReplicaAvailable,
     Overloaded,
 )
+from router.run import Run
 from tests.router.dispatched_fleet import (
     GENERATION,
     Fleet,
@@ -204,7 +205,7 @@ async def test_an_invalid_request_is_not_tried_elsewhere(fleet: Fleet) -> None:
 
 
 async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_joining(fleet: Fleet) -> None:
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
+    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
     await fleet.add("r0")
@@ -214,7 +215,7 @@ async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_
 async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(fleet: Fleet) -> None:
     replica = await fleet.add("r0")
     await fleet.clients[replica.replica_id].close()
-    fleet.dispatcher.retry = RetryPolicy(first_wait_seconds=0.2)
+    fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
     fleet.connect(replica)
@@ -224,7 +225,7 @@ async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(
 @pytest.mark.timeout(60)
 async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(fleet: Fleet) -> None:
     rng = random.Random(4)
-    fleet.dispatcher.retry = RetryPolicy(max_attempts=10, first_wait_seconds=0.05)
+    fleet.dispatcher.state.retry = RetryPolicy(max_attempts=10, first_wait_seconds=0.05)
     for n in range(3):
         (await fleet.add(f"r{n}")).script.step_seconds = 0.002
     answers: list[tuple[int, list[TokenDelta]]] = []

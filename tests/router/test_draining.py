@@ -16,7 +16,8 @@ from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, RefusalCode, SamplingParams
 from replicas.protocol.status import ReplicaId, ReplicaState
-from router.dispatch import Dispatcher, DispatchStatistics
+from router.dispatch import Dispatcher
+from router.dispatch_state import DispatchStatistics
 from router.generation import Generation
 from router.membership import Membership, RegistrySource
 from router.replica_client import ReplicaLost
