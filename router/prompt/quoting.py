@@ -8,10 +8,13 @@ its first character before the template sees it, and the mark is taken out again
 split at its special tokens: what was still whole there was the template's.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+
+from router.prompt.literals import first_characters_of
 
 MARK = "\ufdd0"
 """A noncharacter, which Unicode keeps out of texts. Where there is one in a quoted text it is doubled."""
@@ -25,8 +28,9 @@ class Quoter:
     """Works on JSON values: strings, keys of objects and whatever is nested."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
-        self._tokens = [token for token in special_tokens if len(token) > 1]  # else there is no inside
-        self._leads = _leads(self._tokens)
+        tokens = [token for token in special_tokens if len(token) > 1]  # else there is no inside
+        self._leads = _leads(tokens)
+        self._beginning = re.compile(first_characters_of(tokens)) if tokens else None
 
     def is_needed(self, value: Any) -> bool:
         """Whether there may be a special token in `value`. Quick where there is none."""
@@ -47,10 +51,11 @@ class Quoter:
 
     def _quote_text(self, text: str) -> str:
         text = text.replace(MARK, MARK + MARK)
-        for token in self._tokens:
-            while token in text:  # again, where occurrences overlap
-                text = text.replace(token, token[0] + MARK + token[1:])
-        return text
+        return text if self._beginning is None else self._beginning.sub(_broken, text)
+
+
+def _broken(beginning: re.Match[str]) -> str:
+    return beginning[0] + MARK
 
 
 def unquote(text: str, *, gap: str = "") -> str:

@@ -22,6 +22,7 @@ import tokenizers
 
 from replicas.protocol.status import TokenizerBundle
 from router.prompt.detokenizer import Detokenizer, TokenBytes, token_bytes_of
+from router.prompt.literals import longest_of
 from router.prompt.quoting import unquote
 from router.prompt.segments import SegmentCache
 
@@ -234,7 +235,7 @@ def _splitter(
     if not special_tokens:
         return None
     longest_first = sorted(special_tokens, key=len, reverse=True)
-    pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    pattern = re.compile(f"({longest_of(special_tokens)})")
     for separator in longest_first[:8]:
         for probes in (PROBES, PROBES[::-1]):
             text = separator.join(probes)

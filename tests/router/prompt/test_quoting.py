@@ -1,5 +1,6 @@
 """What a client sent is text, however much it looks like the template's special tokens."""
 
+import time
 from typing import Any
 
 import pytest
@@ -67,6 +68,18 @@ def test_many_special_tokens_without_a_common_beginning_are_all_seen() -> None:
     for token in tokens:
         assert quoter.is_needed([token])
         assert token not in quoter.quote(token)
+
+
+def test_the_time_does_not_grow_with_the_number_of_special_tokens() -> None:
+    text = "<|" * 100_000
+
+    def seconds(num_tokens: int) -> float:
+        quoter = Quoter([f"<|reserved_special_token_{number}|>" for number in range(num_tokens)])
+        started = time.perf_counter()
+        assert quoter.quote(text) == text
+        return time.perf_counter() - started
+
+    assert min(seconds(1000) for _ in range(3)) < 50 * min(seconds(1) for _ in range(3))
 
 
 @pytest.fixture(params=["fastokens", "tokenizers"])

@@ -1,0 +1,50 @@
+"""A regular expression for any of many literal strings, whose time does not grow with their number.
+
+Owns its spelling. Special tokens come by the hundred and begin alike: tried one after the other, a text full
+of their beginnings would cost each place as many looks as there are tokens.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_Trie = dict[str, Any]
+"""By character; the key "" says that a literal ends here."""
+
+
+def longest_of(literals: Iterable[str]) -> str:
+    """A pattern of the longest literal that stands at a place. There is one literal at least."""
+    return _spelled(_trie(literals))
+
+
+def first_characters_of(literals: Iterable[str]) -> str:
+    """A pattern of each first character of a literal that stands there, overlapping or not."""
+    return "|".join(
+        f"{re.escape(first)}(?={_spelled(rest)})"
+        if rest.keys() - {""} and "" not in rest
+        else re.escape(first)
+        for first, rest in _trie(literals).items()
+    )
+
+
+def _trie(literals: Iterable[str]) -> _Trie:
+    root: _Trie = {}
+    for literal in literals:
+        assert literal, "an empty literal stands everywhere"
+        node = root
+        for character in literal:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return root
+
+
+def _spelled(node: _Trie) -> str:
+    stem: list[str] = []
+    while len(node) == 1 and "" not in node:  # not by recursion, which long literals would exhaust
+        ((character, node),) = node.items()
+        stem.append(re.escape(character))
+    branches = [re.escape(character) + _spelled(rest) for character, rest in node.items() if character]
+    if not branches:
+        return "".join(stem)
+    any_branch = f"(?:{'|'.join(branches)})"
+    return "".join(stem) + (any_branch + "?" if "" in node else any_branch)
