@@ -20,12 +20,13 @@ from loadtests.arguments import count, number, positive, share
 from loadtests.parameters import read_parameter
 from loadtests.report import Slo
 from loadtests.workloads import GENERATORS, Workload
-from replicas.simulated_engine import COST_MODELS
+from replicas.config import DEFAULT_MAX_RUNNING
+from replicas.simulated_hardware import FREE, HARDWARE
 from router.routing.cost import CostParameters
 from router.routing.policies import POLICIES
 
-CAPACITY_TOKENS = {"h100-8b": 430_000, "h100x4-70b": 418_000}
-"""What the hardware of each cost model has left for KV."""
+TIMED_HARDWARE = tuple(name for name, hardware in HARDWARE.items() if hardware.cost != FREE)
+"""In virtual time, what costs nothing would serve everything at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +67,16 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     add("--delay-price", type=float, default=CostParameters().delay_price, metavar="X", help="of kvasir")
     add("--replicas", type=count, default=8, metavar="N", help="default: 8")
     add("--routers", type=count, default=1, metavar="N", help="default: 1")
-    add("--hardware", choices=tuple(CAPACITY_TOKENS), default="h100-8b", help="default: h100-8b")
+    add("--hardware", choices=TIMED_HARDWARE, default="h100-8b", help="default: h100-8b")
     add("--capacity", type=count, metavar="TOKENS", help="of a replica's KV cache (default: the hardware's)")
-    add("--max-batched-tokens", type=count, default=8192, metavar="N", help="per step (default: 8192)")
-    add("--max-running", type=count, default=256, metavar="N", help="per replica (default: 256)")
+    add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
+    add(
+        "--max-running",
+        type=count,
+        default=DEFAULT_MAX_RUNNING,
+        metavar="N",
+        help=f"per replica (default: {DEFAULT_MAX_RUNNING})",
+    )
     add(
         "--decodes-beside",
         action="store_true",
@@ -225,15 +232,17 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         workload = load(base)
         speed = swept["rate"] * workload.duration_seconds / len(workload.requests)
         source = dataclasses.replace(source, speed=speed)
-    capacity = int(swept.get("capacity", arguments.capacity or CAPACITY_TOKENS[arguments.hardware]))
+    hardware = HARDWARE[arguments.hardware]
+    max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
+    capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
     block_size = load(source).block_tokens
     if capacity < block_size:
         raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
     shape = ReplicaShape(
-        COST_MODELS[arguments.hardware],
+        hardware.cost,
         capacity // block_size,
         block_size,
-        max_batched_tokens=max(arguments.max_batched_tokens, arguments.max_running + 1),
+        max_batched_tokens=max(max_batched_tokens, arguments.max_running + 1),
         max_running=arguments.max_running,
         decodes_beside=arguments.decodes_beside,
         reads_shared_once=arguments.reads_shared_once,

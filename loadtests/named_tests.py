@@ -139,8 +139,9 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
     ),
 }
 
-SIMULATED_SETTINGS: Mapping[str, str] = {"simulated_hardware": "h100x4-70b"}
-"""Prefills that last long enough to be seen next to what a busy two-core machine adds."""
+SIMULATED_SETTINGS: Mapping[str, str] = {"simulated_hardware": "h100x4-70b", "max_batched_tokens": "2048"}
+"""Prefills that last long enough to be seen next to what a busy two-core machine adds, in steps that are
+not so long that every answer stutters."""
 
 
 def size_of(test: NamedTest, engine: str, *, is_quick: bool) -> Size:

@@ -20,6 +20,8 @@ ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
 ENGINES = ("torch", "vllm", "simulated")
 
+DEFAULT_MAX_RUNNING = 256
+DEFAULT_MAX_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_VLLM_BLOCK_SIZE = 32
 """The smallest that vLLM takes on every platform."""
@@ -75,10 +77,12 @@ class ReplicaConfig:
         help="memory of the KV cache in bytes; none means 128 MiB on a CPU, 85 %% of what is free on a GPU "
         "with torch, vLLM's own choice with vllm",
     )
-    max_batched_tokens: int = setting(
-        2048, help="most tokens computed in one step (prefill is cut into chunks)"
+    max_batched_tokens: int | None = setting(
+        None,
+        help="most tokens computed in one step (prefill is cut into chunks); none means 2048, and what its "
+        "hardware does with simulated",
     )
-    max_running: int = setting(256, help="most requests in one batch")
+    max_running: int = setting(DEFAULT_MAX_RUNNING, help="most requests in one batch")
     max_waiting: int = setting(1024, help="most requests that wait; beyond, they are refused as overloaded")
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
     adapters: Mapping[str, str] | None = setting(
@@ -141,6 +145,11 @@ class ReplicaConfig:
     def has_engine_process(self) -> bool:
         """What was set, or the engine's default."""
         return self.engine == "vllm" if self.engine_process is None else self.engine_process
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most that was set, or the default of engines that compute."""
+        return self.max_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
 
     @property
     def tokens_per_block(self) -> int:

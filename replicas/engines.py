@@ -6,7 +6,7 @@ Owns the choice. Imports torch and vLLM only when an engine needs them.
 import importlib.util
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -17,18 +17,12 @@ from replicas.engine_process import EngineProcess
 from replicas.errors import StartupError
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
-from replicas.simulated_engine import COST_MODELS, SimulatedEngine
+from replicas.simulated_engine import SimulatedEngine
+from replicas.simulated_hardware import HARDWARE
 from replicas.torch_engine.model_config import CheckpointError, read_eos_token_ids, read_model_config
 from replicas.torch_engine.weights import fingerprint, tokenizer_bundle
 
 TOY_MODEL = Path(__file__).parent / "toy_model"
-
-SIMULATED_CACHE_TOKENS: Mapping[str, int] = {
-    "h100-8b": 400_000,  # 128 KiB a token in what bfloat16 weights leave of 80 GB
-    "h100x4-70b": 500_000,
-    "instant": 131_072,
-}
-"""How much KV the simulated hardware holds, where num_blocks does not say."""
 
 REPLACEMENT = "\ufffd"
 
@@ -60,10 +54,11 @@ def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     """The checkpoint lends its vocabulary, its tokenizer and its name; nothing is computed with it."""
     directory = Path(config.model) if config.model is not None else TOY_MODEL
-    hardware, speed = config.simulated_hardware, config.simulated_speed
     check_simulation(config)
+    hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed
     model = read_model_config(directory)
-    num_blocks = config.num_blocks or SIMULATED_CACHE_TOKENS[hardware] // config.tokens_per_block
+    num_blocks = config.num_blocks or hardware.cache_tokens // config.tokens_per_block
+    max_batched_tokens = config.max_batched_tokens or hardware.max_batched_tokens
     card = ModelCard(
         name=config.model_name or directory.resolve().name,
         fingerprint=fingerprint(directory),
@@ -75,15 +70,15 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         ),
         vocab_size=model.vocab_size,
         eos_token_ids=read_eos_token_ids(directory),
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=max_batched_tokens,
         max_running=config.max_running,
     )
     bundle = tokenizer_bundle(directory)
     engine = SimulatedEngine(
         card,
-        COST_MODELS[hardware],
+        hardware.cost,
         num_blocks=num_blocks + 1,  # the null block has an id too
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=max_batched_tokens,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         sleep=lambda seconds: time.sleep(seconds / speed),
@@ -94,9 +89,9 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 
 def check_simulation(config: ReplicaConfig) -> None:
     """Raises SettingsError."""
-    if config.simulated_hardware not in COST_MODELS:
+    if config.simulated_hardware not in HARDWARE:
         raise SettingsError(
-            f"setting simulated_hardware is {', '.join(COST_MODELS)}, not {config.simulated_hardware}"
+            f"setting simulated_hardware is {', '.join(HARDWARE)}, not {config.simulated_hardware}"
         )
     if not config.simulated_speed > 0:
         raise SettingsError("setting simulated_speed must be above 0")

@@ -1,66 +1,21 @@
 """SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
 
-Owns the price of a step and the tokens that stand in for an answer. Knows nothing of time but the
-`sleep` that it is given, and nothing of tensors. For load tests of the router and for planning; what
+Owns the tokens that stand in for an answer. Knows nothing of time but the `sleep` that it is given, and
+nothing of tensors. For load tests of the router and for planning; what
 it measures says nothing of any engine.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from replicas.engine import EngineRequest
 from replicas.kvcache.manager import KVCacheManager
 from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
 from replicas.protocol.status import ModelCard
-from replicas.torch_engine.request import Chunk, Request, SampledToken
+from replicas.simulated_hardware import FREE, CostModel
+from replicas.torch_engine.request import Request, SampledToken
 from replicas.torch_engine.scheduler import Scheduler
 
 _MASK = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What a step costs in seconds on some hardware.
-
-    A whole prompt alone costs `a + b·u + c·u·(cached + u/2)`, u being its uncached tokens; a step that
-    only decodes costs `d0 + d1·(context tokens of the batch)`. A step may do both, and part of a prompt::
-
-        max(d0, a · [a prompt ends in this step] + Σ chunks (b·u + c·u·(start + u/2))) + d1 · context
-
-    The weights are read once for the whole batch (d0), behind the arithmetic of a prefill if there is
-    enough of it. The sum over the chunks of one prompt is the sum for the prompt, so cutting it costs
-    nothing but the other requests' tokens in between, and `a` is paid when it ends.
-    """
-
-    a: float
-    b: float
-    c: float
-    d0: float
-    d1: float
-
-    def step_seconds(self, chunks: Iterable[Chunk]) -> float:
-        compute = 0.0
-        num_context_tokens = 0
-        ends_prompt = any_work = False
-        for chunk in chunks:
-            any_work = True
-            num_tokens = chunk.num_tokens
-            if chunk.is_decode:
-                num_context_tokens += chunk.start + 1
-                continue
-            compute += num_tokens * (self.b + self.c * (chunk.start + num_tokens / 2))
-            ends_prompt = ends_prompt or chunk.samples
-        if not any_work:
-            return 0.0
-        return max(self.d0, compute + (self.a if ends_prompt else 0.0)) + self.d1 * num_context_tokens
-
-
-COST_MODELS: Mapping[str, CostModel] = {
-    "h100-8b": CostModel(a=0.018, b=3.08e-5, c=9.4e-10, d0=7.7e-3, d1=7.6e-8),
-    "h100x4-70b": CostModel(a=0.022, b=6.76e-5, c=1.24e-9, d0=18e-3, d1=4.8e-8),
-    "instant": CostModel(a=0.0, b=0.0, c=0.0, d0=0.0, d1=0.0),
-}
-"""Llama-3.1-8B in bfloat16 on one H100, Llama-3.1-70B on four, and no cost at all."""
 
 
 class SimulatedEngine:
@@ -79,7 +34,7 @@ class SimulatedEngine:
         printable: Sequence[int] | None = None,
     ) -> None:
         self._card = card
-        self._cost = cost if cost != COST_MODELS["instant"] else None
+        self._cost = cost if cost != FREE else None
         self._sleep = sleep
         candidates = range(card.vocab_size) if printable is None else printable
         self._token_ids = tuple(token for token in candidates if token not in card.eos_token_ids)

@@ -5,7 +5,7 @@ Owns what they are called. Knows nothing of what a replica does with them.
 
 from dataclasses import dataclass
 
-from replicas.simulated_engine import CostModel
+from replicas.simulated_hardware import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class ReplicaShape:
     cost: CostModel
     num_blocks: int
     block_size: int
-    max_batched_tokens: int = 8192
-    max_running: int = 256
+    max_batched_tokens: int
+    max_running: int
     decodes_beside: bool = False
     reads_shared_once: bool = False
     counts_arrivals: bool = True

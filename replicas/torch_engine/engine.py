@@ -54,7 +54,7 @@ class TorchEngine:
             context_length=context_length,
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.eos_token_ids,
-            max_batched_tokens=config.max_batched_tokens,
+            max_batched_tokens=config.tokens_per_step,
             max_running=config.max_running,
         )
         num_ids = num_blocks + 1  # the null block has an id too

@@ -119,8 +119,8 @@ class VllmEngine:
             context_length=int(model.max_model_len),
             vocab_size=int(model.get_vocab_size()),
             eos_token_ids=eos_token_ids,
-            max_batched_tokens=config.max_batched_tokens,
-            max_running=min(config.max_running, config.max_batched_tokens),
+            max_batched_tokens=config.tokens_per_step,
+            max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
         )
         try:

@@ -104,7 +104,8 @@ def test_whatever_is_said_overrides_the_test(trace: str) -> None:
     assert (options["qps"], options["num_tenants"], options["num-replicas"]) == ("5", "2", "3")
     assert made.cluster_words == (
         *("--engine", "simulated", "--replicas", "3", "--model", "/m", "--model-name", "n"),
-        *("--set=simulated_hardware=h100x4-70b", "--set=simulated_speed=2", "--set=block_size=32"),
+        *("--set=simulated_hardware=h100x4-70b", "--set=max_batched_tokens=2048"),
+        *("--set=simulated_speed=2", "--set=block_size=32"),
         "--set=num_blocks=51",
     )
     assert plan("trace", trace).locust_options(made.runs[0])["trace"] == trace

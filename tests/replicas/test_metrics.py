@@ -6,7 +6,8 @@ from replicas.metrics import ReplicaMetrics
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import PromptUsage, RefusalCode, RequestKey, StepFrame, TokenDelta
 from replicas.protocol.status import ModelCard
-from replicas.simulated_engine import COST_MODELS, SimulatedEngine
+from replicas.simulated_engine import SimulatedEngine
+from replicas.simulated_hardware import FREE
 from tests.replicas.builders import engine_request
 
 CARD = ModelCard("m", "f", "simulated", 16, 20, 4096, 1000, (2,))
@@ -28,7 +29,7 @@ def test_evictions_and_preemptions_are_counted_as_they_happen() -> None:
     metrics = ReplicaMetrics(CollectorRegistry())
     engine = SimulatedEngine(
         CARD,
-        COST_MODELS["instant"],
+        FREE,
         num_blocks=21,
         max_batched_tokens=512,
         max_running=16,

@@ -15,12 +15,13 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, SamplingParams, StepFrame, Submit
 from replicas.protocol.status import ModelCard
-from replicas.simulated_engine import COST_MODELS, CostModel, SimulatedEngine
+from replicas.simulated_engine import SimulatedEngine
+from replicas.simulated_hardware import FREE, HARDWARE, CostModel
 from replicas.torch_engine.request import Chunk
 from tests.replicas.builders import ROOT, engine_request, request, tokens_of
 
 CARD = ModelCard("m", "f", "simulated", 16, 200, 4096, 1000, (2, 7))
-H100 = COST_MODELS["h100-8b"]
+H100 = HARDWARE["h100-8b"].cost
 
 
 class Naps:
@@ -34,7 +35,7 @@ class Naps:
 
 
 def engine(
-    cost: CostModel = COST_MODELS["instant"],
+    cost: CostModel = FREE,
     naps: Naps | None = None,
     printable: Sequence[int] | None = None,
     max_batched_tokens: int = 512,
@@ -214,8 +215,8 @@ def test_a_hit_is_cheaper_than_a_miss() -> None:
 
 
 def test_every_hardware_has_a_price_list() -> None:
-    assert set(COST_MODELS) == {"h100-8b", "h100x4-70b", "instant"}
-    assert COST_MODELS["instant"].step_seconds([chunk(0, 10, num_prompt_tokens=10)]) == 0.0
+    assert set(HARDWARE) == {"h100-8b", "h100x4-70b", "instant"}
+    assert FREE.step_seconds([chunk(0, 10, num_prompt_tokens=10)]) == 0.0
 
 
 def test_separate_roots_never_share() -> None:

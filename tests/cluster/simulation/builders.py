@@ -9,7 +9,7 @@ from cluster.simulation.request import prepare
 from cluster.simulation.shape import ReplicaShape
 from loadtests.workloads import TraceRequest, Workload
 from replicas.loop import SpeedMeter
-from replicas.simulated_engine import CostModel
+from replicas.simulated_hardware import CostModel
 
 PLAIN = CostModel(a=0.5, b=0.01, c=0.0, d0=0.1, d1=0.0)
 """A token of a prompt costs 10 ms and half a second comes on top; a decode step takes 100 ms."""
@@ -51,6 +51,11 @@ def random_workload(seed: int, *, num_requests: int = 200, qps: float = 4.0) -> 
             )
         )
     return Workload("random", 16, tuple(requests))
+
+
+def plain_shape(num_blocks: int, *, decodes_beside: bool = False) -> ReplicaShape:
+    """Blocks of 10, and no limit that a few requests would meet."""
+    return ReplicaShape(PLAIN, num_blocks, 10, 8192, 256, decodes_beside)
 
 
 def small_shape(num_blocks: int = 80, **changes: object) -> ReplicaShape:

@@ -23,7 +23,7 @@ from loadtests.workloads import (
     without_keys,
     zipf_b2b,
 )
-from replicas.simulated_engine import COST_MODELS
+from replicas.simulated_hardware import HARDWARE
 from tests.cluster.simulation.builders import new_fleet
 
 NUM_WARM_UP = 60
@@ -31,7 +31,10 @@ NUM_WARM_UP = 60
 
 def fleet_of(workload: Workload, capacity_tokens: int = 430_000, **changes: object) -> FleetOptions:
     block_size = workload.block_tokens
-    shape = ReplicaShape(COST_MODELS["h100-8b"], capacity_tokens // block_size, block_size)
+    hardware = HARDWARE["h100-8b"]
+    shape = ReplicaShape(
+        hardware.cost, capacity_tokens // block_size, block_size, hardware.max_batched_tokens, max_running=256
+    )
     values: dict[str, object] = {"num_replicas": 4, "num_routers": 4, **changes}
     return FleetOptions(shape, **values)  # type: ignore[arg-type]
 

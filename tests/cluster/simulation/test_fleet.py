@@ -7,12 +7,11 @@ import pytest
 from cluster.simulation.fleet import Fleet, FleetResult
 from cluster.simulation.options import Delays, FleetOptions, Kill, Outage
 from cluster.simulation.request import prepare
-from cluster.simulation.shape import ReplicaShape
 from loadtests.workloads import Workload
 from tests.cluster.simulation.builders import (
     NO_DELAYS,
-    PLAIN,
     new_fleet,
+    plain_shape,
     random_workload,
     request,
     serve,
@@ -33,7 +32,7 @@ ACCIDENTS = dataclasses.replace(
 
 
 def plain_fleet(num_replicas: int = 2, *, num_routers: int = 1, delays: Delays = NO_DELAYS) -> FleetOptions:
-    shape = ReplicaShape(PLAIN, num_blocks=50, block_size=10)
+    shape = plain_shape(num_blocks=50)
     return FleetOptions(
         shape, num_replicas=num_replicas, num_routers=num_routers, delays=delays, index_stride=10
     )

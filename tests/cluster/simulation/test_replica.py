@@ -11,7 +11,7 @@ from replicas.loop import SpeedMeter
 from replicas.protocol.frames import RequestKey, SamplingParams, UserTag
 from replicas.protocol.status import ModelCard
 from replicas.simulated_engine import SimulatedEngine
-from tests.cluster.simulation.builders import PLAIN, random_workload, request, small_shape
+from tests.cluster.simulation.builders import plain_shape, random_workload, request, small_shape
 
 Timeline = dict[int, tuple[float, float, int]]
 """Number of a request: when its first token came, when its last one did, and its cached tokens."""
@@ -135,7 +135,7 @@ def test_two_prompts_and_their_answers_take_what_a_sum_by_hand_says() -> None:
     workload = Workload(
         "by hand", 10, (request(0.0, [1, 2], output=3), request(0.75, [1, 3], output=2, user="bob"))
     )
-    found, _ = serve_virtually(workload, ReplicaShape(PLAIN, num_blocks=8, block_size=10))
+    found, _ = serve_virtually(workload, plain_shape(num_blocks=8))
     assert found == {
         0: (pytest.approx(0.7), pytest.approx(1.4), 0),
         1: (pytest.approx(1.4), pytest.approx(1.5), 10),
@@ -145,19 +145,19 @@ def test_two_prompts_and_their_answers_take_what_a_sum_by_hand_says() -> None:
 def test_decoding_beside_costs_a_prompt_nothing() -> None:
     """As above, but the first one's last token does not wait for the second one's prompt."""
     workload = Workload("beside", 10, (request(0.0, [1, 2], output=3), request(0.75, [1, 3])))
-    shape = ReplicaShape(PLAIN, num_blocks=8, block_size=10, decodes_beside=True)
+    shape = plain_shape(num_blocks=8, decodes_beside=True)
     found, _ = serve_virtually(workload, shape)
     assert found[1] == (pytest.approx(1.4), pytest.approx(1.4), 10)
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
     workload = Workload("twice", 10, (request(0.0, [1, 2]), request(5.0, [1, 2])))
-    found, _ = serve_virtually(workload, ReplicaShape(PLAIN, num_blocks=8, block_size=10))
+    found, _ = serve_virtually(workload, plain_shape(num_blocks=8))
     assert found[1] == (pytest.approx(5.6), pytest.approx(5.6), 10)
 
 
 def test_an_answer_that_would_not_fit_ends_where_the_cache_is_full() -> None:
-    replica = VirtualReplica(ReplicaShape(PLAIN, num_blocks=3, block_size=10), SpeedMeter())
+    replica = VirtualReplica(plain_shape(num_blocks=3), SpeedMeter())
     (prepared,) = prepare(Workload("long", 10, (request(0.0, [1, 2], output=1000),)))
     virtual = virtual_request(prepared)
     replica.submit(virtual, 0.0)
@@ -168,7 +168,7 @@ def test_an_answer_that_would_not_fit_ends_where_the_cache_is_full() -> None:
 
 
 def test_a_crash_tells_how_far_each_answer_was() -> None:
-    replica = VirtualReplica(ReplicaShape(PLAIN, num_blocks=8, block_size=10), SpeedMeter())
+    replica = VirtualReplica(plain_shape(num_blocks=8), SpeedMeter())
     (prepared,) = prepare(Workload("lost", 10, (request(0.0, [1, 2], output=50),)))
     virtual = virtual_request(prepared)
     replica.submit(virtual, 0.0)

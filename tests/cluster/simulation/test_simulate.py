@@ -1,12 +1,17 @@
 """`kvasir simulate` as it is typed."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from cluster.cli import main
+from cluster.simulate import TIMED_HARDWARE, _job, add_arguments
 from cluster.simulation.options import Kill, Outage, parse_kill, parse_outage
+from replicas.config import ReplicaConfig
+from replicas.engines import build_engine
+from replicas.simulated_engine import SimulatedEngine
 
 SMALL = ["multi-turn", "--set", "num_sessions=6", "--jobs", "1"]
 
@@ -55,6 +60,22 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["simulate", str(trace), "--capacity", "10240"]) == 0
     assert "10 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hardware", TIMED_HARDWARE)
+def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["multi-turn", "--hardware", hardware])
+    shape = _job(arguments, "kvasir", seed=1, value=None).options.shape
+    engine, _ = build_engine(
+        ReplicaConfig(engine="simulated", simulated_hardware=hardware, block_size=shape.block_size)
+    )
+    assert isinstance(engine, SimulatedEngine)
+    assert engine._cost == shape.cost
+    assert engine.card.num_blocks == shape.num_blocks
+    assert engine.card.max_batched_tokens == shape.max_batched_tokens
+    assert engine.card.max_running == shape.max_running
 
 
 @pytest.mark.parametrize(
