@@ -1,7 +1,7 @@
-"""`python -m router`: one router as a process of its own.
+"""`python -m router`: a router as a process of its own, or several on one port.
 
 Owns signals, logging and exit codes. The first SIGTERM stops accepting and lets what runs finish, while
-operators may still look; a second SIGINT stops at once.
+operators may still look; a second SIGINT stops at once. How several are kept running is `processes.py`'s.
 """
 
 import asyncio
@@ -10,8 +10,11 @@ import gc
 import logging
 import os
 import random
+import secrets
 import signal
+import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import uvicorn
@@ -19,22 +22,26 @@ import uvloop
 from starlette.types import ASGIApp
 
 import replicas.protocol.lean_redis  # noqa: F401
-from replicas.protocol.logs import set_up_logs
+from replicas.protocol.logs import TEXT_FORMAT, set_up_logs
 from replicas.protocol.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from router.http_protocol import protocol_with_deadline
 from router.listeners import BACKLOG, Listeners, address_of, listening
+from router.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 
 logger = logging.getLogger(__name__)
-
-EXIT_FAILED = 1
-EXIT_NOT_STARTED = 2
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than load balancers keep idle connections: they must be the ones to close."""
 
 ADMIN_DRAIN_SECONDS = 1
+
+LOOK_SECONDS = 0.05
+FIRST_LOOK_SECONDS = 5.0
+"""One of several routers waits so long for replicas, and longer while a sibling answers, before it does."""
+STOP_SECONDS = 15.0
+"""What a router may need to end, beside what its requests may take."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -50,8 +57,20 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             description="Serve OpenAI's API from the replicas that hold the prompts' KV blocks.",
         )
         set_up_logs(config.log_format, config.log_level, fields={"service": "router"})
-        with listening(config) as listeners, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, listeners))
+        with listening(config) as listeners:
+            if config.processes == 1:
+                return run_one(config, listeners, secrets.token_bytes(32))
+            return run_several(config, listeners)
+    except SettingsError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_NOT_STARTED
+
+
+def run_one(config: RouterConfig, listeners: Listeners, own_secret: bytes, place: Place | None = None) -> int:
+    """`own_secret` counts where the settings have none; `place` is this router's among several."""
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config, listeners, own_secret, place))
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_NOT_STARTED
@@ -59,6 +78,21 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         logger.critical("the router has failed", exc_info=True)
         return EXIT_FAILED
     return 0
+
+
+def run_several(config: RouterConfig, listeners: Listeners) -> int:
+    # Made up once, if at all: with one each, none would find what the others' prompts have left in caches.
+    own_secret = secrets.token_bytes(32)
+
+    def run(place: Place) -> int:
+        name = f"router-{place.number}"
+        text_format = TEXT_FORMAT.replace("%(name)s", f"{name} %(name)s")
+        fields = {"service": "router", "router": name}
+        set_up_logs(config.log_format, config.log_level, fields=fields, text_format=text_format)
+        return run_one(config, listeners.of(place.number), own_secret, place)
+
+    patience = config.drain_seconds + STOP_SECONDS
+    return RouterProcesses(config.processes, run, patience_seconds=patience).run()
 
 
 class _Server(uvicorn.Server):
@@ -71,6 +105,14 @@ class _Server(uvicorn.Server):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Those that were accepted in the last moment are connections before all are asked to end."""
+        for server in self.servers:
+            server.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await super().shutdown(sockets)
+
 
 class _AdminServer(uvicorn.Server):
     """Ends after the clients' server, and when that says so."""
@@ -80,19 +122,34 @@ class _AdminServer(uvicorn.Server):
         yield
 
 
-async def serve(config: RouterConfig, listeners: Listeners) -> None:
-    """Answer requests until a signal comes. Fails if following the fleet does."""
-    router = Router(config, rng=random.Random())
+async def serve(
+    config: RouterConfig, listeners: Listeners, own_secret: bytes, place: Place | None = None
+) -> None:
+    """Answer requests until a signal comes. Fails if following the fleet does.
+
+    One of several accepts nothing before it has found replicas: what waits is better served by another, or
+    a moment later.
+    """
+    router = Router(config, rng=random.Random(), own_secret=own_secret)
     server = _Server(_server_config(config, router.apps.main, config.drain_seconds))
     # All that exists now lives as long as the process: keep the collector from walking it again.
     gc.freeze()
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(router.run(), name="fleet")
-        logger.info("listening on %s", address_of(listeners.main))
         async with _admin_server(config, router.apps.admin, listeners):
+            if place is not None:
+                await _wait_for_replicas(router, place)
+                place.accept()
+            logger.info("listening on %s", address_of(listeners.main))
             await server.serve(sockets=[listeners.main])
         following.cancel()
     await router.close()
+
+
+async def _wait_for_replicas(router: Router, place: Place) -> None:
+    patient_until = time.monotonic() + FIRST_LOOK_SECONDS
+    while not router.is_ready and (place.has_accepting_sibling or time.monotonic() < patient_until):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 @contextlib.asynccontextmanager

@@ -49,8 +49,17 @@ class Router:
     apps: Apps
 
     def __init__(
-        self, config: RouterConfig, *, rng: random.Random, clock: Callable[[], float] = time.monotonic
+        self,
+        config: RouterConfig,
+        *,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        own_secret: bytes | None = None,
     ) -> None:
+        """`own_secret` is what several routers without a secret in their settings have made up together.
+
+        One of each router's own is fine for a single one: restarted, it finds nothing of what is cached.
+        """
         self._config = config
         self._tracing = _open_tracing(config)
         self._mirrors: dict[str, IndexMirror] = {}
@@ -66,8 +75,7 @@ class Router:
             raise SettingsError(str(error)) from error
         secret = read_secret(config.secret, config.secret_file)
         self._catalog = ModelCatalog(
-            # One made up is fine for a single router: restarted, it finds nothing of what is cached.
-            (secret or ClusterSecret(secrets.token_bytes(32))).current,
+            (secret or ClusterSecret(own_secret or secrets.token_bytes(32))).current,
             cache_bytes=config.tokenizer_cache_bytes,
             chain_bytes=config.hash_cache_bytes,
         )
@@ -100,6 +108,11 @@ class Router:
             context.observers.append(log_request)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a replica to route to."""
+        return any(self._table.replica_ids(model) for model in self._table.models)
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""

@@ -16,6 +16,7 @@ from replicas.protocol.settings import (
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
 AT_LEAST_ONE = (
+    "processes",
     "max_body_bytes",
     "max_in_flight",
     "max_sequences",
@@ -31,6 +32,9 @@ ADMIN_ACCESS = ("loopback", "everyone", "nobody")
 class RouterConfig:
     host: str = setting("127.0.0.1", help="address to listen on for HTTP")
     port: int = setting(8000, help="HTTP port; 0 takes a free one")
+    processes: int = setting(
+        1, help="routers that accept from the port, each a process of its own; limits hold for each of them"
+    )
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
     )
@@ -92,11 +96,13 @@ class RouterConfig:
     admin_port: int | None = setting(
         None,
         help="port of their own for that page, explanations and /metrics, which the HTTP port then does not"
-        " have; 0 takes a free one",
+        " have; 0 takes a free one; several processes have this one and those that follow, or free ones",
     )
     admin_host: str = setting("127.0.0.1", help="address to listen on for the admin port")
     admin_socket: str | None = setting(
-        None, help="path of a Unix socket instead of the admin port; only this user may open it"
+        None,
+        help="path of a Unix socket instead of the admin port; only this user may open it; several processes"
+        " have one each, with .0, .1 and so on behind the path",
     )
 
     log_format: str = setting("text", help="text, or json: one object per line")
@@ -111,7 +117,8 @@ class RouterConfig:
 
     @property
     def has_admin_listener(self) -> bool:
-        return self.admin_port is not None or self.admin_socket is not None
+        """Several processes always have one: what the port that they share answered would be anyone's."""
+        return self.admin_port is not None or self.admin_socket is not None or self.processes > 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

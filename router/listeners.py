@@ -1,6 +1,7 @@
-"""The sockets that a router listens on: the clients' port, and the operators' port or Unix socket.
+"""The sockets that a router listens on: the clients' port, and the operators' ports or Unix sockets.
 
-Owns how they are bound and removed. Knows nothing of what is served there.
+Several router processes share the clients' socket, and each has a socket for operators to itself. Owns how
+they are bound and removed. Knows nothing of what is served there.
 """
 
 import contextlib
@@ -19,10 +20,22 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """`admin` is None where `main` serves everything."""
+    """`admins` has one for each process, or none where `main` serves everything."""
 
     main: socket.socket
-    admin: socket.socket | None
+    admins: tuple[socket.socket, ...]
+
+    @property
+    def admin(self) -> socket.socket | None:
+        """Of the only process, or of the one that has closed all others."""
+        return self.admins[0] if self.admins else None
+
+    def of(self, number: int) -> "Listeners":
+        """Those of one of several processes, which closes what belongs to the others."""
+        for other, admin in enumerate(self.admins):
+            if other != number:
+                admin.close()
+        return Listeners(self.main, self.admins[number : number + 1])
 
 
 @contextlib.contextmanager
@@ -30,12 +43,17 @@ def listening(config: RouterConfig) -> Iterator[Listeners]:
     """The bound sockets, before anything else is built. Raises SettingsError if that cannot be."""
     with contextlib.ExitStack() as stack:
         main = stack.enter_context(_at_port(config.host, config.port))
-        admin = None
-        if config.admin_port is not None:
-            admin = stack.enter_context(_at_port(config.admin_host, config.admin_port))
-        elif config.admin_socket is not None:
-            admin = stack.enter_context(_at_path(Path(config.admin_socket)))
-        yield Listeners(main, admin)
+        admins = []
+        if config.has_admin_listener:
+            admins = [stack.enter_context(_admin(config, number)) for number in range(config.processes)]
+        yield Listeners(main, tuple(admins))
+
+
+def _admin(config: RouterConfig, number: int) -> contextlib.AbstractContextManager[socket.socket]:
+    if config.admin_socket is not None:
+        path = config.admin_socket if config.processes == 1 else f"{config.admin_socket}.{number}"
+        return _at_path(Path(path))
+    return _at_port(config.admin_host, config.admin_port + number if config.admin_port else 0)
 
 
 def address_of(listener: socket.socket) -> str:
@@ -57,9 +75,10 @@ def _at_port(host: str, port: int) -> Iterator[socket.socket]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
             where = f"{host} port {port}"
-            raise SettingsError(f"the router cannot listen on {where}: {error.strerror}") from error
+            raise SettingsError(f"the router cannot listen on {where}: {reason}") from error
         yield listener
 
 
