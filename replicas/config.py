@@ -95,6 +95,11 @@ class ReplicaConfig:
     engine_args: Mapping[str, Any] | None = setting(
         None, help="vLLM's own engine arguments, NAME=VALUE,NAME=VALUE or a mapping; vllm only"
     )
+    trust_code: bool = setting(
+        False,
+        help="let engine_args and adapters run code that comes with a model or from elsewhere: "
+        "trust_remote_code, classes named by their module, pickled weights; vllm only",
+    )
 
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
@@ -124,7 +129,7 @@ class ReplicaConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise SettingsError(f"setting engine is torch, vllm or simulated, not {self.engine}")
-        for name in ("engine_args", "adapters"):
+        for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
         for name in ("block_size", "max_batched_tokens", "max_running", "max_waiting", "index_stride"):

@@ -55,8 +55,9 @@ def _check_for_vllm(config: ReplicaConfig, directory: Path) -> None:
     from replicas.vllm_engine.adapters import read_adapters
     from replicas.vllm_engine.arguments import given_arguments
 
-    given_arguments(config.engine_args or {})
-    read_adapters(config.adapters or {}, config.model_name or directory.resolve().name)
+    given_arguments(config.engine_args or {}, trust_code=config.trust_code)
+    model_name = config.model_name or directory.resolve().name
+    read_adapters(config.adapters or {}, model_name, trust_code=config.trust_code)
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {directory}")
     fields = read_json(directory / "config.json")

@@ -28,7 +28,8 @@ def source_files() -> list[str]:
         for name in tracked_files()
         if name.endswith(".py")
         and not name.endswith(GENERATED)
-        and name.split("/")[0] in ("replicas", "router", "cluster", "loadtests", "helm", "deploy")
+        and name.split("/")[0]
+        in ("replicas", "router", "cluster", "loadtests", "helm", "deploy", "requirements")
     ]
 
 

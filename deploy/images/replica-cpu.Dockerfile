@@ -9,17 +9,23 @@ ARG TORCH_BACKEND=cpu
 # Folders of wheels that are mounted during the build, if the package index is not all there is.
 ARG UV_FIND_LINKS
 ENV PYTHONDONTWRITEBYTECODE=1
-RUN python3 -m venv /tmp/tools && /tmp/tools/bin/python -m pip install --no-cache-dir uv==0.13.8
-COPY requirements/lock.txt /tmp/requirements.txt
+COPY requirements/build.txt requirements/lock.txt requirements/torch.txt /tmp/requirements/
+RUN python3 -m venv /tmp/tools \
+    && /tmp/tools/bin/python -m pip install --no-cache-dir --require-hashes \
+        --requirement /tmp/requirements/build.txt
+# torch by its version alone: other indexes than PyPI have other files.
 RUN python3 -m venv --without-pip /opt/kvasir \
+    && /tmp/tools/bin/uv pip install --no-cache --no-deps --require-hashes --python /opt/kvasir/bin/python \
+        --requirement /tmp/requirements/lock.txt \
     && /tmp/tools/bin/uv pip install --no-cache --python /opt/kvasir/bin/python \
-        ${TORCH_BACKEND:+"--torch-backend=${TORCH_BACKEND}"} --requirement /tmp/requirements.txt
+        ${TORCH_BACKEND:+"--torch-backend=${TORCH_BACKEND}"} "$(grep -o '^torch==[^ ]*' /tmp/requirements/torch.txt)"
 COPY pyproject.toml README.md /app/
 COPY cluster /app/cluster
 COPY loadtests /app/loadtests
 COPY replicas /app/replicas
 COPY router /app/router
-RUN /tmp/tools/bin/uv pip install --no-cache --no-deps --python /opt/kvasir/bin/python --editable /app \
+RUN /tmp/tools/bin/uv pip install --no-cache --no-deps --python /opt/kvasir/bin/python \
+        --build-constraints /tmp/requirements/build.txt --editable /app \
     && /opt/kvasir/bin/python -m compileall -q /app
 
 FROM ${BASE}

@@ -5,23 +5,22 @@
 ARG BASE=docker.io/library/python:3.11-slim
 
 FROM ${BASE} AS packages
-# Which build of torch is installed (cpu, cu130, …); empty takes what the package index or UV_FIND_LINKS has.
-ARG TORCH_BACKEND=
-# Folders of wheels that are mounted during the build, if the package index is not all there is.
-ARG UV_FIND_LINKS
 ENV PYTHONDONTWRITEBYTECODE=1
-RUN python3 -m venv /tmp/tools && /tmp/tools/bin/python -m pip install --no-cache-dir uv==0.13.8
-COPY requirements/lock.txt requirements/vllm-cuda.txt /tmp/requirements/
+COPY requirements/build.txt requirements/lock.txt requirements/torch.txt requirements/vllm-cuda.txt /tmp/requirements/
+RUN python3 -m venv /tmp/tools \
+    && /tmp/tools/bin/python -m pip install --no-cache-dir --require-hashes \
+        --requirement /tmp/requirements/build.txt
 RUN python3 -m venv --without-pip /opt/kvasir \
-    && /tmp/tools/bin/uv pip install --no-cache --python /opt/kvasir/bin/python \
-        ${TORCH_BACKEND:+"--torch-backend=${TORCH_BACKEND}"} \
-        --requirement /tmp/requirements/lock.txt --requirement /tmp/requirements/vllm-cuda.txt
+    && /tmp/tools/bin/uv pip install --no-cache --no-deps --require-hashes --python /opt/kvasir/bin/python \
+        --requirement /tmp/requirements/lock.txt --requirement /tmp/requirements/torch.txt \
+        --requirement /tmp/requirements/vllm-cuda.txt
 COPY pyproject.toml README.md /app/
 COPY cluster /app/cluster
 COPY loadtests /app/loadtests
 COPY replicas /app/replicas
 COPY router /app/router
-RUN /tmp/tools/bin/uv pip install --no-cache --no-deps --python /opt/kvasir/bin/python --editable /app \
+RUN /tmp/tools/bin/uv pip install --no-cache --no-deps --python /opt/kvasir/bin/python \
+        --build-constraints /tmp/requirements/build.txt --editable /app \
     && /opt/kvasir/bin/python -m compileall -q /app
 
 FROM ${BASE}

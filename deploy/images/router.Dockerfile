@@ -5,11 +5,13 @@ ARG BASE=docker.io/library/python:3.11-slim
 
 FROM ${BASE} AS packages
 ENV PYTHONDONTWRITEBYTECODE=1
-RUN python3 -m venv /tmp/tools && /tmp/tools/bin/python -m pip install --no-cache-dir uv==0.13.8
-COPY requirements/router.txt /tmp/requirements.txt
+COPY requirements/build.txt requirements/router.txt /tmp/requirements/
+RUN python3 -m venv /tmp/tools \
+    && /tmp/tools/bin/python -m pip install --no-cache-dir --require-hashes \
+        --requirement /tmp/requirements/build.txt
 RUN python3 -m venv --without-pip /opt/kvasir \
-    && /tmp/tools/bin/uv pip install --no-cache --no-deps --python /opt/kvasir/bin/python \
-        --requirement /tmp/requirements.txt
+    && /tmp/tools/bin/uv pip install --no-cache --no-deps --require-hashes --python /opt/kvasir/bin/python \
+        --requirement /tmp/requirements/router.txt
 COPY replicas/__init__.py /app/replicas/
 COPY replicas/protocol /app/replicas/protocol
 COPY router /app/router

@@ -45,7 +45,7 @@ runtimeClassName: {{ . }}
 {{- fail (printf "pool %s: model.source is image, so model.path must be a directory in the image, not %q" $name $model.path) -}}
 {{- end -}}
 {{- if ne $pool.engine "vllm" -}}
-{{- range $setting := list "engine_args" "adapters" -}}
+{{- range $setting := list "engine_args" "adapters" "trust_code" -}}
 {{- if get $pool.settings $setting -}}
 {{- fail (printf "pool %s: settings.%s is for the engine vllm, not for %s" $name $setting $pool.engine) -}}
 {{- end -}}

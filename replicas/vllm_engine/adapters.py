@@ -14,6 +14,7 @@ from typing import Any
 
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import Adapter
+from replicas.vllm_engine.foreign_code import check_adapter_weights
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CONFIG = "adapter_config.json"
@@ -35,12 +36,16 @@ class LoraAdapter:
         return Adapter(self.name, self.fingerprint)
 
 
-def read_adapters(directories: Mapping[str, Any], model_name: str) -> tuple[LoraAdapter, ...]:
+def read_adapters(
+    directories: Mapping[str, Any], model_name: str, *, trust_code: bool = False
+) -> tuple[LoraAdapter, ...]:
     """The adapters of the setting, by name. Raises SettingsError."""
-    return tuple(_read(name, directory, model_name) for name, directory in sorted(directories.items()))
+    return tuple(
+        _read(name, directory, model_name, trust_code) for name, directory in sorted(directories.items())
+    )
 
 
-def _read(name: str, directory: Any, model_name: str) -> LoraAdapter:
+def _read(name: str, directory: Any, model_name: str, trust_code: bool) -> LoraAdapter:
     if not _NAME.fullmatch(name):
         raise SettingsError(
             f"the adapter name {name!r} does not do: at most 64 letters, digits, '.', '_' and '-', "
@@ -59,6 +64,7 @@ def _read(name: str, directory: Any, model_name: str) -> LoraAdapter:
     weights = next((path / file for file in _WEIGHTS if (path / file).is_file()), None)
     if weights is None:
         raise SettingsError(f"adapter {name}: {path} holds no weights ({', '.join(_WEIGHTS)})")
+    check_adapter_weights(name, weights.name, trust_code=trust_code)
     return LoraAdapter(name, path, _fingerprint(path / _CONFIG, weights), rank)
 
 

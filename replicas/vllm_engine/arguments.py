@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import SettingsError
 from replicas.vllm_engine.adapters import LoraAdapter
+from replicas.vllm_engine.foreign_code import check_foreign_code
 
 _OWN_SETTINGS: Mapping[str, str] = {
     "model": "model",
@@ -51,7 +52,7 @@ def engine_arguments(
     """Raises SettingsError for what vLLM does not know, or what is not its to decide."""
     on_cpu = bool(current_platform.is_cpu())
     _check_device(config.device, on_cpu)
-    given = given_arguments(config.engine_args or {})
+    given = given_arguments(config.engine_args or {}, trust_code=config.trust_code)
     block_size = config.tokens_per_block
     if on_cpu and block_size % _CPU_BLOCK_MULTIPLE:
         raise SettingsError(
@@ -127,7 +128,7 @@ def _check_device(device: str, on_cpu: bool) -> None:
         raise SettingsError(f"setting device is {device}, but the vLLM that is installed is for {kind}")
 
 
-def given_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+def given_arguments(engine_args: Mapping[str, Any], *, trust_code: bool = False) -> dict[str, Any]:
     """The user's arguments, checked by name, as vLLM's own flags or its field names spell them."""
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     given: dict[str, Any] = {}
@@ -144,4 +145,5 @@ def given_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SettingsError(f"vLLM knows no engine argument {name}{hint}")
         given[name] = value
+    check_foreign_code(given, trust_code=trust_code)
     return given

