@@ -26,8 +26,8 @@ from loadtests.figures import cpu_seconds, milliseconds, percentiles, print_head
 from loadtests.local_stack import LocalStack, local_stack
 from loadtests.streaming import Answer, Connection
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import SamplingParams
-from replicas.protocol.status import ReplicaId
 from router.replica_client import ReplicaClient
 
 WORDS = (
@@ -97,10 +97,10 @@ async def closed_loop(stack: LocalStack, requests: Sequence[bytes], concurrency:
 
 
 async def straight_loop(
-    address: str, count: int, concurrency: int, *, num_prompt_tokens: int, max_tokens: int
+    address: str, caller: Caller, count: int, concurrency: int, *, num_prompt_tokens: int, max_tokens: int
 ) -> list[tuple[float, float]]:
     """The same load without a router: TTFT and E2E of `count` requests over one gRPC stream."""
-    client = ReplicaClient(ReplicaId("replica-0"), address, lambda *_: None)
+    client = ReplicaClient(caller.audience.replica_id, address, lambda *_: None, caller=caller)
     rng = random.Random(concurrency)
     numbers = iter(range(count))
     times: list[tuple[float, float]] = []
@@ -140,6 +140,7 @@ async def measure(
     print(f"- {kind}, concurrency {concurrency:2d}, {prompt_tokens:.0f} prompt tokens, {workload.name}")
     direct = await straight_loop(
         stack.replica_address("toy", "replica-0"),
+        stack.router_caller("toy", "replica-0"),
         count // 2,
         concurrency,
         num_prompt_tokens=int(prompt_tokens),

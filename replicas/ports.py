@@ -5,6 +5,7 @@ else is served is handed in.
 """
 
 import asyncio
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -26,9 +27,9 @@ class Ports:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
 
-    def new_server(self) -> grpc.aio.Server:
+    def new_server(self, *interceptors: "grpc.aio.ServerInterceptor[Any, Any]") -> grpc.aio.Server:
         """With health and reflection."""
-        server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        server = grpc.aio.server(options=list(SERVER_OPTIONS), interceptors=interceptors)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (self._service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

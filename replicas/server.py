@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import grpc
 
 from replicas.arrivals import Arrivals
+from replicas.caller_check import CallerCheck
 from replicas.engine import EngineRequest, expand
 from replicas.loop import ENGINE_FAILED
 from replicas.metrics import ReplicaMetrics
@@ -27,6 +28,7 @@ from replicas.ports import Ports
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol import replica_pb2_grpc, wire
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.call_tokens import Audience
 from replicas.protocol.frames import (
     Abort,
     FinishReason,
@@ -101,6 +103,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         metrics: ReplicaMetrics,
         heartbeat_seconds: float,
         max_open_requests: int,
+        call_keys: Sequence[bytes] = (),
         tracing: Tracing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,6 +129,8 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._ports = Ports(SERVICE_NAME)
+        audience = Audience(identity.replica_id, identity.epoch)
+        self._caller_check = CallerCheck(SERVICE_NAME, audience, call_keys, metrics.refused_calls)
 
     @property
     def load(self) -> LoadSnapshot:
@@ -149,7 +154,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         health_socket: str | None = None,
     ) -> int:
         """Listen, not yet healthy. Returns the port; raises OSError if it cannot be had."""
-        server = self._ports.new_server()
+        server = self._ports.new_server(self._caller_check)
         replica_pb2_grpc.add_ReplicaServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         return await self._ports.open(server, host, port, credentials, health_socket)
 

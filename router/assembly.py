@@ -88,6 +88,7 @@ class Router:
             on_records=self._set_live,
             on_adapters=self._catalog.set_adapters,
             tls=tls,
+            secret=secret,
         )
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from replicas.protocol.call_tokens import Audience, Caller, Role
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from replicas.protocol.tls import RouterTls
@@ -118,6 +120,7 @@ class Membership:
         on_records: OnRecords | None = None,
         on_adapters: OnAdapters | None = None,
         tls: RouterTls | None = None,
+        secret: ClusterSecret | None = None,
         stall_seconds: float = 10.0,
         proof_seconds: float = PROOF_SECONDS,
     ) -> None:
@@ -128,6 +131,7 @@ class Membership:
         self._on_records = on_records
         self._on_adapters = on_adapters
         self._tls = tls
+        self._call_key = None if secret is None else secret.key(Purpose.CALLS)
         self._stall_seconds = stall_seconds
         self._proof_seconds = proof_seconds
         self._members: dict[ReplicaId, Member] = {}
@@ -236,6 +240,7 @@ class Membership:
                 stall_seconds=self._stall_seconds,
                 traffic=self._traffic,
                 tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),
+                caller=self._caller(member.record),
             )
             try:
                 await self._connect(member, client)
@@ -252,6 +257,11 @@ class Membership:
                 return
             num_failures = 0 if client.num_frames else num_failures + 1
             await asyncio.sleep(min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2 ** min(num_failures, 10)))
+
+    def _caller(self, record: ReplicaRecord) -> Caller | None:
+        if self._call_key is None:
+            return None
+        return Caller(self._call_key, Role.ROUTER, Audience(record.replica_id, record.epoch))
 
     async def _connect(self, member: Member, client: ReplicaClient) -> None:
         """Describe, introduce, route to it; returns when the stream has ended."""

@@ -16,6 +16,7 @@ import grpc
 
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import (
     NO_USER,
     Abort,
@@ -26,28 +27,10 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.keys import Announcement
-from replicas.protocol.replica_pb2_grpc import ReplicaStub
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
-from replicas.protocol.tls import ChannelTls, explained
+from replicas.protocol.tls import ChannelTls
 from replicas.protocol.wire import abort_to_wire, card_from_wire, server_frame_from_wire, submit_to_wire
-
-CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
-    # Describe carries tokenizer files; the largest in use are above 30 MB, and the default limit is 4 MB.
-    ("grpc.max_receive_message_length", 128 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    # A dead host is noticed by the silence of its stream; pings serve the calls that have no frames, and
-    # with them the kernel gives up on unacknowledged writes after the same time (TCP_USER_TIMEOUT).
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # Whether and when to connect again is membership's decision: a new client must not inherit the
-    # back-off of the one before it, and no call may be replayed behind our back.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Replicas are peers in one network; a proxy from the environment would only break the stream.
-    ("grpc.enable_http_proxy", 0),
-]
+from router.replica_channel import ReplicaChannel
 
 MAX_FRAME_TOKEN_BYTES = 1 << 20
 """Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
@@ -158,6 +141,7 @@ class ReplicaClient:
         stall_seconds: float = 10.0,
         traffic: Traffic | None = None,
         tls: ChannelTls | None = None,
+        caller: Caller | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.address = address
@@ -176,9 +160,7 @@ class ReplicaClient:
         self._submits: deque[pb.Submit] = deque()
         self._aborts: list[pb.Abort] = []
         self._outbox_filled = asyncio.Event()
-        self._tls = tls
-        self._channel = _channel(address, tls)
-        self._stub = ReplicaStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channel = ReplicaChannel(address, tls, caller)
 
     @property
     def num_inflight(self) -> int:
@@ -257,12 +239,13 @@ class ReplicaClient:
     async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
         """Who listens there and what it serves. Raises ReplicaLost if nobody answers in time."""
         try:
-            response: pb.DescribeResponse = await self._stub.Describe(
+            response: pb.DescribeResponse = await self._channel.stub.Describe(
                 pb.DescribeRequest(include_tokenizer=include_tokenizer),
+                metadata=self._channel.metadata("Describe"),
                 timeout=timeout_seconds,
             )
         except grpc.RpcError as error:
-            raise ReplicaLost(self._reason(error)) from error
+            raise ReplicaLost(self._channel.reason(error)) from error
         bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
         return Description(
             card_from_wire(response.card), bundle, ReplicaId(response.replica_id), Epoch(response.epoch)
@@ -272,7 +255,7 @@ class ReplicaClient:
         """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
         if self.lost is not None:
             return
-        call = self._stub.Serve()
+        call = self._channel.stub.Serve(metadata=self._channel.metadata("Serve"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(call))
@@ -288,7 +271,7 @@ class ReplicaClient:
 
     async def close(self) -> None:
         self._break("the connection was closed")
-        await self._channel.close(None)
+        await self._channel.close()
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
         """Always raises: ReplicaLost, once the stream has ended for whatever reason."""
@@ -300,7 +283,7 @@ class ReplicaClient:
                 self._last_frame_time = time()
                 self._receive(message)
         except grpc.RpcError as error:
-            raise self._break(self._reason(error)) from error
+            raise self._break(self._channel.reason(error)) from error
         except ValueError as error:
             raise self._break(f"a frame breaks the contract: {error}") from error
         except asyncio.CancelledError:
@@ -367,11 +350,6 @@ class ReplicaClient:
             else:
                 raise self._break(f"nothing came for {self._stall_seconds:g} seconds")
 
-    def _reason(self, error: grpc.RpcError) -> str:
-        assert isinstance(error, grpc.aio.AioRpcError)
-        details = error.details() or ""
-        return explained(details, self._tls) or f"{error.code().name}: {details}"
-
     def _break(self, reason: str) -> ReplicaLost:
         """Tell everyone, once. Synchronous, so that no request is routed here in between."""
         if self.lost is None:
@@ -390,9 +368,3 @@ def _is_cancelled() -> bool:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling() > 0
-
-
-def _channel(address: str, tls: ChannelTls | None) -> grpc.aio.Channel:
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.credentials, options=[*CHANNEL_OPTIONS, *tls.options])

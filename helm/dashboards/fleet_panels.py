@@ -125,6 +125,17 @@ LOAD = (
         ),
     ),
     Panel(
+        title="Calls refused by replicas",
+        description="Callers without a token of the cluster secret. no_token: somebody who has none. "
+        "wrong_token: another secret, or a token for another replica. used_token: one that was read on its "
+        "way and shown again. wrong_role: a drain that the controller did not ask for.",
+        queries=(
+            Query(
+                events("replica_refused_calls_total", "REPLICA", "replica, reason"), "{{replica}} {{reason}}"
+            ),
+        ),
+    ),
+    Panel(
         title="KV blocks that requests hold",
         description="Share of each replica's block pool. Near 100 % requests are preempted and computed "
         "again: fewer at a time (max_running), or more blocks.",

@@ -2,8 +2,8 @@
 
 Owns what a set of files must be, which of them are in force and for how long still, and what a failed
 handshake means in words.
-Knows no setting and no address. There are no roles: whoever has a certificate of the CA is trusted, as far
-as the usages in it say.
+Knows no setting and no address, and no roles: whoever has a certificate of the CA is let in, as far as the
+usages in it say.
 """
 
 import asyncio

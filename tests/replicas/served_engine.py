@@ -1,7 +1,8 @@
 """A gRPC server over real sockets with a scripted engine behind it, and a router's end of it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -37,7 +38,7 @@ class Announcer:
 
 
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, call_keys: Sequence[bytes] = ()) -> None:
         self.engine = ScriptedEngine()
         self.announcer = Announcer()
         self.drains = 0
@@ -57,6 +58,7 @@ class Harness:
             metrics=metrics,
             heartbeat_seconds=0.05,
             max_open_requests=300,
+            call_keys=call_keys,
         )
 
     def _on_drain(self) -> None:
@@ -71,9 +73,8 @@ class Harness:
         await until(lambda: not self.engine.has_work() and not self.server.num_requests)
 
 
-@pytest.fixture
-async def harness() -> AsyncIterator[Harness]:
-    harness = Harness()
+@asynccontextmanager
+async def serving(harness: Harness) -> AsyncIterator[Harness]:
     harness.loop.start()
     port = await harness.server.start("127.0.0.1", 0)
     await harness.server.set_serving(True)
@@ -83,6 +84,12 @@ async def harness() -> AsyncIterator[Harness]:
     await harness.server.stop(1.0)
     harness.bridge.close()
     assert await asyncio.to_thread(harness.loop.stop, 5.0)
+
+
+@pytest.fixture
+async def harness() -> AsyncIterator[Harness]:
+    async with serving(Harness()) as served:
+        yield served
 
 
 @pytest.fixture

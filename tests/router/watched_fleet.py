@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from redis.asyncio import Redis
 
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
@@ -85,6 +86,7 @@ async def watching(
     proof_seconds: float = 30.0,
     stall_seconds: float = 30.0,
     tls: RouterTls | None = None,
+    secret: ClusterSecret | None = None,
 ) -> AsyncIterator[World]:
     """A stream is lost when it is cut, and not because the machine was busy for a while."""
     table = RoutingTable("kvasir", CostParameters(), random.Random(0))
@@ -101,6 +103,7 @@ async def watching(
         stall_seconds=stall_seconds,
         proof_seconds=proof_seconds,
         tls=tls,
+        secret=secret,
     )
     task = asyncio.create_task(membership.run())
     try:
