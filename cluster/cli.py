@@ -15,6 +15,7 @@ from cluster.errors import ClusterError, NotRunning
 from cluster.run_directory import ClusterState, RunDirectory, default_run_directory
 
 MOST_REPLICAS = 512
+MOST_ROUTERS = 64
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,6 +117,13 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--replicas", type=_replica_count, default=2, metavar="N", help="how many (default: 2)"
     )
     parser.add_argument(
+        "--routers",
+        type=_router_count,
+        default=1,
+        metavar="N",
+        help="how many share the port, each a process of its own (default: 1)",
+    )
+    parser.add_argument(
         "--engine", choices=("torch", "vllm", "simulated"), default="torch", help="default: torch"
     )
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
@@ -186,6 +194,12 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 def _replica_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {MOST_REPLICAS}, not {text}")
+    return int(text)
+
+
+def _router_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_ROUTERS:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {MOST_ROUTERS}, not {text}")
     return int(text)
 
 
@@ -290,7 +304,7 @@ def _loadtest(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from cluster.explain import explain
 
-    return explain(arguments, _router_url(arguments), _say)
+    return explain(arguments, _page_url(arguments), _say)
 
 
 def _where(arguments: argparse.Namespace) -> int:
@@ -299,7 +313,7 @@ def _where(arguments: argparse.Namespace) -> int:
     redis_url = arguments.redis_url
     if redis_url is None:
         redis_url = _running(arguments, "start one with ./kvasir up or give --redis-url").redis_url
-    return where(arguments, lambda: _router_url(arguments), redis_url, _say)
+    return where(arguments, lambda: _page_url(arguments), redis_url, _say)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
@@ -323,6 +337,13 @@ def _router_url(arguments: argparse.Namespace) -> str:
     if url is None:
         url = _running(arguments, "start one with ./kvasir up or give --url").router_url
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _page_url(arguments: argparse.Namespace) -> str:
+    """Where explanations are: of several routers that run here, the first. Raises NotRunning."""
+    if arguments.url is not None:
+        return _router_url(arguments)
+    return _running(arguments, "start one with ./kvasir up or give --url").router_pages[0]
 
 
 if __name__ == "__main__":

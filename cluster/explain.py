@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from cluster.chat import error_message, first_model
+from cluster.chat import error_message
 from cluster.errors import ClusterError
 from cluster.status import align
 
@@ -40,7 +40,7 @@ def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
     path, body = _request(arguments)
     with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
         if "model" not in body:
-            body["model"] = first_model(client)
+            body["model"] = _first_model(client)
         try:
             response = client.post("/explain" + path, json=body)
             if response.is_error:
@@ -51,6 +51,17 @@ def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
     if len(prompts) != 1:
         raise ClusterError(f"the request has {len(prompts)} prompts; ask for one at a time")
     return prompts[0]
+
+
+def _first_model(client: httpx.Client) -> str:
+    """As both a router's ports tell it: a list of models is not on one that is for operators."""
+    try:
+        models: dict[str, int] = client.get("/ready").json()["models"]
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise ClusterError(f"{client.base_url} does not say what it serves: {error!r}") from error
+    if not models:
+        raise ClusterError(f"{client.base_url} serves no model yet")
+    return next(iter(models))
 
 
 def render(explained: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from cluster.fleet_watch import FleetWatch
 from cluster.members import FleetView
 from cluster.processes import Service, kill_marked
 from cluster.ray_head import RayHead, start_ray, stop_ray
-from cluster.redis_server import PrivateRedis
+from cluster.redis_server import PrivateRedis, free_ports_in_a_row
 from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.scrape_targets import scrape_targets
 from replicas.config import ReplicaConfig
@@ -46,6 +46,7 @@ class LocalOptions:
 
     run_directory: RunDirectory
     num_replicas: int
+    num_routers: int
     replica: ReplicaConfig
     host: str
     port: int
@@ -81,7 +82,8 @@ class LocalCluster:
     async def _run(self, port: int, on_ray_started: Callable[[], None]) -> None:
         async with contextlib.AsyncExitStack() as stack:
             redis, redis_url = await self._start_redis(stack)
-            router, router_url = await self._start_router(stack, port, redis_url)
+            admins = self._admin_addresses()
+            router, router_url = await self._start_router(stack, port, redis_url, admins)
             with self._stage("Ray") as stage:
                 head = start_ray(self._directory.ray_directory, RAY_CPUS, self._say)
                 stack.callback(stop_ray)
@@ -96,6 +98,7 @@ class LocalCluster:
                 router_pid=router.pid,
                 block_size=self._options.replica.tokens_per_block,
                 ready=False,
+                router_admins=admins,
             )
             watch = FleetWatch(self._spec(head, redis_url), self._on_view)
             stack.push_async_callback(watch.stop, FLEET_STOP_SECONDS)
@@ -119,12 +122,15 @@ class LocalCluster:
         return redis.service, redis.url
 
     async def _start_router(
-        self, stack: contextlib.AsyncExitStack, port: int, redis_url: str
+        self, stack: contextlib.AsyncExitStack, port: int, redis_url: str, admins: Sequence[str]
     ) -> tuple[Service, str]:
         host = self._options.host
         command = [sys.executable, "-P", "-m", "router", "--host", host, "--port", str(port)]
         command += ["--policy", self._options.policy, "--secret-file", str(self._directory.secret_file)]
         command += ["--index-stride", str(self._options.replica.index_stride)]
+        if admins:
+            admin_port = admins[0].rpartition(":")[2]
+            command += ["--processes", str(len(admins)), "--admin-port", admin_port]
         command += _shared_settings(self._options.replica)
         # Everybody on the machine can read a command line, and the URL may have a password.
         environment = {**self._options.environment, "KVASIR_ROUTER_REDIS_URL": redis_url}
@@ -133,6 +139,14 @@ class LocalCluster:
         await router.start()
         shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return router, f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+    def _admin_addresses(self) -> tuple[str, ...]:
+        """A port for each of several routers; a single one has all on its own."""
+        num_routers = self._options.num_routers
+        if num_routers == 1:
+            return ()
+        first = free_ports_in_a_row(num_routers)
+        return tuple(f"127.0.0.1:{first + number}" for number in range(num_routers))
 
     def _spec(self, head: RayHead, redis_url: str) -> FleetSpec:
         num_replicas, config = self._options.num_replicas, self._options.replica
@@ -160,10 +174,12 @@ class LocalCluster:
         with self._stage("replicas") as stage:
             await watch.wait_ready()
             stage.append(f"{self._options.num_replicas} ready")
-        with self._stage("router") as stage:
-            models = await _served_models(router, router_url)
-            stage.append(f"{router_url} (pid {router.pid})")
         assert self._state is not None
+        with self._stage("router") as stage:
+            models = await _served_models(router, router_url, self._state.router_pages)
+            stage.append(f"{router_url} (pid {router.pid})")
+            if self._options.num_routers > 1:
+                stage.append(f"{self._options.num_routers} routers on it")
         self._write(replace(self._state, ready=True))
         self._say(summary(self._state, models[0], self._directory.targets_file))
 
@@ -199,6 +215,7 @@ class LocalCluster:
             early = time.monotonic() - since < backoff.healthy_seconds
             num_early_deaths = num_early_deaths + 1 if early else 1
             self._say(f"{service.name} ended with code {code} (log: {service.log}); starting it again")
+            service.kill_group()
             await asyncio.sleep(backoff.delay_seconds(num_early_deaths))
             await service.start()
             assert self._state is not None
@@ -263,11 +280,11 @@ async def _one_error() -> AsyncIterator[None]:
         raise failure from None
 
 
-async def _served_models(router: Service, url: str) -> list[str]:
-    """The models that the router serves, as soon as it serves any."""
+async def _served_models(router: Service, url: str, pages: Sequence[str]) -> list[str]:
+    """The models that are served at `url`, as soon as the routers of all pages serve any."""
     try:
         async with asyncio.timeout(ROUTER_START_SECONDS):
-            while not (models := await asyncio.to_thread(_models, url)):
+            while not (models := await asyncio.to_thread(_models, url, pages)):
                 if router.has_ended():
                     raise StartFailed(f"the router did not start:\n{await router.complaint()}")
                 await asyncio.sleep(0.05)
@@ -278,8 +295,10 @@ async def _served_models(router: Service, url: str) -> list[str]:
         ) from None
 
 
-def _models(url: str) -> list[str]:
+def _models(url: str, pages: Sequence[str]) -> list[str]:
     try:
+        for page in pages:
+            urllib.request.urlopen(f"{page}/ready", timeout=2).close()
         with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as response:
             return [str(model["id"]) for model in json.load(response)["data"]]
     except (OSError, ValueError, KeyError):
@@ -289,15 +308,15 @@ def _models(url: str) -> list[str]:
 def summary(state: ClusterState, model: str, targets_file: Path) -> str:
     """What runs where, and three lines to try."""
     lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
+    lines += [f"page       {page}/  (the fleet, live, in a browser)" for page in state.router_pages]
     lines += [
-        f"page       {state.router_url}/  (the fleet, live, in a browser)",
         f"Redis      {without_password(state.redis_url)}",
     ]
     lines += [
         f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
         for entry in state.replicas
     ]
-    lines += [f"metrics    {state.router_url}/metrics; for Prometheus (file_sd): {targets_file}"]
+    lines += [f"metrics    {state.router_pages[0]}/metrics; for Prometheus (file_sd): {targets_file}"]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     url = f"{state.router_url}/v1"
     lines += [

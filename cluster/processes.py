@@ -53,6 +53,12 @@ class Service:
         assert self._process is not None, "start it first"
         return await self._process.wait()
 
+    def kill_group(self) -> None:
+        """End what it may have left behind when it died."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def has_ended(self) -> bool:
         return self._process is None or self._process.returncode is not None
 
@@ -128,6 +134,16 @@ def _ancestry() -> set[int]:
         except (OSError, ValueError, IndexError):
             break
     return pids
+
+
+def named_children(pid: int | None) -> dict[str, int]:
+    """The children of a process by their short names; where there is no /proc, none."""
+    found = {}
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with suppress(OSError):
+                found[Path(f"/proc/{child}/comm").read_text().strip()] = int(child)
+    return found
 
 
 def kill_marked(run_directory: Path, ray_directory: Path, patience_seconds: float = 5.0) -> int:

@@ -4,6 +4,7 @@ Owns the choice of the server's binary. Knows nothing of what is stored.
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import shutil
 import socket
@@ -68,6 +69,19 @@ async def _answers(host: str, port: int) -> bool:
         return False
     finally:
         writer.close()
+
+
+def free_ports_in_a_row(num_ports: int) -> int:
+    """The first of so many ports of loopback on which nobody listens just now."""
+    while True:
+        first = free_port("127.0.0.1")
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + num_ports):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+        return first
 
 
 def free_port(host: str) -> int:

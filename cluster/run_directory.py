@@ -45,6 +45,14 @@ class ClusterState:
     ready: bool
     replicas: tuple[ReplicaEntry, ...] = ()
     controller_metrics: str | None = None
+    router_admins: tuple[str, ...] = ()
+    """Where each of several routers has its page, explanations and metrics; `router_pid` is their parent's.
+    None: there is one router, and `router_url` has all that."""
+
+    @property
+    def router_pages(self) -> tuple[str, ...]:
+        """Addresses of the page, one for each router."""
+        return tuple(f"http://{admin}" for admin in self.router_admins) or (self.router_url,)
 
 
 class RunDirectory:
@@ -156,7 +164,8 @@ def _lock_within(descriptor: int, seconds: float) -> bool:
 
 def _state_from(fields: Mapping[str, Any]) -> ClusterState:
     replicas = tuple(ReplicaEntry(**entry) for entry in fields["replicas"])
-    return ClusterState(**{**fields, "replicas": replicas})
+    lists = {"replicas": replicas, "router_admins": tuple(fields.get("router_admins", ()))}
+    return ClusterState(**{**fields, **lists})
 
 
 def default_run_directory(working_directory: Path, environment: Mapping[str, str]) -> Path:

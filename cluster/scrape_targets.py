@@ -15,8 +15,8 @@ class TargetGroup(TypedDict):
 
 def scrape_targets(state: ClusterState) -> list[TargetGroup]:
     """Every process that serves /metrics just now; the path is the same for all."""
-    router = state.router_url.removeprefix("http://")
-    groups = [_group(router, job="kvasir-router", router=router)]
+    routers = [page.removeprefix("http://") for page in state.router_pages]
+    groups = [_group(router, job="kvasir-router", router=router) for router in routers]
     if state.controller_metrics is not None:
         groups.append(_group(state.controller_metrics, job="kvasir-controller"))
     for entry in state.replicas:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import redis
 
+from cluster.processes import named_children
 from cluster.run_directory import ClusterState, ReplicaEntry
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, decode_record, replica_key, replicas_key
 from replicas.protocol.settings import without_password
@@ -68,8 +69,15 @@ def render(state: ClusterState, registry: Registry) -> str:
     if registry.complaint:
         redis_line += f"  NOT REACHABLE: {registry.complaint}"
     phase = "" if state.ready else "  (still starting)"
-    router_line = f"router  {state.router_url}  pid {state.router_pid}{phase}"
-    return "\n".join([*align(rows), "", router_line, redis_line, f"Ray     {state.ray_address}"])
+    router_lines = [f"router  {state.router_url}  pid {state.router_pid}{phase}"]
+    if state.router_admins:
+        pids = named_children(state.router_pid)
+        names = [f"router-{number}" for number in range(len(state.router_admins))]
+        router_lines += [
+            f"  {name}  pid {pids.get(name, '-')}  page and metrics {page}/"
+            for name, page in zip(names, state.router_pages, strict=True)
+        ]
+    return "\n".join([*align(rows), "", *router_lines, redis_line, f"Ray     {state.ray_address}"])
 
 
 def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_registry_read: bool) -> str:

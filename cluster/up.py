@@ -33,6 +33,7 @@ def options_from(
     return LocalOptions(
         run_directory=directory,
         num_replicas=arguments.replicas,
+        num_routers=arguments.routers,
         replica=replica,
         host=arguments.host,
         port=arguments.port,

@@ -19,6 +19,7 @@ STATE = ClusterState(
     block_size=16,
     ready=True,
     replicas=(ReplicaEntry("replica-0", "ready", 15, "127.0.0.1:9", "e1"),),
+    router_admins=("127.0.0.1:9101", "127.0.0.1:9102"),
 )
 
 

@@ -23,6 +23,11 @@ def test_a_router_alone_is_a_target() -> None:
     ]
 
 
+def test_several_routers_are_a_target_each_and_their_common_port_is_none() -> None:
+    state = replace(STATE, router_admins=("127.0.0.1:9101", "127.0.0.1:9102"))
+    assert [group["targets"] for group in scrape_targets(state)] == [["127.0.0.1:9101"], ["127.0.0.1:9102"]]
+
+
 def test_replicas_and_controller_are_targets_for_as_long_as_they_serve_metrics() -> None:
     entries = (
         ReplicaEntry("small-pool-0", "ready", 5, "127.0.0.1:9", "e1", "127.0.0.1:19"),
