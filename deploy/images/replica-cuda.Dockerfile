@@ -19,8 +19,10 @@ COPY cluster /app/cluster
 COPY loadtests /app/loadtests
 COPY replicas /app/replicas
 COPY router /app/router
+COPY deploy/images/make_sbom.py /tmp/
 RUN /tmp/tools/bin/uv pip install --no-cache --no-deps --python /opt/kvasir/bin/python \
         --build-constraints /tmp/requirements/build.txt --editable /app \
+    && /opt/kvasir/bin/python /tmp/make_sbom.py kvasir-replica-cuda >/app/sbom.json \
     && /opt/kvasir/bin/python -m compileall -q /app
 
 FROM ${BASE}

@@ -15,7 +15,9 @@ RUN python3 -m venv --without-pip /opt/kvasir \
 COPY replicas/__init__.py /app/replicas/
 COPY replicas/protocol /app/replicas/protocol
 COPY router /app/router
-RUN /opt/kvasir/bin/python -m compileall -q /app /opt/kvasir/lib
+COPY deploy/images/make_sbom.py /tmp/
+RUN /opt/kvasir/bin/python /tmp/make_sbom.py kvasir-router >/app/sbom.json \
+    && /opt/kvasir/bin/python -m compileall -q /app /opt/kvasir/lib
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="Kvasir router" \

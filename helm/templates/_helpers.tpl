@@ -44,7 +44,8 @@ app.kubernetes.io/part-of: kvasir
 {{- end -}}
 
 {{- define "kvasir.image" -}}
-{{- printf "%s:%s" .image.repository (default .root.Chart.AppVersion .image.tag) | quote -}}
+{{- $digest := ternary "" (printf "@%s" .image.digest) (empty .image.digest) -}}
+{{- printf "%s:%s%s" .image.repository (default .root.Chart.AppVersion .image.tag) $digest | quote -}}
 {{- end -}}
 
 {{/* All pools with poolDefaults filled in, as YAML: name → pool. */}}

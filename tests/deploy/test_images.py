@@ -3,6 +3,7 @@
 They take a minute or two each, Debian's mirror and the package index.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,11 @@ def complete(url: str) -> "httpx.Response":
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+def listed_packages(container: Container) -> set[str]:
+    bill = json.loads(container.run("cat", "/app/sbom.json").stdout)
+    return {component["name"] for component in bill["components"]}
+
+
 def test_nothing_stays_of_a_store_and_what_was_mounted_in_it_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "not-ours").touch()
     with image_store() as store:
@@ -89,6 +95,11 @@ def test_the_router_image_answers_and_finds_itself_healthy(router: tuple[str, Co
     assert container.is_healthy()
     assert container.run("id", "-u").stdout.strip() == "10001"
     assert container.run("touch", "/app/anything").returncode != 0
+
+
+def test_the_router_image_lists_its_packages(router: tuple[str, Container]) -> None:
+    _, container = router
+    assert {"grpcio", "starlette", "uvicorn"} <= listed_packages(container)
 
 
 def test_the_router_image_serves_from_a_replica_outside(
@@ -127,5 +138,7 @@ def test_the_images_of_router_and_replica_make_a_cluster(
         assert answer.headers["x-kvasir-replica"] == "inside"
         assert "kvasir" in container.run("kvasir", "--help").stdout
         assert container.run("ray", "--version").returncode == 0
+        assert "ModuleNotFoundError" in container.run("python", "-c", "import locust").stderr
+        assert {"kvasir", "ray", "torch"} <= listed_packages(container)
         variables_elsewhere = {**variables, "KVASIR_REPLICA_PORT": str(free_port())}
         assert not Container(container.image, container.name, variables_elsewhere).is_healthy()

@@ -1,11 +1,12 @@
 """No pod of the chart has more rights than it needs."""
 
+import re
 from pathlib import Path
 
 import pytest
 from ray.autoscaler._private.kuberay.node_provider import IN_CLUSTER_TOKEN_PATH
 
-from tests.helm.chart import CASES, component_of, containers, of_kind, pods, ray_autoscaler, rendered
+from tests.helm.chart import CASES, component_of, containers, of_kind, pods, ray_autoscaler, render, rendered
 
 SAFE = {
     "allowPrivilegeEscalation": False,
@@ -77,3 +78,19 @@ def test_passwords_and_secrets_are_in_secrets_only(case: str) -> None:
     for value in hidden:
         assert len(value) >= 32
         assert value not in shown
+
+
+def test_images_are_taken_by_digest_where_one_is_set() -> None:
+    """Whatever a tag means on the day, containers run what was looked at."""
+    digests = {
+        name: f"sha256:{digit * 64}" for name, digit in (("router", "a"), ("redis", "b"), ("pool", "c"))
+    }
+    values = {
+        "router": {"image": {"digest": digests["router"]}},
+        "redis": {"builtin": {"image": {"digest": digests["redis"]}}},
+        "poolDefaults": {"image": {"digest": digests["pool"]}},
+    }
+    images = {container["image"] for _, pod in pods(tuple(render(values))) for container in containers(pod)}
+    assert len(images) >= 3
+    for image in images:
+        assert re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image), image

@@ -91,6 +91,7 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"router": {"settings": {"max_in_flight": "many"}}}, "/router/settings/max_in_flight"),
         ({"router": {"settings": {"port": 1}}}, "port"),
         ({"router": {"image": {"tagg": "1"}}}, "tagg"),
+        ({"router": {"image": {"digest": "latest"}}}, "digest"),
         ({"router": {"resources": {"limit": {}}}}, "limit"),
         ({"router": {"extraEnv": [{"name": "KVASIR_ROUTER_PORT", "value": "1"}]}}, "/router/extraEnv/0/name"),
         ({"pools": {"a": {"replcas": 3}}}, "replcas"),
