@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api.access import admin_access
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
+from router.api.door import Door
 from router.api.explaining import ExplainRoutes
 from router.api.http import ClientGone
 from router.api.live import Fleet, LiveRoutes
@@ -58,12 +59,17 @@ def create_apps(context: ApiContext, fleet: Fleet | None = None) -> Apps:
         path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
         for path, prepare in prepares.items()
     }
-    if not context.config.has_admin_listener:
-        return Apps(_app([*plain.routes(), *plain.health_routes(), *admin], hot), None)
-    return Apps(
-        _app([*plain.routes(), *plain.health_routes(), *plain.index_routes()], hot),
-        _app([*plain.health_routes(), *admin], {}),
-    )
+    config = context.config
+
+    def behind_door(app: ASGIApp, host: str | None) -> ASGIApp:
+        return Door(app, host=host, allowed_hosts=config.allowed_hosts, count=context.metrics.count_refusal)
+
+    common = plain.health_routes()
+    if not config.has_admin_listener:
+        return Apps(behind_door(_app([*common, *plain.routes(), *admin], hot), config.host), None)
+    main = _app([*common, *plain.routes(), *plain.index_routes()], hot)
+    admin_host = None if config.admin_port is None else config.admin_host
+    return Apps(behind_door(main, config.host), behind_door(_app([*common, *admin], {}), admin_host))
 
 
 def _app(routes: Sequence[Route], hot: Mapping[str, ASGIApp]) -> ASGIApp:

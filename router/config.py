@@ -89,6 +89,11 @@ class RouterConfig:
         32 * 2**20, help="memory for block hashes of prompts that begin alike, for all models"
     )
     drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        help="names that requests may call a router by that listens on loopback, besides localhost and its"
+        " addresses; for a proxy on its machine that passes on the name that it was called by",
+    )
     admin_access: str = setting(
         "loopback",
         help="who may see the page at / and its data, and explanations: loopback, everyone or nobody",

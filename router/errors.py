@@ -35,6 +35,15 @@ class ErrorKind(enum.StrEnum):
     INTERNAL = "internal"
 
 
+class HeadFault(enum.StrEnum):
+    """What in its head had a request refused before its body was read, for those who count."""
+
+    HOST = "host"
+    ORIGIN = "origin"
+    CONTENT_TYPE = "content_type"
+    CONTENT_ENCODING = "content_encoding"
+
+
 class RouterError(Exception):
     """Base of the tree. `message` is fit for the client."""
 

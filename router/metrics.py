@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from replicas.protocol.frames import PromptUsage
-from router.errors import ErrorKind
+from router.errors import ErrorKind, HeadFault
 from router.instruments import Distribution, Distributions, Number, Numbers
 from router.part_metrics import PartMetrics
 from router.routing.decision import Decision
@@ -116,6 +116,9 @@ class RouterMetrics(Collector):
             model.overlap_tokens.value += decision.overlap_tokens
             model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
 
+    def count_refusal(self, fault: HeadFault) -> None:
+        self._refused.of(fault).value += 1
+
     def watch(self, read: Read) -> None:
         """Have numbers that others count anyway read at each scrape, where they live: on the event loop."""
         self._reads.append(read)
@@ -170,6 +173,15 @@ class RouterMetrics(Collector):
             "Requests that ended otherwise than with their whole answer, by what was in the way",
             *("model", "kind"),
         )
+        self._refused = number(
+            "counter",
+            "router_refused_requests_total",
+            "Requests of any route that were refused by their head, before their body was read, by what was"
+            " wrong: host, origin, content_type or content_encoding",
+            "fault",
+        )
+        for fault in HeadFault:
+            self._refused.of(fault)
         self._ttft = spread(
             "router_ttft_seconds", "From a request's arrival to its first token", LATENCY_BUCKETS, "model"
         )

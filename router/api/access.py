@@ -12,14 +12,13 @@ here, and nothing else.
 """
 
 import enum
-import ipaddress
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.http import send_whole
 from router.api.openai_shared import HttpError
+from router.api.origins import calls_loopback, is_loopback, is_of_other_origin
 from router.config import RouterConfig
 
 
@@ -37,7 +36,6 @@ def admin_access(config: RouterConfig) -> AdminAccess:
     return access
 
 
-_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip")
 
 
@@ -52,33 +50,20 @@ def _is_local(scope: Scope) -> bool:
     peer = scope.get("client")
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     hosts = [value for name, value in headers if name == b"host"]
-    if peer is None or not _is_loopback(peer[0]) or len(hosts) != 1:
+    if peer is None or not is_loopback(peer[0]) or len(hosts) != 1:
         return False
     if scope.get("http_version") == "1.0":
         return False
     if any(name in _FORWARDED or name.startswith(b"x-forwarded-") for name, _ in headers):
         return False
-    if _is_cross_site(dict(headers)):
-        return False
-    host = _HOST.fullmatch(hosts[0].decode("latin-1"))
-    if host is None:
-        return False
-    name = host["v6"] or host["name"]
-    return name.lower() == "localhost" or _is_loopback(name)
+    return not _is_foreign(dict(headers)) and calls_loopback(hosts[0])
 
 
-def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
+def _is_foreign(headers: Mapping[bytes, bytes]) -> bool:
     """Browsers say so. To follow a link is no more than to type the address."""
-    return headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-dest") != b"document"
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
+    if headers.get(b"sec-fetch-dest") == b"document":
         return False
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_loopback
+    return is_of_other_origin(headers.get(b"sec-fetch-site"), headers.get(b"origin"), headers.get(b"host"))
 
 
 _HOW = "start the router with admin_access=everyone (--admin-access, KVASIR_ROUTER_ADMIN_ACCESS)"

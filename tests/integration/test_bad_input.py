@@ -60,7 +60,7 @@ def test_a_bad_body_is_answered_in_the_shape_of_openai_and_leaves_nothing_raised
 def test_a_body_over_the_limit_is_refused_before_it_is_read(simulated_stack: LocalStack) -> None:
     with socket.create_connection(("127.0.0.1", simulated_stack.port)) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n{"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
     wait_until(lambda: is_idle(simulated_stack), "everything given back")
@@ -72,7 +72,7 @@ def test_a_client_that_vanishes_while_it_sends_leaves_nothing_raised(
 ) -> None:
     body = json.dumps({"model": "toy", "messages": HELLO}).encode()
     with socket.create_connection(("127.0.0.1", simulated_stack.port)) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body[: int(len(body) * sent)])
     wait_until(lambda: is_idle(simulated_stack), "everything given back")
 

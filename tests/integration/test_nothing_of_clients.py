@@ -92,7 +92,7 @@ def with_trace_state(state: str) -> dict[str, str]:
 def leave_early(stack: LocalStack) -> None:
     """A client that goes before its answer is there, and one that goes in the middle of its body."""
     body = json.dumps(chat(stream=True, max_tokens=2000)).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     for part in (head + body, head + body[:-20]):
         with socket.create_connection(("127.0.0.1", stack.port)) as connection:
             connection.sendall(part)

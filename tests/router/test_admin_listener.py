@@ -1,44 +1,19 @@
 """The operators' port or Unix socket: what is there, what the clients' port then has not, and its end."""
 
-import contextlib
-import re
-import signal
 import socket
 import stat
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 
 from router.__main__ import main
+from tests.router.router_process import running_router
 
 OPERATORS = ["/page/main.js", "/live/state", "/live/prefixes", "/live/decisions", "/metrics"]
 EVERYBODY = ["/health"]
 HTML = {"accept": "text/html"}
-
-
-@contextlib.contextmanager
-def running_router(*flags: str) -> Iterator[tuple[str, str]]:
-    """A router as a process of its own: the clients' address, and the operators'. It ends in order."""
-    command = [sys.executable, "-m", "router", "--port=0", "--redis-url=redis://127.0.0.1:1/0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield _after(process, "listening on"), _after(process, "operators are served on")
-        finally:
-            process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=50)
-    assert process.returncode == 0, log
-
-
-def _after(process: subprocess.Popen[str], words: str) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(rf"{words} (\S+)", line):
-            return found[1]
-    raise AssertionError(f"the router never said '{words}'")
 
 
 def statuses(http: httpx.Client, paths: list[str]) -> Mapping[str, int]:
@@ -51,7 +26,7 @@ def explain_status(http: httpx.Client) -> int:
 
 def test_with_an_admin_port_the_clients_port_has_no_admin_routes_and_that_port_nothing_else() -> None:
     with (
-        running_router("--admin-port=0") as (main_url, admin_url),
+        running_router("--admin-port=0", has_admin=True) as (main_url, admin_url),
         httpx.Client(base_url=main_url, timeout=30) as main,
         httpx.Client(base_url=admin_url, timeout=30) as admin,
     ):
@@ -78,7 +53,7 @@ def test_an_admin_socket_is_for_this_user_alone_needs_no_host_and_is_gone_afterw
         left_over.bind(str(path))
     transport = httpx.HTTPTransport(uds=str(path))
     with (
-        running_router(f"--admin-socket={path}") as (main_url, admin_url),
+        running_router(f"--admin-socket={path}", has_admin=True) as (main_url, admin_url),
         httpx.Client(base_url="http://anything", transport=transport, timeout=30) as admin,
     ):
         assert admin_url == f"unix:{path}"
@@ -92,7 +67,7 @@ def test_switched_off_the_page_is_shut_at_the_socket_too_and_metrics_are_not(tmp
     path = tmp_path / "admin.sock"
     transport = httpx.HTTPTransport(uds=str(path))
     with (
-        running_router(f"--admin-socket={path}", "--admin-access=nobody"),
+        running_router(f"--admin-socket={path}", "--admin-access=nobody", has_admin=True),
         httpx.Client(base_url="http://anything", transport=transport, timeout=30) as admin,
     ):
         assert admin.get("/live/state").status_code == 403

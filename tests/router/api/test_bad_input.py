@@ -162,7 +162,9 @@ async def _expect(
 async def test_a_body_that_is_no_request_is_refused(
     server: HttpServer, http: httpx.AsyncClient, body: bytes, status: int, code: str, parameter: str | None
 ) -> None:
-    answer = await http.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+    answer = await http.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
     await _expect(server, answer, status, code, parameter)
 
 

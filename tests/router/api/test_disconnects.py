@@ -18,7 +18,7 @@ STREAMED = BODY[:-1] + b', "stream": true}'
 
 def _head(length: int | None, path: str = "/v1/chat/completions") -> bytes:
     framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{framing}\r\n\r\n".encode()
 
 
 @contextlib.asynccontextmanager

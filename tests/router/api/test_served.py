@@ -167,7 +167,8 @@ async def hang_up(
     watched: Watched, body: bytes, *, length: int | None = None, until: Callable[[], bool]
 ) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", watched.server.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {length or len(body)}\r\n\r\n"
+    length = length or len(body)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
     writer.write(head.encode() + body)
     while not until():  # noqa: ASYNC110 (nobody else can tell)
         await asyncio.sleep(0.005)
@@ -217,7 +218,7 @@ async def test_a_client_that_leaves_several_prompts_behind(watched: Watched) -> 
     dispatcher.script = then(NEVER)
     body = json.dumps({"model": "tiny", "prompt": ["a", "b"]}).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", watched.server.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     while dispatcher.num_open < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.005)

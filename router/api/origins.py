@@ -1,0 +1,58 @@
+"""What a request's head says of where it comes from and whom it calls: Host, Origin and Fetch metadata, read.
+
+Owns what counts as this machine and as a page of another origin. Knows nothing of who is let in.
+"""
+
+import functools
+import ipaddress
+import re
+
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
+
+_LONGEST_HOST = 255
+
+_OWN_SITES = (b"same-origin", b"none")
+"""What browsers say where no other page is behind a request: `none` is a typed address or a bookmark."""
+
+
+def host_name(host: bytes) -> str | None:
+    """The name or address in a Host header, in lower case and without port; None if it is neither."""
+    found = _HOST.fullmatch(host.decode("latin-1"))
+    if found is None:
+        return None
+    name: str = found["v6"] or found["name"]
+    return name.lower()
+
+
+@functools.lru_cache(maxsize=64)
+def calls_loopback(host: bytes) -> bool:
+    """Whether a Host header names this machine, and nothing but it."""
+    name = host_name(host) if len(host) <= _LONGEST_HOST else None
+    return name is not None and means_loopback(name)
+
+
+def means_loopback(name: str) -> bool:
+    """A name that no name server can point elsewhere, or an address."""
+    return name == "localhost" or is_loopback(name)
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def is_of_other_origin(site: bytes | None, origin: bytes | None, host: bytes | None) -> bool:
+    """Whether a browser sends this for a page of another origin. Programs say neither.
+
+    Sec-Fetch-Site is what the browser found, whatever proxies have made of Host; browsers leave it out where
+    they do not trust the connection, and there Origin has to do. A scheme may have changed on the way.
+    """
+    if site is not None:
+        return site not in _OWN_SITES
+    if origin is None:
+        return False
+    return host is None or origin.lower().partition(b"://")[2] != host.lower()
