@@ -3,47 +3,76 @@
 Owns the table. Asks nobody but Redis, so it answers while replicas are busy and controllers are down.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import redis
 
 from cluster.processes import named_children
 from cluster.run_directory import ClusterState, ReplicaEntry
-from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, decode_record, replica_key, replicas_key
+from replicas.protocol.keys import (
+    MODELS_KEY,
+    RECORD_FIELDS,
+    ReplicaRecord,
+    decode_ids,
+    decode_names,
+    decode_record,
+    record_fields,
+    replica_key,
+    replicas_key,
+)
 from replicas.protocol.settings import without_password
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SILENT = "silent"
 """A replica whose process lives, as far as the controller knows, but whose lease has run out."""
 
+MOST_REFUSED = 3
+
 HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The live records of every replica, by id; `complaint` says why there are none to be had."""
+    """The live records of every replica, by id; `complaint` says why there are none to be had. `refused` says
+    what was passed over as wrong, for at most so many."""
 
     records: Mapping[ReplicaId, ReplicaRecord]
     complaint: str | None = None
+    refused: Sequence[str] = ()
 
 
 def read_registry(redis_url: str) -> Registry:
     records: dict[ReplicaId, ReplicaRecord] = {}
+    refused: list[str] = []
     try:
         with redis.Redis.from_url(
             redis_url, socket_timeout=2, socket_connect_timeout=2, protocol=2
         ) as client:
-            models: set[bytes] = client.smembers(MODELS_KEY)
-            for model in sorted(name.decode() for name in models):
-                ids: set[bytes] = client.smembers(replicas_key(model))
-                for replica_id in sorted(ReplicaId(member.decode()) for member in ids):
-                    fields: dict[bytes, bytes] = client.hgetall(replica_key(model, replica_id))
-                    if fields:
-                        records[replica_id] = decode_record(replica_id, fields)
-    except (redis.RedisError, ValueError) as error:
+            for model, replica_id in live_names(client):
+                try:
+                    values = client.hmget(replica_key(model, replica_id), RECORD_FIELDS)
+                    if any(values):
+                        records[replica_id] = decode_record(replica_id, record_fields(values))
+                except (redis.ResponseError, ValueError) as error:
+                    refused.append(str(error))
+    except redis.RedisError as error:
         return Registry({}, str(error))
-    return Registry(records)
+    return Registry(records, refused=refused[:MOST_REFUSED])
+
+
+def live_names(client: "redis.Redis") -> Iterator[tuple[str, ReplicaId]]:
+    """Models and ids of replicas that may have a lease. What is no name, or no set, is passed over."""
+    for model in decode_names(_members(client, MODELS_KEY))[0]:
+        for replica_id in decode_ids(_members(client, replicas_key(model)))[0]:
+            yield model, replica_id
+
+
+def _members(client: "redis.Redis", key: str) -> object:
+    try:
+        return client.smembers(key)
+    except redis.ResponseError as error:
+        return error
 
 
 def render(state: ClusterState, registry: Registry) -> str:
@@ -66,6 +95,8 @@ def render(state: ClusterState, registry: Registry) -> str:
     redis_line = f"Redis   {without_password(state.redis_url)}"
     if state.redis_pid:
         redis_line += f"  pid {state.redis_pid}"
+    if registry.refused:
+        redis_line += f"  PASSED OVER: {'; '.join(registry.refused)}"
     if registry.complaint:
         redis_line += f"  NOT REACHABLE: {registry.complaint}"
     phase = "" if state.ready else "  (still starting)"

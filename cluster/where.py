@@ -5,6 +5,7 @@ believes and what the index says can be held against each other.
 """
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,15 +14,15 @@ import redis
 
 from cluster.errors import ClusterError
 from cluster.explain import ask_router
-from cluster.status import align
+from cluster.status import align, live_names
 from replicas.protocol.blocks import HASH_BYTES
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
-    MODELS_KEY,
+    RECORD_FIELDS,
     blocks_key,
     decode_record,
+    record_fields,
     replica_key,
-    replicas_key,
 )
 from replicas.protocol.settings import without_password
 from replicas.protocol.status import ReplicaId
@@ -59,7 +60,7 @@ def where(
     server = f"Redis at {without_password(redis_url)}"
     try:
         places = find(redis_url, model, entries)
-    except (redis.RedisError, ValueError) as error:
+    except redis.RedisError as error:
         raise ClusterError(f"{server} does not tell: {error}") from error
     if not places:
         raise ClusterError(f"{server} knows no live replica{f' of {model}' if model else ''}")
@@ -71,22 +72,20 @@ def where(
 
 
 def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Place]:
-    """At every live replica of one model, or of all. Raises RedisError or ValueError."""
+    """At every live replica of one model, or of all. Raises RedisError."""
     places = []
     members = [BLOCKS_MARKER, *(entry.block_hash for entry in entries)]
     with redis.Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5, protocol=2) as client:
-        names: set[bytes] = client.smembers(MODELS_KEY)
-        for name in sorted(member.decode() for member in names):
+        for name, replica_id in live_names(client):
             if model not in (None, name):
                 continue
-            ids: set[bytes] = client.smembers(replicas_key(name))
-            for replica_id in sorted(ReplicaId(member.decode()) for member in ids):
-                fields: dict[bytes, bytes] = client.hgetall(replica_key(name, replica_id))
-                if not fields:
-                    continue
-                epoch = decode_record(replica_id, fields).epoch
-                has_set, *held = map(bool, client.smismember(blocks_key(name, replica_id, epoch), members))
-                places.append(Place(name, replica_id, has_set, sum(held), _depth(entries, held)))
+            with contextlib.suppress(redis.ResponseError, ValueError):  # `kvasir status` says what is wrong
+                values = client.hmget(replica_key(name, replica_id), RECORD_FIELDS)
+                if any(values):
+                    epoch = decode_record(replica_id, record_fields(values)).epoch
+                    key = blocks_key(name, replica_id, epoch)
+                    has_set, *held = map(bool, client.smismember(key, members))
+                    places.append(Place(name, replica_id, has_set, sum(held), _depth(entries, held)))
     return places
 
 

@@ -18,7 +18,7 @@ is: old knowledge is better than none, and the replica will write its set again.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -27,6 +27,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.bounds import parsed_number
+from replicas.protocol.complaints import Complaints
 from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.holders import StagedHashes
@@ -47,6 +49,8 @@ HASHES_PER_SCAN = 2048
 SLICES_PER_READ = 8
 ENTRIES_TO_LOOK_BACK = 64
 
+MAX_HASHES_PER_REPLICA = 1 << 22
+"""No set is read further: at a stride of 128 tokens that is a cache of half a billion tokens."""
 
 Entries = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
 """What Redis answers (protocol 2, nothing decoded): entries of a stream."""
@@ -110,8 +114,14 @@ class IndexMirror:
         self._num_changes = 0
         self._num_resyncs = 0
         self._num_malformed = 0
+        self._complaints = Complaints(logger)
+        self._num_foreign: dict[ReplicaId, int] = {}
+        """Members of a set that were no hashes when it was read, or beyond what is read."""
         self._lag_seconds = 0.0
         self._is_connected = False
+        self._backoff_seconds = MIN_BACKOFF_SECONDS
+        self._told: str | None = None
+        """Why the connection was lost, as long as no audit has succeeded since."""
 
     def set_live(self, records: Mapping[ReplicaId, ReplicaRecord]) -> None:
         """The replicas that the registry names now. The rest, and earlier incarnations, are forgotten."""
@@ -120,6 +130,7 @@ class IndexMirror:
             if following is None or following.epoch != record.epoch:
                 self._index.forget(replica_id)
                 self._unread.pop(replica_id, None)
+                self._num_foreign.pop(replica_id, None)
         for replica_id, record in records.items():
             if self._index.epoch(replica_id) != record.epoch:
                 self._unread.setdefault(replica_id, Contained(record.epoch, 0))
@@ -138,22 +149,21 @@ class IndexMirror:
 
     async def run(self) -> None:
         """Follow Redis until cancelled. It may go and come back as it likes."""
-        backoff = MIN_BACKOFF_SECONDS
         while True:
             try:
                 await self._connect_and_follow()
             except (RedisError, OSError) as error:
-                if self._is_connected:
+                if self._is_connected and repr(error) != self._told:
+                    self._told = repr(error)
                     logger.warning(
                         "the block index is out of reach; its mirror stays as it is model=%s error=%r",
                         self._model,
                         error,
                     )
-                    backoff = MIN_BACKOFF_SECONDS
                 self._is_connected = False
                 self._index.forget_announcements()
-            await asyncio.sleep(backoff)
-            backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
+            await asyncio.sleep(self._backoff_seconds)
+            self._backoff_seconds = min(MAX_BACKOFF_SECONDS, 2 * self._backoff_seconds)
 
     async def _connect_and_follow(self) -> None:
         """Never returns but by an error. Nothing is retried below here: a reconnection must be noticed."""
@@ -218,14 +228,17 @@ class IndexMirror:
         try:
             change = decode_change(fields)
         except ValueError as error:
-            self._num_malformed += 1
-            logger.warning("an unreadable index change was skipped model=%s error=%s", self._model, error)
+            self._refuse("change", f"an index change is passed over: {error}")
             return
         outcome = self._index.apply(change)
         if outcome is ChangeOutcome.APPLIED:
             self._num_changes += 1
         elif outcome is ChangeOutcome.GAP:
             self._unread[change.replica_id] = Contained(change.epoch, change.number)
+
+    def _refuse(self, subject: Hashable, message: str) -> None:
+        self._num_malformed += 1
+        self._complaints.say(subject, f"{message} model={self._model}")
 
     async def _read_sets(self, client: "Redis") -> None:
         """Read the sets of all that need it. A set that is lost is left to the next audit."""
@@ -247,7 +260,11 @@ class IndexMirror:
         if contained.epoch == epoch:
             newest = max(newest, contained.number)
         with self._index.stage() as staged:
-            is_there = await self._scan(client, blocks_key(self._model, replica_id, epoch), staged)
+            try:
+                is_there = await self._scan(client, record, staged)
+            except ResponseError as error:  # it holds no set; its replica will write it again
+                self._refuse(replica_id, f"the blocks of replica {replica_id} are unreadable: {error}")
+                is_there = False
             current = self._live.get(replica_id)
             if current is None or current.epoch != epoch:
                 return  # it went, or came back as another, while we read
@@ -262,28 +279,46 @@ class IndexMirror:
 
         Set and stream change in one transaction, so a set that is read later contains it.
         """
-        async with asyncio.timeout(TIMEOUT_SECONDS):
-            entries = cast("Entries", await client.xrevrange(self._events_key, count=ENTRIES_TO_LOOK_BACK))
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                entries = cast(
+                    "Entries", await client.xrevrange(self._events_key, count=ENTRIES_TO_LOOK_BACK)
+                )
+        except ResponseError:  # it is no stream: `_follow` says so
+            return 0
         for _, fields in entries:
             if fields.get(b"replica") == replica_id.encode() and fields.get(b"epoch") == epoch.encode():
                 try:
-                    return int(fields[b"number"])
+                    return parsed_number(fields[b"number"])
                 except (KeyError, ValueError):
                     continue
         return 0
 
-    async def _scan(self, client: "Redis", key: str, staged: StagedHashes) -> bool:
+    async def _scan(self, client: "Redis", record: ReplicaRecord, staged: StagedHashes) -> bool:
         """In bites that neither Redis nor our event loop chokes on. False: there is no such set."""
+        key = blocks_key(self._model, record.replica_id, record.epoch)
         is_there = False
-        cursor = 0
+        num_foreign = num_read = cursor = 0
         while True:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 cursor, some = await client.sscan(key, cursor, count=HASHES_PER_SCAN)
             members = cast("list[bytes]", some)
             is_there = is_there or BLOCKS_MARKER in members
-            staged.add(BlockHash(member) for member in members if len(member) == HASH_BYTES)
+            hashes = [BlockHash(member) for member in members if len(member) == HASH_BYTES]
+            num_foreign += len(members) - len(hashes) - members.count(BLOCKS_MARKER)
+            num_read += len(hashes)
+            if num_read > MAX_HASHES_PER_REPLICA:
+                raise ResponseError(f"more than {MAX_HASHES_PER_REPLICA} hashes")
+            staged.add(hashes)
             if cursor == 0:
-                return is_there
+                break
+        if num_foreign:
+            self._refuse(
+                (record.replica_id, "members"),
+                f"{num_foreign} members of the blocks of replica {record.replica_id} are no hashes",
+            )
+        self._num_foreign[record.replica_id] = num_foreign
+        return is_there
 
     async def _audit(self, client: "Redis") -> None:
         """Compare places, change numbers and sizes with Redis; have read again what differs."""
@@ -294,7 +329,8 @@ class IndexMirror:
             for record in records:
                 pipeline.scard(blocks_key(self._model, record.replica_id, record.epoch))
             info, *sizes = await pipeline.execute(raise_on_error=False)
-        _raise_unless_missing(info, sizes)
+        _raise_unless_missing(info)
+        self._backoff_seconds, self._told = MIN_BACKOFF_SECONDS, None
         end = STREAM_START if isinstance(info, ResponseError) else _last_id(info)
         if end < self._position:
             logger.warning("the stream of index changes began anew model=%s", self._model)
@@ -303,7 +339,9 @@ class IndexMirror:
         self._lag_seconds = (end.milliseconds - self._position.milliseconds) / 1000
         if end == self._position:
             for record, size in zip(records, sizes, strict=True):
-                self._compare(record, size - 1)
+                if isinstance(size, int):  # else it holds no set, and reading it would not help
+                    foreign = self._num_foreign.get(record.replica_id, 0)
+                    self._compare(record, size - 1 - foreign)
 
     def _compare(self, record: ReplicaRecord, num_hashes: int) -> None:
         """All that the stream has is applied: whatever differs now was missed."""
@@ -319,8 +357,7 @@ def _last_id(info: Mapping[str, Any]) -> StreamId:
     return StreamId.parse(last_id if isinstance(last_id, bytes) else last_id.encode())
 
 
-def _raise_unless_missing(info: object, sizes: Sequence[object]) -> None:
+def _raise_unless_missing(info: object) -> None:
     """A stream that does not exist is an answer; any other error is one."""
-    for answer in (info, *sizes):
-        if isinstance(answer, Exception) and not (answer is info and "no such key" in str(answer)):
-            raise answer
+    if isinstance(info, Exception) and "no such key" not in str(info):
+        raise info

@@ -25,8 +25,9 @@ from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from replicas.protocol.tls import RouterTls
-from router.replica_client import ReplicaClient, ReplicaLost, Traffic
+from router.replica_client import ReplicaClient, ReplicaLost
 from router.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
+from router.replica_words import Traffic
 from router.routing.table import RoutingTable
 
 __all__ = [
@@ -53,7 +54,8 @@ OnAdapters = Callable[[str, Sequence[Adapter]], None]
 
 
 class MembershipStatistics(NamedTuple):
-    """`num_known` and `num_routed` are as of now; the others count since the start."""
+    """`num_known` and `num_routed` are as of now, `num_refused_records` as of the latest look; the others
+    count since the start."""
 
     num_known: int
     num_routed: int
@@ -62,6 +64,8 @@ class MembershipStatistics(NamedTuple):
     num_frames: int
     num_submits: int
     num_aborts: int
+    num_malformed: int
+    num_refused_records: int
 
 
 class _Refused(Exception):
@@ -168,6 +172,8 @@ class Membership:
             num_frames=self._traffic.num_frames,
             num_submits=self._traffic.num_submits,
             num_aborts=self._traffic.num_aborts,
+            num_malformed=self._traffic.num_malformed,
+            num_refused_records=self._source.num_refused,
         )
 
     def _apply(self, view: FleetView, tasks: asyncio.TaskGroup) -> None:
@@ -231,18 +237,9 @@ class Membership:
         """Stay connected to one incarnation until it is dismissed."""
         num_failures = 0
         while True:
-            client = ReplicaClient(
-                member.record.replica_id,
-                member.record.address,
-                self._table.update_load,
-                on_lost=lambda lost, member=member: self._lose(member, lost),  # type: ignore[misc]
-                on_draining=self._table.set_draining,
-                stall_seconds=self._stall_seconds,
-                traffic=self._traffic,
-                tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),
-                caller=self._caller(member.record),
-            )
+            client: ReplicaClient | None = None
             try:
+                client = await self._client_of(member)
                 await self._connect(member, client)
             except (_Refused, ReplicaLost) as error:
                 self._complain(member, str(error))
@@ -252,16 +249,30 @@ class Membership:
                     logger.exception("replica %s cannot be connected", member.record.replica_id)
                 member.complaint = reason
             finally:
-                await client.close()
-            if client.is_draining:
+                if client is not None:
+                    await client.close()
+            if client is not None and client.is_draining:
                 return
-            num_failures = 0 if client.num_frames else num_failures + 1
+            num_failures = 0 if client is not None and client.num_frames else num_failures + 1
             await asyncio.sleep(min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2 ** min(num_failures, 10)))
 
     def _caller(self, record: ReplicaRecord) -> Caller | None:
         if self._call_key is None:
             return None
         return Caller(self._call_key, Role.ROUTER, Audience(record.replica_id, record.epoch))
+
+    async def _client_of(self, member: Member) -> ReplicaClient:
+        return ReplicaClient(
+            member.record.replica_id,
+            member.record.address,
+            self._table.update_load,
+            on_lost=lambda lost: self._lose(member, lost),
+            on_draining=self._table.set_draining,
+            stall_seconds=self._stall_seconds,
+            traffic=self._traffic,
+            tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),
+            caller=self._caller(member.record),
+        )
 
     async def _connect(self, member: Member, client: ReplicaClient) -> None:
         """Describe, introduce, route to it; returns when the stream has ended."""

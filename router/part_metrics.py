@@ -64,6 +64,14 @@ class PartMetrics:
             "When this router's certificate, or the CA of its replicas, expires, in seconds since 1970",
             "file",
         )
+        self._refused_records = self._gauge(
+            "router_refused_records",
+            "Entries of the registry that the latest look passed over as unreadable or out of bounds",
+        )
+        self._malformed_words = self._counter(
+            "router_malformed_messages_total",
+            "Loads, answers and descriptions of replicas that broke the contract and were passed over",
+        )
         self._frames = self._counter("router_frames_total", "Frames that came from replicas")
         self._submits = self._counter("router_submits_total", "Submits sent to replicas")
         self._aborts = self._counter("router_aborts_total", "Aborts sent to replicas")
@@ -130,6 +138,8 @@ class PartMetrics:
         self._frames.of().value = statistics.num_frames
         self._submits.of().value = statistics.num_submits
         self._aborts.of().value = statistics.num_aborts
+        self._malformed_words.of().value = statistics.num_malformed
+        self._refused_records.of().value = statistics.num_refused_records
 
     def read_tls(self, ends: Mapping[str, float]) -> None:
         for file, seconds in ends.items():

@@ -9,7 +9,6 @@ connect again, `dispatch.py` what becomes of the requests.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import grpc
@@ -29,8 +28,9 @@ from replicas.protocol.frames import (
 from replicas.protocol.keys import Announcement
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.tls import ChannelTls
-from replicas.protocol.wire import abort_to_wire, card_from_wire, server_frame_from_wire, submit_to_wire
+from replicas.protocol.wire import abort_to_wire, submit_to_wire
 from router.replica_channel import ReplicaChannel
+from router.replica_words import ReplicaWords, Traffic
 
 MAX_FRAME_TOKEN_BYTES = 1 << 20
 """Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
@@ -50,15 +50,6 @@ class Description(NamedTuple):
     bundle: TokenizerBundle | None
     replica_id: ReplicaId
     epoch: Epoch
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What has gone over streams to replicas, for as long as this router lives."""
-
-    num_frames: int = 0
-    num_submits: int = 0
-    num_aborts: int = 0
 
 
 class Mailbox:
@@ -160,6 +151,7 @@ class ReplicaClient:
         self._submits: deque[pb.Submit] = deque()
         self._aborts: list[pb.Abort] = []
         self._outbox_filled = asyncio.Event()
+        self._words = ReplicaWords(replica_id, self._traffic)
         self._channel = ReplicaChannel(address, tls, caller)
 
     @property
@@ -237,7 +229,7 @@ class ReplicaClient:
         self._outbox_filled.set()
 
     async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
-        """Who listens there and what it serves. Raises ReplicaLost if nobody answers in time."""
+        """Who listens there and what it serves. Raises ReplicaLost without a sensible answer in time."""
         try:
             response: pb.DescribeResponse = await self._channel.stub.Describe(
                 pb.DescribeRequest(include_tokenizer=include_tokenizer),
@@ -246,10 +238,12 @@ class ReplicaClient:
             )
         except grpc.RpcError as error:
             raise ReplicaLost(self._channel.reason(error)) from error
+        try:
+            card, replica_id, epoch = self._words.description(response)
+        except ValueError as error:
+            raise ReplicaLost(f"its description breaks the contract: {error}") from error
         bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
-        return Description(
-            card_from_wire(response.card), bundle, ReplicaId(response.replica_id), Epoch(response.epoch)
-        )
+        return Description(card, bundle, replica_id, epoch)
 
     async def serve(self) -> None:
         """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
@@ -284,8 +278,6 @@ class ReplicaClient:
                 self._receive(message)
         except grpc.RpcError as error:
             raise self._break(self._channel.reason(error)) from error
-        except ValueError as error:
-            raise self._break(f"a frame breaks the contract: {error}") from error
         except asyncio.CancelledError:
             # A channel that is closed under its call raises this too, though nobody cancelled the task.
             if _is_cancelled():
@@ -294,19 +286,29 @@ class ReplicaClient:
         raise self._break("it closed the stream")
 
     def _receive(self, message: pb.ServerFrame) -> None:
-        frame = server_frame_from_wire(message)
-        self._on_load(self.replica_id, frame.load, frame.num_counted_submits)
-        if frame.is_draining and not self.is_draining:
+        """Part by part: a wrong load is passed over, a wrong delta costs the request that it is for."""
+        load = self._words.load(message.load)
+        if load is not None:
+            self._on_load(self.replica_id, load, message.num_counted_submits)
+        if message.is_draining and not self.is_draining:
             # What was submitted until now goes first; then the replica is told that nothing follows.
             self.is_draining = self._owes_answer = True
             self._on_draining(self.replica_id)
             self._outbox_filled.set()
         inflights = self._inflight
-        for delta in frame.deltas:
-            request_id, choice = delta.key
+        for wire in message.deltas:
+            request_id, choice = wire.request_id, wire.choice
             inflight = inflights.get(request_id)
             if inflight is None or choice not in inflight.open_choices:
+                if not 0 < request_id <= self._num_submits:
+                    self._words.stranger(request_id)
                 continue  # aborted; this delta crossed the abort on its way
+            try:
+                delta = self._words.delta(wire)
+            except ValueError as error:
+                self.abort(request_id)
+                inflight.fail(ReplicaLost(f"an answer of it breaks the contract: {error}"))
+                continue
             if delta.finish_reason is not None and inflight.close_choice(choice):
                 del inflights[request_id]
             inflight.deliver(delta)

@@ -7,16 +7,27 @@ believes now, and `membership.py` decides what follows from it.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Hashable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from replicas.protocol.complaints import Complaints
 from replicas.protocol.frames import LoadSnapshot
-from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, decode_record, replica_key, replicas_key
+from replicas.protocol.keys import (
+    MODELS_KEY,
+    RECORD_FIELDS,
+    ReplicaRecord,
+    decode_ids,
+    decode_names,
+    decode_record,
+    record_fields,
+    replica_key,
+    replicas_key,
+)
 from replicas.protocol.status import ReplicaId, ReplicaState
 from router.replica_client import ReplicaClient, ReplicaLost
 
@@ -29,6 +40,11 @@ TIMEOUT_SECONDS = 2.0
 FORGET_SECONDS = 60.0
 MAX_FORGOTTEN_PER_POLL = 64
 
+MAX_NAMES_PER_LOOK = 4096
+"""Of models, and of replicas for each: names without end must not keep a look from ending."""
+
+Name = TypeVar("Name", bound=str)
+
 # Atomic, so that a replica which registers again at this very moment keeps its place.
 FORGET_SCRIPT = "if redis.call('EXISTS', KEYS[1]) == 0 then return redis.call('SREM', KEYS[2], ARGV[1]) end"
 
@@ -36,6 +52,10 @@ FORGET_SCRIPT = "if redis.call('EXISTS', KEYS[1]) == 0 then return redis.call('S
 class ReplicaSource(Protocol):
     def views(self) -> AsyncIterator[FleetView]:
         """A view whenever the source has looked; none while it cannot look."""
+
+    @property
+    def num_refused(self) -> int:
+        """Replicas, or names of them, that the latest look passed over as wrong."""
 
 
 class RegistrySource:
@@ -48,8 +68,17 @@ class RegistrySource:
         self._poll_seconds = poll_seconds
         self._forget_seconds = forget_seconds
         self._absent_since: dict[tuple[str, ReplicaId], float] = {}
-        self._unreadable: set[ReplicaId] = set()
+        self._known: dict[tuple[str, str], frozenset[str]] = {}
+        """Names that stood for a lease at the last look."""
+        self._num_looks = 0
+        self._num_refused = 0
+        self._complaints = Complaints(logger)
         self._is_redis_away = False
+
+    @property
+    def num_refused(self) -> int:
+        """Entries of the registry that the latest look passed over."""
+        return self._num_refused
 
     async def views(self) -> AsyncIterator[FleetView]:
         # Nothing is retried below here: a look that fails is followed by the next one anyway.
@@ -68,6 +97,7 @@ class RegistrySource:
             while True:
                 try:
                     async with asyncio.timeout(TIMEOUT_SECONDS):
+                        self._num_looks += 1
                         view = await self._read(redis)
                         await self._forget(redis)
                 except (RedisError, OSError) as error:
@@ -86,43 +116,60 @@ class RegistrySource:
             await redis.aclose()
 
     async def _read(self, redis: "Redis") -> FleetView:
-        models = sorted(_texts(await redis.smembers(MODELS_KEY)))
+        self._num_refused = 0
+        models = self._names("models", "", decode_names(await _answer(redis.smembers(MODELS_KEY))))
         async with redis.pipeline(transaction=False) as pipeline:
             for model in models:
                 pipeline.smembers(replicas_key(model))
             members = await pipeline.execute(raise_on_error=False) if models else []
         names = [
-            (model, ReplicaId(replica_id))
+            (model, replica_id)
             for model, replica_ids in zip(models, members, strict=True)
-            for replica_id in sorted(_texts(replica_ids))
+            for replica_id in self._names("replicas", model, decode_ids(replica_ids))
         ]
         async with redis.pipeline(transaction=False) as pipeline:
             for model, replica_id in names:
-                pipeline.hgetall(replica_key(model, replica_id))
-            hashes = await pipeline.execute(raise_on_error=False) if names else []
+                pipeline.hmget(replica_key(model, replica_id), RECORD_FIELDS)
+            leases = await pipeline.execute(raise_on_error=False) if names else []
         view: dict[str, dict[ReplicaId, ReplicaRecord]] = {model: {} for model in models}
         now = asyncio.get_running_loop().time()
         absent: dict[tuple[str, ReplicaId], float] = {}
-        for (model, replica_id), fields in zip(names, hashes, strict=True):
-            if isinstance(fields, ResponseError):
-                logger.error("a replica is passed over: %s holds no hash", replica_key(model, replica_id))
-            elif not fields:
+        for (model, replica_id), values in zip(names, leases, strict=True):
+            if isinstance(values, list) and not any(values):
                 absent[model, replica_id] = self._absent_since.get((model, replica_id), now)
-            elif (record := self._decode(replica_id, fields)) is not None:
+            elif (record := self._decode(model, replica_id, values)) is not None:
                 view[model][replica_id] = record
         self._absent_since = absent
+        self._known = {("models", ""): frozenset(model for model in models if view[model])}
+        self._known |= {("replicas", model): frozenset(records) for model, records in view.items()}
         return view
 
-    def _decode(self, replica_id: ReplicaId, fields: Mapping[bytes, bytes]) -> ReplicaRecord | None:
+    def _names(self, kind: str, of: str, decoded: tuple[Sequence[Name], int]) -> list[Name]:
+        """As many as one look takes: those that had a lease at the last one, then others in turn."""
+        names, num_wrong = decoded
+        if num_wrong:
+            self._refuse((kind, of), f"{num_wrong} members of the registry's {kind} {of!r} are no names")
+        if len(names) <= MAX_NAMES_PER_LOOK:
+            return list(names)
+        self._refuse((kind, of, "many"), f"the registry's {kind} {of!r} are {len(names)}: some wait")
+        known = self._known.get((kind, of), frozenset())
+        first = [name for name in names if name in known][:MAX_NAMES_PER_LOOK]
+        others = [name for name in names if name not in known]
+        start = self._num_looks * MAX_NAMES_PER_LOOK % len(others) if others else 0
+        return (first + others[start:] + others[:start])[:MAX_NAMES_PER_LOOK]
+
+    def _decode(self, model: str, replica_id: ReplicaId, values: object) -> ReplicaRecord | None:
         try:
-            record = decode_record(replica_id, fields)
+            record = decode_record(replica_id, record_fields(values))
         except ValueError as error:
-            if replica_id not in self._unreadable:
-                self._unreadable.add(replica_id)
-                logger.error("a replica is passed over: %s", error)
+            self._refuse((model, replica_id), f"a replica of {model} is passed over: {error}")
             return None
-        self._unreadable.discard(replica_id)
+        self._complaints.settle((model, replica_id))
         return record
+
+    def _refuse(self, subject: Hashable, message: str) -> None:
+        self._num_refused += 1
+        self._complaints.say(subject, message)
 
     async def _forget(self, redis: "Redis") -> None:
         """Take ids whose lease has long been gone out of the set, a few with each look."""
@@ -140,6 +187,7 @@ class StaticSource:
     def __init__(self, addresses: Sequence[str], poll_seconds: float = 2.0) -> None:
         self._addresses = tuple(dict.fromkeys(addresses))
         self._poll_seconds = poll_seconds
+        self.num_refused = 0
 
     async def views(self) -> AsyncIterator[FleetView]:
         async with contextlib.AsyncExitStack() as stack:
@@ -182,10 +230,9 @@ class StaticSource:
         return card.name, record
 
 
-def _texts(members: object) -> list[str]:
-    """Set members that are text; a registry may hold anything, and what is no name is nobody."""
-    texts: list[str] = []
-    for member in members if isinstance(members, set | list) else ():
-        with contextlib.suppress(UnicodeDecodeError):
-            texts.append(member.decode())
-    return texts
+async def _answer(question: Awaitable[object]) -> object:
+    """A key of another type answers with an error, as values in a pipeline do."""
+    try:
+        return await question
+    except ResponseError as error:
+        return error

@@ -207,6 +207,15 @@ LIVES = (
         ),
     ),
     Panel(
+        title="What is passed over",
+        description="Entries of the registry, and words of replicas, that are wrong: unreadable, out of "
+        "bounds, for nobody. Nothing but what they say is lost; the routers' logs say what it was.",
+        queries=(
+            Query("sum by (router) (router_refused_records{ROUTER})", "{{router}} in the registry"),
+            Query(events("router_malformed_messages_total", "ROUTER", "router"), "{{router}} from replicas"),
+        ),
+    ),
+    Panel(
         title="What Ray gives",
         description="Machines that are alive, and replicas that Ray would not even make: see whether the "
         "machines have the CPUs and GPUs that a replica asks for.",

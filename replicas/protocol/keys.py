@@ -7,12 +7,23 @@ one transaction. `blocks` sets carry one marker member that is no hash, so that 
 exists and a lost one is noticed.
 """
 
+import contextlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+import msgspec
+
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.bounds import (
+    checked_address,
+    checked_id,
+    checked_load,
+    checked_name,
+    parsed_number,
+    shown,
+)
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
@@ -25,6 +36,16 @@ ID_BYTES = 8
 
 BLOCKS_MARKER = b"\x00"
 """The member of every blocks set that is no hash."""
+
+RECORD_FIELDS = ("epoch", "address", "state", "card_digest", "last_change", "load")
+"""All that is read of a lease."""
+
+MAX_LOAD_BYTES = 4096
+
+MAX_HASHES_PER_CHANGE = 1 << 17
+"""A reader believes no longer change. An announcement is as long as its prompt; this is one of 2²⁴ tokens."""
+
+_loads = msgspec.json.Decoder(LoadSnapshot)
 
 
 def replicas_key(model: str) -> str:
@@ -97,19 +118,65 @@ def encode_record(record: ReplicaRecord) -> dict[str, str]:
 
 
 def decode_record(replica_id: ReplicaId, fields: Mapping[bytes, bytes]) -> ReplicaRecord:
-    """Raises ValueError if a field is missing or unreadable."""
+    """Raises ValueError if a field is missing, unreadable or out of bounds. Unknown fields are ignored."""
     try:
         return ReplicaRecord(
-            replica_id=replica_id,
-            epoch=Epoch(fields[b"epoch"].decode()),
-            address=fields[b"address"].decode(),
+            replica_id=ReplicaId(checked_id(replica_id)),
+            epoch=Epoch(checked_id(fields[b"epoch"].decode())),
+            address=checked_address(fields[b"address"].decode()),
             state=ReplicaState(fields[b"state"].decode()),
-            card_digest=fields[b"card_digest"].decode(),
-            last_change=int(fields[b"last_change"]),
-            load=LoadSnapshot(**json.loads(fields[b"load"])),
+            card_digest=checked_name(fields[b"card_digest"].decode()),
+            last_change=parsed_number(fields[b"last_change"]),
+            load=_decode_load(fields[b"load"]),
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the registry entry of replica {replica_id} is unreadable: {error!r}") from error
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the registry entry of replica {shown(replica_id)} is unreadable: {shown(error)}"
+        ) from error
+
+
+def _decode_load(encoded: bytes) -> LoadSnapshot:
+    if len(encoded) > MAX_LOAD_BYTES:
+        raise ValueError(f"a load of {len(encoded)} bytes")
+    try:
+        return checked_load(_loads.decode(encoded))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"a load is unreadable: {error}") from error
+
+
+def record_fields(values: object) -> dict[bytes, bytes]:
+    """What HMGET of RECORD_FIELDS has answered, or HGETALL. Raises ValueError if that was an error."""
+    if isinstance(values, dict):
+        return values
+    if not isinstance(values, list):
+        raise ValueError(f"it holds no lease: {shown(values)}")
+    return {
+        name.encode(): value for name, value in zip(RECORD_FIELDS, values, strict=True) if value is not None
+    }
+
+
+def decode_names(members: object) -> tuple[list[str], int]:
+    """A set's members that are names of models, sorted, and how many are not.
+
+    A registry may hold anything: what is no set has no members.
+    """
+    return _decode_each(members, checked_name)
+
+
+def decode_ids(members: object) -> tuple[list[ReplicaId], int]:
+    """A set's members that are replica ids, sorted, and how many are not."""
+    texts, num_wrong = _decode_each(members, checked_id)
+    return [ReplicaId(text) for text in texts], num_wrong
+
+
+def _decode_each(members: object, check: Callable[[str], str]) -> tuple[list[str], int]:
+    if not isinstance(members, set | list):
+        return [], 1
+    texts: list[str] = []
+    for member in members:
+        with contextlib.suppress(ValueError):
+            texts.append(check(member.decode()))
+    return sorted(texts), len(members) - len(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +223,16 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
 
 
 def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
-    """Raises ValueError if a field is missing or unreadable; without announcements it has no such fields."""
+    """Raises ValueError if a field is missing, unreadable or out of bounds; without announcements it has no
+    such fields."""
+    num_bytes = sum(map(len, fields.values()))
+    if num_bytes > MAX_HASHES_PER_CHANGE * HASH_BYTES:
+        raise ValueError(f"an index change of {num_bytes} bytes")
     try:
         return IndexChange(
-            replica_id=ReplicaId(fields[b"replica"].decode()),
-            epoch=Epoch(fields[b"epoch"].decode()),
-            number=int(fields[b"number"]),
+            replica_id=ReplicaId(checked_id(fields[b"replica"].decode())),
+            epoch=Epoch(checked_id(fields[b"epoch"].decode())),
+            number=parsed_number(fields[b"number"]),
             added=split_hashes(fields[b"added"]),
             removed=split_hashes(fields[b"removed"]),
             cleared=fields[b"cleared"] == b"1",

@@ -1,11 +1,19 @@
 """Dataclass to protobuf and back, both directions of every message.
 
 Owns the mapping. Only this module and the two gRPC shells (replica server, router client) touch
-generated classes. Decoding raises ValueError on a message that breaks the contract.
+generated classes. Decoding raises ValueError on a message that breaks the contract: types are protobuf's,
+bounds are ours.
 """
 
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, pack_token_ids, unpack_token_ids
+from replicas.protocol.bounds import (
+    MAX_MESSAGE_CHARACTERS,
+    checked_card,
+    checked_load,
+    checked_logprob,
+    checked_usage,
+)
 from replicas.protocol.frames import (
     Abort,
     ClientFrame,
@@ -72,7 +80,7 @@ def server_frame_to_wire(frame: ServerFrame) -> pb.ServerFrame:
 
 def server_frame_from_wire(message: pb.ServerFrame) -> ServerFrame:
     return ServerFrame(
-        deltas=tuple(_delta_from_wire(delta) for delta in message.deltas),
+        deltas=tuple(delta_from_wire(delta) for delta in message.deltas),
         load=load_from_wire(message.load),
         num_counted_submits=message.num_counted_submits,
         is_draining=message.is_draining,
@@ -197,39 +205,46 @@ def _delta_to_wire(delta: TokenDelta) -> pb.TokenDelta:
     return message
 
 
-def _delta_from_wire(message: pb.TokenDelta) -> TokenDelta:
+def delta_from_wire(message: pb.TokenDelta, vocab_size: int | None = None) -> TokenDelta:
+    """`vocab_size`, if it is known, bounds the token ids."""
     usage = refusal = logprobs = None
     if message.finish_reason not in _FINISH_FROM_WIRE:
         raise ValueError(f"there is no finish reason {message.finish_reason}")
+    token_ids = tuple(message.token_ids)
+    if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+        raise ValueError(f"token {max(token_ids)} is outside a vocabulary of {vocab_size}")
     if message.HasField("usage"):
         wire = message.usage
-        usage = PromptUsage(
-            wire.num_prompt_tokens,
-            wire.num_cached_tokens,
-            wire.num_written_tokens,
-            wire.num_cross_user_tokens,
-            wire.num_own_tokens,
-            wire.num_slower_tier_tokens,
+        usage = checked_usage(
+            PromptUsage(
+                wire.num_prompt_tokens,
+                wire.num_cached_tokens,
+                wire.num_written_tokens,
+                wire.num_cross_user_tokens,
+                wire.num_own_tokens,
+                wire.num_slower_tier_tokens,
+            )
         )
     if message.HasField("refusal"):
-        refusal = Refusal(RefusalCode(message.refusal.code), message.refusal.message)
+        text = message.refusal.message[:MAX_MESSAGE_CHARACTERS]
+        refusal = Refusal(RefusalCode(message.refusal.code), text)
     if message.logprobs:
-        logprobs = tuple(
-            TokenLogprobs(
-                entry.token_id,
-                entry.logprob,
-                tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)),
-            )
-            for entry in message.logprobs
-        )
+        logprobs = tuple(_logprobs_from_wire(entry, vocab_size) for entry in message.logprobs)
     return TokenDelta(
         key=RequestKey(message.request_id, message.choice),
-        token_ids=tuple(message.token_ids),
+        token_ids=token_ids,
         finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
         usage=usage,
         logprobs=logprobs,
         refusal=refusal,
     )
+
+
+def _logprobs_from_wire(entry: pb.TokenLogprobs, vocab_size: int | None) -> TokenLogprobs:
+    top = tuple(zip(entry.top_token_ids, map(checked_logprob, entry.top_logprobs), strict=True))
+    if vocab_size is not None and max([entry.token_id, *entry.top_token_ids]) >= vocab_size:
+        raise ValueError(f"log probabilities of tokens outside a vocabulary of {vocab_size}")
+    return TokenLogprobs(entry.token_id, checked_logprob(entry.logprob), top)
 
 
 def load_to_wire(load: LoadSnapshot) -> pb.Load:
@@ -247,16 +262,18 @@ def load_to_wire(load: LoadSnapshot) -> pb.Load:
 
 
 def load_from_wire(message: pb.Load) -> LoadSnapshot:
-    return LoadSnapshot(
-        num_running=message.num_running,
-        num_waiting=message.num_waiting,
-        num_pending_tokens=message.num_pending_tokens,
-        num_context_tokens=message.num_context_tokens,
-        num_used_blocks=message.num_used_blocks,
-        num_cached_blocks=message.num_cached_blocks,
-        num_total_blocks=message.num_total_blocks,
-        prefill_seconds_per_token=message.prefill_seconds_per_token,
-        decode_step_seconds=message.decode_step_seconds,
+    return checked_load(
+        LoadSnapshot(
+            num_running=message.num_running,
+            num_waiting=message.num_waiting,
+            num_pending_tokens=message.num_pending_tokens,
+            num_context_tokens=message.num_context_tokens,
+            num_used_blocks=message.num_used_blocks,
+            num_cached_blocks=message.num_cached_blocks,
+            num_total_blocks=message.num_total_blocks,
+            prefill_seconds_per_token=message.prefill_seconds_per_token,
+            decode_step_seconds=message.decode_step_seconds,
+        )
     )
 
 
@@ -277,16 +294,18 @@ def card_to_wire(card: ModelCard) -> pb.ModelCard:
 
 
 def card_from_wire(message: pb.ModelCard) -> ModelCard:
-    return ModelCard(
-        name=message.name,
-        fingerprint=message.fingerprint,
-        engine=message.engine,
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        context_length=message.context_length,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-        max_batched_tokens=message.max_batched_tokens,
-        max_running=message.max_running,
-        adapters=tuple(Adapter(entry.name, entry.fingerprint) for entry in message.adapters),
+    return checked_card(
+        ModelCard(
+            name=message.name,
+            fingerprint=message.fingerprint,
+            engine=message.engine,
+            block_size=message.block_size,
+            num_blocks=message.num_blocks,
+            context_length=message.context_length,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            max_batched_tokens=message.max_batched_tokens,
+            max_running=message.max_running,
+            adapters=tuple(Adapter(entry.name, entry.fingerprint) for entry in message.adapters),
+        )
     )

@@ -39,6 +39,8 @@ MOST_ROUNDS = 4
 MAY_STAY_ZERO = {
     "router_slower_tier_tokens_total": "only vLLM has tiers below the device",
     "router_index_malformed_total": "only a replica of another version writes what a router cannot read",
+    "router_refused_records": "nobody writes nonsense into this registry",
+    "router_malformed_messages_total": "no replica lies",
     "router_refused_replicas_total": "only a replica of another model or cluster is refused",
     "router_index_lag_seconds": "a router keeps up with two replicas",
     "router_overlap_error_tokens_bucket": "most overlaps are right, so that their median error is none",

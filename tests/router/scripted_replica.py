@@ -62,6 +62,7 @@ class Script:
     refusal: RefusalCode | None = None
     die_after_tokens: int | None = None  # the stream breaks once that many tokens were sent
     describes_as: tuple[str, str] | None = None  # replica id and epoch
+    alter: Callable[[pb.ServerFrame], object] | None = None  # what becomes of each frame before it is sent
 
 
 @dataclass
@@ -159,7 +160,10 @@ class ScriptedReplica(ReplicaServicer):
             while not self._is_dead():
                 frame = self._step(stream)
                 if not self.script.silent:
-                    yield server_frame_to_wire(frame)
+                    message = server_frame_to_wire(frame)
+                    if self.script.alter is not None:
+                        self.script.alter(message)
+                    yield message
                 if stream.choices and not self.script.holding and not self.script.silent:
                     await asyncio.sleep(self.script.step_seconds)
                 else:

@@ -150,7 +150,7 @@ async def test_ids_without_a_lease_are_taken_out_of_the_set_after_a_while(
 ) -> None:
     replica = await start()
     await registry.put(replica)
-    await registry.redis.sadd(replicas_key("toy"), "long gone")
+    await registry.redis.sadd(replicas_key("toy"), "long-gone")
     source = RegistrySource(redis_url, POLL_SECONDS, forget_seconds=1.0)
     async with watching(source) as world:
         await world.wait_routed("r0")

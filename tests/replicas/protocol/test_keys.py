@@ -10,29 +10,33 @@ from hypothesis import strategies as st
 
 from replicas.protocol import keys
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.bounds import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
 HASHES = st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash), max_size=5).map(tuple)
 IDS = st.integers(0, 2**64 - 1)
 COUNTS = st.integers(0, 2**31)
-SECONDS = st.floats(0, 1e6, allow_nan=False)
-NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=10)
-LOADS = st.builds(LoadSnapshot, *[COUNTS] * 7, SECONDS, SECONDS)
+TOKENS = st.integers(0, MAX_TOKENS)
+SECONDS = st.floats(0, MAX_SECONDS, allow_nan=False)
+REQUESTS = st.integers(0, MAX_REQUESTS)
+LOADS = st.builds(LoadSnapshot, REQUESTS, REQUESTS, TOKENS, TOKENS, *[COUNTS] * 3, SECONDS, SECONDS)
+IDENTIFIERS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
+ADDRESSES = st.builds("{}:{}".format, IDENTIFIERS, st.integers(1, 2**16 - 1)) | st.just("[::1]:50051")
 RECORDS = st.builds(
     keys.ReplicaRecord,
     replica_id=st.just(ReplicaId("r0")),
-    epoch=NAMES.map(Epoch),
-    address=NAMES,
+    epoch=IDENTIFIERS.map(Epoch),
+    address=ADDRESSES,
     state=st.sampled_from(ReplicaState),
-    card_digest=NAMES,
+    card_digest=IDENTIFIERS,
     last_change=COUNTS,
     load=LOADS,
 )
 CHANGES = st.builds(
     keys.IndexChange,
-    replica_id=NAMES.map(ReplicaId),
-    epoch=NAMES.map(Epoch),
+    replica_id=IDENTIFIERS.map(ReplicaId),
+    epoch=IDENTIFIERS.map(Epoch),
     number=COUNTS,
     added=HASHES,
     removed=HASHES,
@@ -62,7 +66,7 @@ def test_a_change_survives_the_round_trip(change: keys.IndexChange) -> None:
 def test_a_record_that_lacks_a_field_is_refused(record: keys.ReplicaRecord, data: st.DataObject) -> None:
     fields = as_redis_returns(keys.encode_record(record))
     del fields[data.draw(st.sampled_from(sorted(fields)))]
-    with pytest.raises(ValueError, match="replica r0 is unreadable"):
+    with pytest.raises(ValueError, match="replica 'r0' is unreadable"):
         keys.decode_record(record.replica_id, fields)
 
 
@@ -72,8 +76,34 @@ def test_a_record_that_lacks_a_field_is_refused(record: keys.ReplicaRecord, data
         (b"state", b"asleep"),
         (b"last_change", b"many"),
         (b"load", b"{"),
-        (b"load", json.dumps({"num_sheep": 3}).encode()),
         (b"load", b"[]"),
+        (b"load", b"[" * 100_000),
+        (b"load", b'{"x":' + b"[" * 4000),
+        (b"load", json.dumps({"num_running": "3"}).encode()),
+        (b"load", json.dumps({"num_running": [3]}).encode()),
+        (b"load", json.dumps({"num_running": True}).encode()),
+        (b"load", json.dumps({"num_running": -1}).encode()),
+        (b"load", json.dumps({"num_waiting": 10**30}).encode()),
+        (b"load", json.dumps({"num_pending_tokens": 10**400}).encode()),
+        (b"load", json.dumps({"num_pending_tokens": 1.5}).encode()),
+        (b"load", b'{"decode_step_seconds": NaN}'),
+        (b"load", b'{"decode_step_seconds": 1e999}'),
+        (b"load", b'{"prefill_seconds_per_token": -0.1}'),
+        (b"load", b"\xff"),
+        (b"last_change", b"-1"),
+        (b"last_change", b"1_0"),
+        (b"last_change", b"9" * 30),
+        (b"last_change", "\u0663".encode()),
+        (b"epoch", b""),
+        (b"epoch", b"e 1"),
+        (b"epoch", b"e" * 1000),
+        (b"epoch", b"\xff"),
+        (b"address", b"unix:/tmp/socket"),
+        (b"address", b"dns:///elsewhere:1"),
+        (b"address", b"a:65536"),
+        (b"address", b"a:1\nb"),
+        (b"address", b""),
+        (b"card_digest", b"d\nforged line"),
     ],
 )
 def test_a_record_with_an_unreadable_field_is_refused(name: bytes, value: bytes) -> None:
@@ -83,6 +113,40 @@ def test_a_record_with_an_unreadable_field_is_refused(name: bytes, value: bytes)
     fields = as_redis_returns(keys.encode_record(record)) | {name: value}
     with pytest.raises(ValueError):
         keys.decode_record(ReplicaId("r0"), fields)
+
+
+def test_a_loads_field_that_a_later_version_adds_is_ignored() -> None:
+    record = keys.ReplicaRecord(
+        ReplicaId("r0"), Epoch("e"), "a:1", ReplicaState.READY, "d", 1, LoadSnapshot(num_running=2)
+    )
+    fields = as_redis_returns(keys.encode_record(record))
+    fields[b"load"] = json.dumps({"num_running": 2, "num_sheep": 3}).encode()
+    assert keys.decode_record(ReplicaId("r0"), fields) == record
+
+
+@pytest.mark.parametrize("replica_id", ["", "r 0", "r0\nforged line", "r" * 1000, "r{0}"])
+def test_what_is_no_id_is_no_replica(replica_id: str) -> None:
+    record = keys.ReplicaRecord(
+        ReplicaId(replica_id), Epoch("e"), "a:1", ReplicaState.READY, "d", 1, LoadSnapshot()
+    )
+    with pytest.raises(ValueError):
+        keys.decode_record(ReplicaId(replica_id), as_redis_returns(keys.encode_record(record)))
+
+
+def test_of_a_set_only_names_are_taken_and_the_rest_is_counted() -> None:
+    assert keys.decode_ids({b"r1", b"r0", b"\xff", b"r 2"}) == (["r0", "r1"], 2)
+    assert keys.decode_names({"org/model:tag \u00e9".encode(), b"a\x00b", b""}) == (
+        ["org/model:tag \u00e9"],
+        2,
+    )
+    assert keys.decode_names(TypeError("WRONGTYPE")) == ([], 1)
+
+
+def test_a_change_that_no_writer_would_make_so_large_is_refused() -> None:
+    hashes = (BlockHash(bytes(HASH_BYTES)),) * (keys.MAX_HASHES_PER_CHANGE + 1)
+    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1, added=hashes)
+    with pytest.raises(ValueError, match="an index change of"):
+        keys.decode_change(as_redis_returns(keys.encode_change(change)))
 
 
 @given(CHANGES, st.data())

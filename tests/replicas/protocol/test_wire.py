@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.protocol import frames, wire
+from replicas.protocol import bounds, frames, wire
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
@@ -64,30 +64,65 @@ CLIENT_FRAMES = st.builds(
     aborts=st.lists(st.builds(frames.Abort, U64, st.none() | U32), max_size=2).map(tuple),
     knows_draining=st.booleans(),
 )
+LOG_PROBABILITIES = st.floats(max_value=1.0, allow_nan=False)
 LOGPROBS = st.builds(
-    frames.TokenLogprobs, U32, FLOATS, st.lists(st.tuples(U32, FLOATS), max_size=3).map(tuple)
+    frames.TokenLogprobs,
+    U32,
+    LOG_PROBABILITIES,
+    st.lists(st.tuples(U32, LOG_PROBABILITIES), min_size=1, max_size=3).map(tuple),
 )
+
+
+def usages(least: int) -> st.SearchStrategy[frames.PromptUsage]:
+    """The whole is the sum of its parts, each of them at least so large."""
+    counts = st.integers(least, 2**16)
+    return st.builds(
+        lambda computed, written, of_others, own, slower: frames.PromptUsage(
+            *(computed + of_others + own + slower, of_others + own + slower, written, of_others, own, slower)
+        ),
+        *[counts] * 5,
+    )
+
+
+def loads(least: int) -> st.SearchStrategy[frames.LoadSnapshot]:
+    def counts(most: int) -> st.SearchStrategy[int]:
+        return st.integers(least, most)
+
+    requests, tokens, blocks = counts(bounds.MAX_REQUESTS), counts(bounds.MAX_TOKENS), counts(2**32 - 1)
+    seconds = st.floats(least, bounds.MAX_SECONDS, allow_nan=False)
+    return st.builds(frames.LoadSnapshot, *[requests] * 2, *[tokens] * 2, *[blocks] * 3, *[seconds] * 2)
+
+
 DELTAS = st.builds(
     frames.TokenDelta,
     key=st.builds(RequestKey, U64, U32),
     token_ids=TOKENS.map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
-    usage=st.none() | st.builds(frames.PromptUsage, U32, U32, U32, U32, U32, U32),
+    usage=st.none() | usages(0),
     # No logprobs and none so far are one thing on the wire.
     logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=3).map(tuple),
     refusal=st.none() | st.builds(frames.Refusal, st.sampled_from(RefusalCode), st.text(max_size=20)),
 )
-LOADS = st.builds(frames.LoadSnapshot, U32, U32, U64, U64, U32, U32, U32, FLOATS, FLOATS)
 SERVER_FRAMES = st.builds(
-    frames.ServerFrame, st.lists(DELTAS, max_size=3).map(tuple), LOADS, U64, st.booleans()
+    frames.ServerFrame, st.lists(DELTAS, max_size=3).map(tuple), loads(0), U64, st.booleans()
 )
+NAMES = st.text("aZ0é漢/:-._ ", min_size=1, max_size=9)
+BLOCK_SIZES = st.integers(1, 2**16)
 CARDS = st.builds(
-    ModelCard, *[st.text(max_size=9)] * 3, *[U32] * 4, st.lists(U32, max_size=3).map(tuple), U32, U32
+    ModelCard,
+    *[NAMES] * 3,
+    *(BLOCK_SIZES, U32, *[st.integers(1, 2**32 - 1)] * 2),
+    *(st.lists(U32, max_size=3).map(tuple), U32, U32),
 )
 WHOLE: Special = {
     (frames.Submit, "announced_hashes"): st.lists(filled(BlockHash), min_size=1, max_size=1).map(tuple),
+    frames.PromptUsage: usages(1),
+    frames.LoadSnapshot: loads(1),
+    frames.TokenLogprobs: LOGPROBS,
+    (ModelCard, "block_size"): BLOCK_SIZES,
+    str: NAMES,
 }
-"""What `filled` cannot know: there are not more announced blocks than tokens."""
+"""What `filled` cannot know: there are not more announced blocks than tokens, and other bounds."""
 
 
 @given(CLIENT_FRAMES)
@@ -108,7 +143,7 @@ def test_a_model_card_survives_the_wire(card: ModelCard) -> None:
 
 
 @settings(max_examples=20)
-@given(filled(frames.ClientFrame, WHOLE), filled(frames.ServerFrame), filled(ModelCard))
+@given(filled(frames.ClientFrame, WHOLE), filled(frames.ServerFrame, WHOLE), filled(ModelCard, WHOLE))
 def test_no_field_of_any_message_is_left_behind(
     to_replica: frames.ClientFrame, to_router: frames.ServerFrame, card: ModelCard
 ) -> None:
@@ -143,6 +178,13 @@ def test_a_submit_that_breaks_the_contract_is_a_value_error(broken: dict[str, ob
         pb.TokenDelta(refusal=pb.Refusal(code="unheard of")),
         pb.TokenDelta(logprobs=[pb.TokenLogprobs(top_token_ids=[1, 2], top_logprobs=[0.5])]),
         pb.TokenDelta(finish_reason=99),  # type: ignore[arg-type]
+        pb.TokenDelta(logprobs=[pb.TokenLogprobs(logprob=float("nan"))]),
+        pb.TokenDelta(usage=pb.PromptUsage(num_prompt_tokens=1, num_cached_tokens=2)),
+        pb.TokenDelta(
+            usage=pb.PromptUsage(
+                num_prompt_tokens=2, num_cached_tokens=1, num_own_tokens=1, num_cross_user_tokens=1
+            )
+        ),
     ],
 )
 def test_a_delta_that_breaks_the_contract_is_a_value_error(delta: pb.TokenDelta) -> None:
