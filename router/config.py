@@ -84,6 +84,11 @@ class RouterConfig:
     )
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
+    client_priority: bool = setting(
+        False,
+        help="whether a request's priority counts (lower goes first); else it is ignored, since anybody could"
+        " go before everybody",
+    )
     tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
     hash_cache_bytes: int = setting(
         32 * 2**20, help="memory for block hashes of prompts that begin alike, for all models"

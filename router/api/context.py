@@ -106,5 +106,9 @@ class ApiContext:
             scope, receive, max_bytes=self.config.max_body_bytes, max_seconds=self.config.upload_seconds
         )
 
+    def priority(self, asked: int | None) -> int:
+        """What a client's wish to go first comes to."""
+        return asked if asked is not None and self.config.client_priority else 0
+
     def new_id(self, prefix: str) -> str:
         return f"{prefix}{self.rng.getrandbits(96):024x}"

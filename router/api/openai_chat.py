@@ -90,7 +90,7 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
         stop=stop,
         salt=request.cache_salt,
         prompt_cache_key=request.prompt_cache_key,
-        priority=request.priority or 0,
+        priority=context.priority(request.priority),
         user=context.catalog.user_tag(request.end_user),
         num_stable_tokens=_num_stable_tokens(model.tokenizer, chat),
     )

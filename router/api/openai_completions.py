@@ -70,7 +70,7 @@ async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
             stop=stop,
             salt=request.cache_salt,
             prompt_cache_key=request.prompt_cache_key,
-            priority=request.priority or 0,
+            priority=context.priority(request.priority),
             user=context.catalog.user_tag(request.end_user),
         )
         if request.echo:

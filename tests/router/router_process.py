@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+_ADDRESS = re.compile(r"(listening on|operators are served on) (\S+)")
+
 
 @contextlib.contextmanager
 def running_router(*flags: str, has_admin: bool = False) -> Iterator[tuple[str, str]]:
@@ -15,17 +17,21 @@ def running_router(*flags: str, has_admin: bool = False) -> Iterator[tuple[str, 
     command = [sys.executable, "-m", "router", "--port=0", "--redis-url=redis://127.0.0.1:1/0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            main = _after(process, "listening on")
-            yield main, _after(process, "operators are served on") if has_admin else main
+            found = _addresses(process, 2 if has_admin else 1)
+            yield found["listening on"], found.get("operators are served on", found["listening on"])
         finally:
             process.send_signal(signal.SIGTERM)
             _, log = process.communicate(timeout=50)
     assert process.returncode == 0, log
 
 
-def _after(process: subprocess.Popen[str], words: str) -> str:
+def _addresses(process: subprocess.Popen[str], number: int) -> dict[str, str]:
+    """By what the router says of them, in whatever order."""
     assert process.stderr is not None
+    found = {}
     for line in process.stderr:
-        if found := re.search(rf"{words} (\S+)", line):
-            return found[1]
-    raise AssertionError(f"the router never said '{words}'")
+        if says := _ADDRESS.search(line):
+            found[says[1]] = says[2]
+        if len(found) == number:
+            return found
+    raise AssertionError(f"the router said only {found}")
