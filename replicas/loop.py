@@ -216,7 +216,7 @@ class EngineLoop:
             message = self._inbox.get()
             if isinstance(message, _Add):
                 keys += [request.key for request in message.requests]
-        self._emit_errors(keys, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
+        self._emit_errors(keys, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
         self._on_death(death)
 
     def _emit_errors(self, keys: Sequence[RequestKey], refusal: Refusal) -> None:

@@ -123,7 +123,7 @@ class ProcessLoop:
             keys = list(self._live)
         logger.error("the engine failed", exc_info=death)
         if keys:
-            refusal = Refusal(RefusalCode.INTERNAL, ENGINE_FAILED)
+            refusal = Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED)
             deltas = [TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal) for key in keys]
             self._on_frame(StepFrame(deltas=deltas, load=self._load), 0.0)
         self._on_death(death)

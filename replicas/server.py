@@ -312,7 +312,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         request_id = next(self._request_ids)
         requests = expand(submit, request_id)
         if not self._inbox.submit(requests):
-            self._refuse(stream, submit, Refusal(RefusalCode.INTERNAL, ENGINE_FAILED))
+            self._refuse(stream, submit, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
             return
         stream.submitted()
         num_tokens = submit.num_expected_tokens or len(submit.token_ids)

@@ -33,9 +33,11 @@ from router.membership import Membership, RegistrySource
 from router.metrics import RouterMetrics
 from router.part_metrics import PartMetrics
 from router.prompt.catalog import ModelCatalog
+from router.retries import RetryPolicy
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.trace_points import Tracing
+from router.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class Router:
             tls=tls,
             secret=secret,
         )
+        self._dispatcher = _new_dispatcher(config, self._table, self._membership, rng, clock)
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
         metrics.watch(self._read_parts)
@@ -99,7 +102,7 @@ class Router:
         context = ApiContext(
             config=config,
             catalog=self._catalog,
-            dispatcher=Dispatcher(self._table, self._membership.client, rng=rng),
+            dispatcher=self._dispatcher,
             metrics=metrics,
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
@@ -160,6 +163,24 @@ class Router:
         table.end_lingering()
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
         parts.read_lag(self._lag.seconds)
+
+
+def _new_dispatcher(
+    config: RouterConfig,
+    table: RoutingTable,
+    membership: Membership,
+    rng: random.Random,
+    clock: Callable[[], float],
+) -> Dispatcher:
+    return Dispatcher(
+        table,
+        membership.client,
+        rng=rng,
+        retry=RetryPolicy(wait_seconds=config.wait_seconds),
+        room=WaitingRoom(max_waiting=config.max_waiting, max_bytes=config.max_waiting_bytes),
+        outlook=membership.outlook,
+        clock=clock,
+    )
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

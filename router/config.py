@@ -82,6 +82,13 @@ class RouterConfig:
         16 * 2**20,
         help="most tokens of prompts, and of answers as far as they are counted, at a time; beyond, 429",
     )
+    wait_seconds: float = setting(
+        15.0, help="longest wait for a replica while a model has none but some are coming; beyond, 503"
+    )
+    max_waiting: int = setting(2048, help="most requests that wait so; beyond, 503")
+    max_waiting_bytes: int = setting(
+        256 * 2**20, help="memory for the prompts of those that wait; beyond, 503"
+    )
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
     client_priority: bool = setting(
@@ -143,6 +150,9 @@ class RouterConfig:
         for name in (
             "room_price",
             "delay_price",
+            "wait_seconds",
+            "max_waiting",
+            "max_waiting_bytes",
             "tokenizer_cache_bytes",
             "hash_cache_bytes",
             "drain_seconds",

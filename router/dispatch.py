@@ -4,16 +4,24 @@ Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
 """
 
 import random
+import time
 from collections.abc import Callable
 
 from replicas.protocol.status import ReplicaId
-from router.dispatch_state import DispatchState, DispatchStatistics, RetryPolicy
+from router.dispatch_state import DispatchState, DispatchStatistics
 from router.generation import Generation
+from router.outlook import NOTHING_COMING, Outlook
 from router.replica_client import ReplicaClient
+from router.retries import RetryPolicy
 from router.routing.decision import RoutingRequest
 from router.routing.table import Preview, RoutingTable
 from router.run import Run
 from router.trace_points import NO_TRACE, RunTrace
+from router.waiting_room import WaitingRoom
+
+DEFAULT_RETRY = RetryPolicy()
+MAX_WAITING = 2048
+MAX_WAITING_BYTES = 256 << 20
 
 
 class Dispatcher:
@@ -25,10 +33,21 @@ class Dispatcher:
         clients: Callable[[ReplicaId], ReplicaClient | None],
         *,
         rng: random.Random,
-        retry: RetryPolicy | None = None,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        room: WaitingRoom | None = None,
+        outlook: Callable[[str], Outlook] = lambda _: NOTHING_COMING,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.table = table
-        self.state = DispatchState(table, clients, rng=rng, retry=retry or RetryPolicy())
+        self.state = DispatchState(
+            table,
+            clients,
+            rng=rng,
+            clock=clock,
+            retry=retry,
+            room=room or WaitingRoom(max_waiting=MAX_WAITING, max_bytes=MAX_WAITING_BYTES),
+            outlook=outlook,
+        )
 
     def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> Run:
         """An async context manager; leaving it stops what still runs and gives everything back."""

@@ -25,6 +25,7 @@ from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from replicas.protocol.tls import RouterTls
+from router.outlook import Outlook
 from router.replica_client import ReplicaClient, ReplicaLost
 from router.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
 from router.replica_words import Traffic
@@ -47,6 +48,9 @@ MAX_BACKOFF_SECONDS = 2.0
 
 PROOF_SECONDS = 2.0
 """A frame as young as that proves life where the lease says nothing."""
+
+COMING_BACK_SECONDS = 120.0
+"""A model that has lost its last replica so long ago is taken to get another."""
 
 OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
 OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
@@ -82,6 +86,8 @@ class Member:
     client: ReplicaClient | None = None
     is_accepted: bool = False
     """It holds the model's identity: as long as one does, no other fingerprint takes the name."""
+    is_refused: bool = False
+    """It will not be routed to as it is."""
     complaint: str | None = None
     """What is wrong with it, and mostly why it is not connected; one sentence or gRPC's words."""
     task: asyncio.Task[None] | None = None
@@ -103,6 +109,8 @@ class _Model:
     """What the replicas of one name must agree on. None until the first was introduced."""
 
     identity: tuple[str, int] | None = None
+    absent_since: float | None = None
+    """Since when none of its replicas is routed to, once one was."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -158,6 +166,23 @@ class Membership:
         """The open client of a replica in the routing table."""
         member = self._members.get(replica_id)
         return None if member is None else member.client
+
+    def outlook(self, model: str) -> Outlook:
+        """Whether a model without a replica is likely to have one soon: one was there a moment ago, or has
+        a lease and is being connected to."""
+        known = self._models.get(model)
+        since = None if known is None else known.absent_since
+        if since is None:
+            return Outlook(is_coming=self._is_connecting(model))
+        away_seconds = asyncio.get_running_loop().time() - since
+        is_coming = away_seconds < COMING_BACK_SECONDS or self._is_connecting(model)
+        return Outlook(is_coming, away_seconds)
+
+    def _is_connecting(self, model: str) -> bool:
+        return any(
+            member.model == model and not member.is_refused and member.record.state is ReplicaState.READY
+            for member in self._members.values()
+        )
 
     def members(self) -> list[Member]:
         return list(self._members.values())
@@ -228,6 +253,11 @@ class Membership:
 
     def _publish(self, model: str) -> None:
         routed = [member for member in self._members.values() if member.model == model and member.is_routed]
+        known = self._models[model]
+        if routed:
+            known.absent_since = None
+        elif known.absent_since is None:
+            known.absent_since = asyncio.get_running_loop().time()
         if self._on_records is not None:
             self._on_records(model, {member.record.replica_id: member.record for member in routed})
         if self._on_adapters is not None:
@@ -242,6 +272,7 @@ class Membership:
                 client = await self._client_of(member)
                 await self._connect(member, client)
             except (_Refused, ReplicaLost) as error:
+                member.is_refused = isinstance(error, _Refused)
                 self._complain(member, str(error))
             except Exception as error:  # outermost frame of the task: one replica must not end the others
                 reason = f"this router failed, its log says where: {error!r}"
@@ -291,6 +322,7 @@ class Membership:
         if member.record.state is ReplicaState.DRAINING:
             self._table.set_draining(record.replica_id)
         member.card, member.client, member.complaint = card, client, None
+        member.is_refused = False
         self._table.update_load_from_registry(record.replica_id, member.record.load)
         self._publish(member.model)
         logger.info("replica %s joins model=%s address=%s", record.replica_id, member.model, record.address)

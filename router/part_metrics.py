@@ -50,6 +50,26 @@ class PartMetrics:
         self._resumes = self._counter("router_resumes_total", "Submissions that continued elsewhere")
         self._lost_attempts = self._counter("router_lost_attempts_total", "Submissions lost")
         self._runs = self._gauge("router_runs", "Generations in dispatch")
+        self._retry_budget = self._gauge(
+            "router_retry_budget", "Retries at living replicas that may still be made just now"
+        )
+        self._retries_refused = self._counter(
+            "router_retries_refused_total", "Retries that were not made, as the budget had none left"
+        )
+        self._suspects = self._gauge(
+            "router_suspects", "Prompts that are remembered since a replica died computing them"
+        )
+        self._condemned = self._counter(
+            "router_condemned_prompts_total", "Prompts that are refused since replicas died of them"
+        )
+        self._waiting = self._gauge("router_waiting", "Generations that wait in line for a replica")
+        self._waiting_bytes = self._gauge("router_waiting_bytes", "Memory of their prompts")
+        self._waiting_oldest = self._gauge(
+            "router_waiting_oldest_seconds", "How long the one that has waited longest has"
+        )
+        self._waiting_refusals = self._counter(
+            "router_waiting_refusals_total", "Generations for which there was no room in the line"
+        )
         self._reservations = self._gauge(
             "router_reservations", "Reservations of load that have not been given back"
         )
@@ -129,6 +149,14 @@ class PartMetrics:
         self._resumes.of().value = statistics.num_resumes
         self._lost_attempts.of().value = statistics.num_lost
         self._runs.of().value = statistics.num_running
+        self._retry_budget.of().value = statistics.retries_left
+        self._retries_refused.of().value = statistics.num_retries_refused
+        self._suspects.of().value = statistics.suspects.num_remembered
+        self._condemned.of().value = statistics.suspects.num_condemned
+        self._waiting.of().value = statistics.room.num_waiting
+        self._waiting_bytes.of().value = statistics.room.num_bytes
+        self._waiting_oldest.of().value = statistics.room.oldest_seconds
+        self._waiting_refusals.of().value = statistics.room.num_refused
 
     def read_membership(self, statistics: MembershipStatistics) -> None:
         self._replicas_known.of().value = statistics.num_known

@@ -22,15 +22,17 @@ from replicas.protocol.frames import (
     LoadSnapshot,
     SamplingParams,
     Submit,
-    TokenDelta,
     UserTag,
 )
 from replicas.protocol.keys import Announcement
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.tls import ChannelTls
 from replicas.protocol.wire import abort_to_wire, submit_to_wire
+from router.inflight import Inflight, Mailbox, ReplicaLost
 from router.replica_channel import ReplicaChannel
 from router.replica_words import ReplicaWords, Traffic
+
+__all__ = ["Description", "Inflight", "Mailbox", "ReplicaClient", "ReplicaLost"]
 
 MAX_FRAME_TOKEN_BYTES = 1 << 20
 """Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
@@ -41,81 +43,11 @@ LoadListener = Callable[[ReplicaId, LoadSnapshot, int], None]
 """Hears each frame's load, and how many submits of this stream it counts."""
 
 
-class ReplicaLost(Exception):
-    """The stream to the replica is gone, and with it every request that was on it. The message says why."""
-
-
 class Description(NamedTuple):
     card: ModelCard
     bundle: TokenizerBundle | None
     replica_id: ReplicaId
     epoch: Epoch
-
-
-class Mailbox:
-    """Wakes the one task that waits for deltas, from however many inflights. No queue, no lock."""
-
-    __slots__ = ("_waiter",)
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until the next `wake`. Whoever waits looks first whether something has already come."""
-        assert self._waiter is None, "a mailbox has one consumer"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-
-class Inflight:
-    """One submitted request: what has arrived for it and was not yet taken.
-
-    Ids count the stream's submits from 1, in the order in which they are sent.
-    """
-
-    __slots__ = ("_deltas", "_mailbox", "lost", "open_choices", "request_id")
-
-    def __init__(self, request_id: int, num_choices: int, mailbox: Mailbox) -> None:
-        self.request_id = request_id
-        self.lost: ReplicaLost | None = None
-        self.open_choices = set(range(num_choices))
-        self._deltas: list[TokenDelta] = []
-        self._mailbox = mailbox
-
-    def take(self) -> list[TokenDelta]:
-        """All deltas since the last call, in order. They come before `lost` is worth a look."""
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    async def batch(self) -> list[TokenDelta]:
-        """The next deltas, at least one; for callers with a mailbox of their own per request."""
-        while not self._deltas:
-            if self.lost is not None:
-                raise self.lost
-            await self._mailbox.wait()
-        return self.take()
-
-    def deliver(self, delta: TokenDelta) -> None:
-        # Wakes once per frame however many deltas it brings: the consumer runs after the read loop.
-        if not self._deltas:
-            self._mailbox.wake()
-        self._deltas.append(delta)
-
-    def fail(self, lost: ReplicaLost) -> None:
-        self.lost = lost
-        self._mailbox.wake()
-
-    def close_choice(self, choice: int) -> bool:
-        """True when it was the last one open."""
-        self.open_choices.discard(choice)
-        return not self.open_choices
 
 
 class ReplicaClient:

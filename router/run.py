@@ -12,8 +12,8 @@ attempt is dropped, since its cached tokens are an effect of the loss.
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
@@ -25,14 +25,12 @@ from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
     InvalidRequest,
-    NoReplicaAvailable,
-    Overloaded,
     RouterError,
-    UnknownModel,
 )
 from router.generation import Generation
-from router.replica_client import Mailbox, ReplicaLost
-from router.routing.decision import Decision, RoutingRequest
+from router.inflight import Mailbox, ReplicaLost
+from router.placement import Obstacle, Placement
+from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
 from router.trace_points import RunTrace
 
@@ -47,7 +45,6 @@ class Run:
 
     def __init__(self, state: DispatchState, generation: Generation, trace: RunTrace) -> None:
         assert generation.num_choices >= 1
-        self.num_attempts = 0
         self._state = state
         self._generation = generation
         self._trace = trace
@@ -56,13 +53,13 @@ class Run:
         self._num_unplaced = generation.num_choices
         self._attempts: list[Attempt] = []
         self._mailbox = Mailbox()
+        self._placement = Placement(state, generation, trace, self._mailbox.wake)
         self._visible = False
         self._error: RouterError | None = None
-        self._excluded: set[ReplicaId] = set()
-        self._last_failure: RefusalCode | None = None
-        self._num_waits = 0
-        self._wait_until = 0.0
-        self._routing_seconds = 0.0
+
+    @property
+    def num_attempts(self) -> int:
+        return self._placement.num_attempts
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -71,8 +68,8 @@ class Run:
     async def __aenter__(self) -> "Run":
         self._state.num_running += 1
         try:
-            while (seconds := self._place()) is not None:  # noqa: ASYNC110
-                await asyncio.sleep(seconds)
+            while (seconds := self._place()) is not None:
+                await self._pause(seconds)
         except BaseException:
             self._close()
             raise
@@ -100,11 +97,13 @@ class Run:
             if seconds is None:
                 await self._mailbox.wait()
                 continue
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._mailbox.wait()
-            except TimeoutError:
-                continue
+            await self._pause(seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        """Until something comes, somebody calls, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._mailbox.wait()
 
     def abort_choice(self, choice: int) -> None:
         """Stop one choice in the engine; no delta of it follows. What has ended is ignored."""
@@ -130,6 +129,7 @@ class Run:
                     self._receive(attempt, index, delta, batch)
             if attempt.inflight.lost is not None and attempt.num_open:
                 self._state.num_lost += 1
+                self._state.replica_died(attempt.client)
                 self._abandon(attempt, RefusalCode.INTERNAL)
         return batch
 
@@ -143,6 +143,8 @@ class Run:
             attempt.first_token()
         choice = self._choices[index]
         choice.token_ids.extend(delta.token_ids)
+        if attempt.trial is not None and (finish is not None or attempt.has_survived):
+            self._state.survived(attempt)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
             key = RequestKey(delta.key.request_id, index)
             delta = replace(delta, key=key, usage=None if choice.has_usage else delta.usage)
@@ -171,7 +173,10 @@ class Run:
             self._error = _client_error(refusal, visible=visible)
             for index in range(len(self._choices)):
                 self.abort_choice(index)
-        elif visible:
+            return
+        if code is RefusalCode.ENGINE_FAILED:
+            self._state.replica_died(attempt.client)
+        if visible:
             self._unplace(attempt, choice, code)
         else:
             self._abandon(attempt, code)
@@ -182,8 +187,11 @@ class Run:
                 self._unplace(attempt, self._choices[index], code)
 
     def _unplace(self, attempt: Attempt, choice: Choice, code: RefusalCode) -> None:
-        self._excluded.add(attempt.replica_id)
-        self._last_failure = code
+        is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
+        self._placement.failed(attempt.replica_id, code, is_death=is_death)
+        choice.num_losses += is_death
+        if attempt.has_survived:
+            choice.num_attempts = 0
         attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")
         choice.attempt = None
         self._num_unplaced += 1
@@ -194,44 +202,31 @@ class Run:
     # Where it goes.
 
     def _place(self) -> float | None:
-        """Submit what no replica has. None when all is placed; else the seconds until the next try.
+        """Submit what no replica has. None when all is placed; else the seconds until the next try, if
+        nobody wakes the run before.
 
         Raises what the client gets when attempts or patience run out.
         """
-        now = asyncio.get_running_loop().time()
-        if now < self._wait_until:
-            return self._wait_until - now
+        placement = self._placement
+        seconds = placement.seconds_to_wait()
+        if seconds > 0:
+            return seconds
         while self._num_unplaced:
             unplaced = [index for index, choice in enumerate(self._choices) if choice.is_unplaced]
             # Choices that nobody has seen yet go together, as they came: they share one prefill.
             part = unplaced if len(unplaced) == len(self._choices) and not self._visible else unplaced[:1]
-            if self._choices[part[0]].num_attempts >= self._state.retry.max_attempts:
-                raise self._give_up()
-            routed = self._route(part)
-            if routed is None:
-                return self._next_wait(now)
+            first = self._choices[part[0]]
+            if not placement.may_try(first, is_visible=self._visible):
+                raise placement.give_up(is_visible=self._visible)
+            routed = placement.route(len(self._generation.token_ids) + len(first.token_ids))
+            if isinstance(routed, Obstacle):
+                seconds = placement.wait(routed)
+                if seconds <= 0:
+                    raise placement.give_up(is_visible=self._visible)
+                return seconds
             self._submit(part, routed)
+        placement.done()
         return None
-
-    def _route(self, part: Sequence[int]) -> RoutedRequest | None:
-        generation, table = self._generation, self._state.table
-        num_tokens = len(generation.token_ids) + len(self._choices[part[0]].token_ids)
-        try:
-            request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
-            started = time.perf_counter()
-            # Also of a resumed choice only the prompt's blocks: what has been said since nobody else can ask.
-            routed = table.route(
-                generation.model,
-                request,
-                generation.block_hashes,
-                exclude=self._excluded,
-                adapter=generation.adapter,
-            )
-            self._routing_seconds = time.perf_counter() - started
-            return routed
-        except (NoReplicaAvailable, UnknownModel):
-            # Unknown: a model can be asked for a moment before its first replica is routed to.
-            return None
 
     def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
         generation = self._generation
@@ -270,60 +265,40 @@ class Run:
             trace.end()
             if not isinstance(error, ReplicaLost):
                 raise
-            self._excluded.add(replica_id)
+            self._placement.patience.excluded.add(replica_id)
             return
         routed.sent(inflight.request_id)
-        self._count_attempt()
-        self.decision, self.decision_seconds = routed.decision, self._routing_seconds
-        attempt = Attempt(routed, client, inflight, part, trace)
+        self._placement.submitted(is_visible=self._visible)
+        self.decision, self.decision_seconds = routed.decision, self._placement.routing_seconds
+        suspected = self._placement.suspected
+        trial = None if suspected is None else self._state.suspects.begin_trial(suspected, replica_id)
+        attempt = Attempt(
+            routed,
+            client,
+            inflight,
+            part,
+            trace,
+            model=generation.model,
+            token_ids=generation.token_ids,
+            trial=trial,
+        )
+        self._state.begin(attempt)
         self._attempts.append(attempt)
         self._num_unplaced -= len(part)
         for index in part:
             self._choices[index].attempt = attempt
             self._choices[index].num_attempts += 1
 
-    def _count_attempt(self) -> None:
-        if self._visible:
-            self._state.num_resumes += 1
-        elif self.num_attempts:
-            self._state.num_retries += 1
-        self.num_attempts += 1
-
-    def _next_wait(self, now: float) -> float:
-        retry = self._state.retry
-        if self._num_waits >= retry.max_waits:
-            raise self._give_up()
-        doublings = 1 << self._num_waits
-        seconds = retry.first_wait_seconds * doublings * self._state.rng.uniform(0.5, 1.5)
-        self._num_waits += 1
-        self._wait_until = now + seconds
-        self._trace.waits(seconds)
-        self._excluded.clear()  # by then a replica may be back, or less busy
-        return seconds
-
-    def _give_up(self) -> RouterError:
-        adapter = self._generation.adapter
-        model = self._generation.model if adapter is None else adapter.name
-        if self._visible:
-            return GenerationFailed("The generation was interrupted and could not be resumed.")
-        if self._last_failure is RefusalCode.OVERLOADED:
-            return Overloaded(
-                f"All replicas of model {model} are busy. Try again shortly.",
-                retry_after_seconds=self._state.retry_after_seconds(self._generation.model),
-            )
-        if self._last_failure is RefusalCode.INTERNAL and self.num_attempts >= self._state.retry.max_attempts:
-            return GenerationFailed("The generation failed on several replicas.")
-        return NoReplicaAvailable(f"No replica of model {model} is available. Try again shortly.")
-
     # What is given back.
 
     def _release(self, attempt: Attempt) -> None:
         self._attempts.remove(attempt)
-        attempt.release()
+        self._state.end(attempt)
 
     def _close(self) -> None:
         for attempt in self._attempts.copy():
             self._release(attempt)
+        self._placement.close()
         self._num_open = self._num_unplaced = 0
         self._trace.end()
         self._state.num_running -= 1

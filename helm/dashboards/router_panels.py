@@ -64,6 +64,38 @@ TRAFFIC = (
         ),
     ),
     Panel(
+        title="Waiting in line",
+        description="Generations that wait for a replica: of a model that has none just now, but had one a "
+        "moment ago; refused: no room in the line.",
+        queries=(
+            Query("router_waiting{ROUTER}", "{{router}}"),
+            Query(events("router_waiting_refusals_total", "ROUTER"), "refused"),
+        ),
+    ),
+    Panel(
+        title="Longest wait in line",
+        description="Of those that wait for a replica, the one that came first. At wait_seconds it is a 503.",
+        unit="s",
+        queries=(Query("router_waiting_oldest_seconds{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
+        title="Prompts that kill",
+        description="Suspects were in flight at a replica's death and are tried alone; condemned have killed "
+        "two and are refused.",
+        queries=(
+            Query("sum(router_suspects{ROUTER})", "suspects"),
+            Query(events("router_condemned_prompts_total", "ROUTER"), "condemned"),
+        ),
+    ),
+    Panel(
+        title="Retry budget",
+        description="Retries at living replicas that may still be made; at 0 they are not: refused.",
+        queries=(
+            Query("router_retry_budget{ROUTER}", "{{router}}"),
+            Query(events("router_retries_refused_total", "ROUTER"), "refused"),
+        ),
+    ),
+    Panel(
         title="Between routers and replicas",
         description="Submits and aborts that routers sent, and frames that came back: one for each engine "
         "step and router, however many requests it carries.",

@@ -42,6 +42,8 @@ class RefusalCode(enum.StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     INTERNAL = "internal"
+    ENGINE_FAILED = "engine_failed"
+    """The whole engine, and with it every request there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class _Model:
     blocks_per_stride: int
     replicas: dict[ReplicaId, frozenset[Adapter]] = field(default_factory=dict)
     """With the adapters that each has loaded."""
+    cards: dict[ReplicaId, ModelCard] = field(default_factory=dict)
     draining: set[ReplicaId] = field(default_factory=set)
     ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
     """Those that may serve, by the adapter that is asked for. Emptied when one comes, goes or drains."""
@@ -56,7 +57,7 @@ class RoutedRequest:
     `announcement` is what the replica should announce when it takes the request; its hashes may be none.
     """
 
-    __slots__ = ("_end_prediction", "_reservation", "announcement", "decision")
+    __slots__ = ("_end_prediction", "_reservation", "announcement", "decision", "num_uncached_tokens")
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class RoutedRequest:
         self.decision = decision
         self.announcement = announcement
         self._reservation = reservation
+        self.num_uncached_tokens = reservation.num_uncached_tokens
         self._end_prediction: Callable[[bool], None] | None = end_prediction
 
     def sent(self, ordinal: int) -> None:
@@ -121,6 +123,8 @@ class RoutingTable:
         self._first_id = rng.getrandbits(64)  # so that no two routers use the same ids
         self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
         self.loads = LoadBook()
+        self.on_change: Callable[[str], None] = _ignore
+        """Told the model whenever a replica has come, and when one says how busy it is."""
 
     @property
     def models(self) -> list[str]:
@@ -154,9 +158,11 @@ class RoutingTable:
                 f" {model.blocks_per_stride}th"
             )
         model.replicas[replica_id] = frozenset(card.adapters)
+        model.cards[replica_id] = card
         model.draining.discard(replica_id)
         model.ready.clear()
         self._model_of[replica_id] = card.name
+        self.on_change(card.name)
 
     def remove_replica(self, replica_id: ReplicaId) -> None:
         """The replica is gone, with its load, its index and its predictions. Unknown ones are ignored."""
@@ -164,7 +170,7 @@ class RoutingTable:
         if name is None:
             return
         model = self._models[name]
-        del model.replicas[replica_id]
+        del model.replicas[replica_id], model.cards[replica_id]
         model.draining.discard(replica_id)
         model.ready.clear()
         model.index.forget(replica_id)
@@ -184,8 +190,10 @@ class RoutingTable:
 
         One of a replica that is gone is ignored.
         """
-        if replica_id in self._model_of:
+        model = self._model_of.get(replica_id)
+        if model is not None:
             self.loads.update(replica_id, snapshot, num_counted_submits)
+            self.on_change(model)
 
     def update_load_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
         """A snapshot from the replica's heartbeat, which counts while its stream is silent."""
@@ -195,6 +203,34 @@ class RoutingTable:
     def replica_ids(self, model: str) -> list[ReplicaId]:
         """All replicas of the model, those that drain as well. Raises UnknownModel."""
         return list(self._model(model).replicas)
+
+    def card(self, replica_id: ReplicaId) -> ModelCard | None:
+        name = self._model_of.get(replica_id)
+        return None if name is None else self._models[name].cards[replica_id]
+
+    def has_ready(
+        self, model: str, *, adapter: Adapter | None = None, exclude: Collection[ReplicaId] = ()
+    ) -> bool:
+        """Whether `route` would find a replica."""
+        fleet = self._models.get(model)
+        return fleet is not None and any(
+            replica_id not in exclude for replica_id in self._ready(fleet, adapter)
+        )
+
+    def has_room(
+        self, model: str, *, adapter: Adapter | None = None, exclude: Collection[ReplicaId] = ()
+    ) -> bool:
+        """Whether a ready replica has fewer requests than it could begin soon: two full batches."""
+        fleet = self._models.get(model)
+        if fleet is None:
+            return False
+        for replica_id in self._ready(fleet, adapter):
+            if replica_id in exclude:
+                continue
+            max_running = fleet.cards[replica_id].max_running
+            if not max_running or self.loads.view(replica_id).num_requests < 2 * max_running:
+                return True
+        return False
 
     def block_size(self, model: str) -> int:
         """Tokens per block. Raises UnknownModel."""
@@ -324,3 +360,7 @@ class RoutingTable:
         if model is None:
             raise UnknownModel(f"there is no model {name}")
         return model
+
+
+def _ignore(model: str) -> None:
+    """Nobody has asked to be told."""

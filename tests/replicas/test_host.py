@@ -153,7 +153,7 @@ async def test_a_dead_engine_ends_its_requests_and_the_replica(redis_url: str) -
         last = found[RequestKey(1, 0)][-1]
         assert last.finish_reason is FinishReason.ERROR
         assert last.refusal is not None
-        assert last.refusal.code is RefusalCode.INTERNAL
+        assert last.refusal.code is RefusalCode.ENGINE_FAILED
         with pytest.raises(EngineDied, match="scripted failure"):
             await host.wait_dead()
     assert await read_record(redis, "scripted", REPLICA) is None

@@ -120,7 +120,7 @@ def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
         assert found[request_id][-1].finish_reason is FinishReason.ERROR
         refusal = found[request_id][-1].refusal
         assert refusal is not None
-        assert refusal.code is RefusalCode.INTERNAL
+        assert refusal.code is RefusalCode.ENGINE_FAILED
     assert harness.died.wait(30)
     assert isinstance(harness.deaths[0], RuntimeError)
     assert harness.loop.submit([request(3)]) is False

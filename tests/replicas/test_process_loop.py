@@ -106,7 +106,7 @@ def test_an_engine_that_raises_ends_its_requests_and_the_loop() -> None:
     loop.submit([engine_request([5] * 20)])
     ((delta,),) = heard.deltas(num_finished=1)
     assert delta.refusal is not None
-    assert delta.refusal.code is RefusalCode.INTERNAL
+    assert delta.refusal.code is RefusalCode.ENGINE_FAILED
     assert "OverflowError" in str(heard.deaths.get())
     assert not loop.submit([engine_request([5] * 20)])
     assert loop.stop()
@@ -151,7 +151,7 @@ async def test_a_killed_child_ends_the_lease_at_once(redis_url: str, under_load:
             last = (await client.finish((1, 0)))[RequestKey(1, 0)][-1]
             assert last.finish_reason is FinishReason.ERROR
             assert last.refusal is not None
-            assert last.refusal.code is RefusalCode.INTERNAL
+            assert last.refusal.code is RefusalCode.ENGINE_FAILED
         with pytest.raises(EngineDied, match="was ended by SIGKILL"):
             await host.wait_dead()
     assert await read_record(redis, MODEL, REPLICA) is None

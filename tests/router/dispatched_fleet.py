@@ -11,9 +11,9 @@ from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import FinishReason, SamplingParams, TokenDelta
 from replicas.protocol.status import Adapter, ReplicaId
 from router.dispatch import Dispatcher
-from router.dispatch_state import RetryPolicy
 from router.generation import Generation
 from router.replica_client import ReplicaClient
+from router.retries import RetryPolicy
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.run import Run

@@ -83,7 +83,7 @@ class ScriptedDispatcher:
         return 7.0
 
     def statistics(self) -> DispatchStatistics:
-        return DispatchStatistics(self.num_open, 0, 0, 0)
+        return DispatchStatistics(num_running=self.num_open)
 
 
 class ScriptedRun:

@@ -61,6 +61,8 @@ class Script:
     ignores_aborts: bool = False  # as if every delta crossed the abort on its way
     refusal: RefusalCode | None = None
     die_after_tokens: int | None = None  # the stream breaks once that many tokens were sent
+    deadly_token: int | None = None  # whoever sends it in a prompt that makes progress kills the replica
+    dies_at_position: int | None = None  # so does whoever has got so many tokens in all
     describes_as: tuple[str, str] | None = None  # replica id and epoch
     alter: Callable[[pb.ServerFrame], object] | None = None  # what becomes of each frame before it is sent
 
@@ -110,6 +112,7 @@ class ScriptedReplica(ReplicaServicer):
         self._server: grpc.aio.Server | None = None
         self._credentials = credentials
         self.port = 0
+        self.was_killed = False
 
     @property
     def address(self) -> str:
@@ -178,6 +181,8 @@ class ScriptedReplica(ReplicaServicer):
 
     def _is_dead(self) -> bool:
         limit = self.script.die_after_tokens
+        if self.was_killed:
+            return True
         return limit is not None and self.num_tokens_sent >= limit
 
     async def _read(self, requests: AsyncIterator[pb.ClientFrame], stream: _Stream) -> None:
@@ -208,10 +213,19 @@ class ScriptedReplica(ReplicaServicer):
             else:
                 stream.choices[key] = _Choice(submit, choice)
 
+    def _kills(self, choice: _Choice) -> bool:
+        script = self.script
+        if script.deadly_token is not None and script.deadly_token in choice.submit.token_ids:
+            return True
+        return script.dies_at_position is not None and choice.position >= script.dies_at_position
+
     def _step(self, stream: _Stream) -> ServerFrame:
         deltas, stream.refusals = stream.refusals, []
         for key, choice in list(stream.choices.items()):
             if self.script.holding or self.script.silent or self._is_dead():
+                break
+            if self._kills(choice):
+                self.was_killed = True
                 break
             token_id = token_at(choice.seed, choice.position)
             usage = PromptUsage(len(choice.submit.token_ids), 0, 0) if choice.num_sent == 0 else None

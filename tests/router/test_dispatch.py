@@ -7,10 +7,10 @@ import pytest
 
 from replicas.protocol.frames import RefusalCode, TokenDelta, UserTag
 from replicas.protocol.status import Adapter, ReplicaId
-from router.dispatch_state import RetryPolicy
 from router.errors import (
     NoReplicaAvailable,
 )
+from router.retries import RetryPolicy
 from router.run import Run
 from tests.router.dispatched_fleet import (
     GENERATION,

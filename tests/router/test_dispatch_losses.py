@@ -2,12 +2,12 @@
 
 import asyncio
 import random
+import time
 from dataclasses import replace
 
 import pytest
 
 from replicas.protocol.frames import RefusalCode, TokenDelta
-from router.dispatch_state import RetryPolicy
 from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -15,9 +15,12 @@ from router.errors import (
     NoReplicaAvailable,
     Overloaded,
 )
+from router.retries import RetryPolicy
 from router.run import Run
+from router.suspects import STORM_DEATHS
 from tests.router.dispatched_fleet import (
     GENERATION,
+    PROMPT,
     Fleet,
     assert_complete,
     expected_tokens,
@@ -229,10 +232,14 @@ async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(f
     for n in range(3):
         (await fleet.add(f"r{n}")).script.step_seconds = 0.002
     answers: list[tuple[int, list[TokenDelta]]] = []
+    for _ in range(STORM_DEATHS):  # replicas have died before, of something else
+        fleet.dispatcher.state.suspects.blame([], time.monotonic())
 
     async def one_request(seed: int) -> None:
         num_choices = seed % 3 + 1
-        generation = replace(GENERATION, num_choices=num_choices, bucket=str(seed).encode())
+        generation = replace(
+            GENERATION, num_choices=num_choices, bucket=str(seed).encode(), token_ids=[*PROMPT, seed]
+        )
         await asyncio.sleep(seed * 0.01)
         answers.append((num_choices, await generate(fleet, generation)))
 

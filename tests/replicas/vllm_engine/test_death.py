@@ -46,7 +46,7 @@ async def test_a_step_that_raises_ends_the_lease_at_once(
         last = (await client.finish((1, 0)))[RequestKey(1, 0)][-1]
         assert last.finish_reason is FinishReason.ERROR
         assert last.refusal is not None
-        assert last.refusal.code is RefusalCode.INTERNAL
+        assert last.refusal.code is RefusalCode.ENGINE_FAILED
         with pytest.raises(EngineDied):
             await host.wait_dead()
     assert await read_record(redis, MODEL, REPLICA) is None

@@ -1,0 +1,16 @@
+"""Outlook: what is known about replicas that are not there just now.
+
+Plain data between who follows the fleet and who has requests for it.
+"""
+
+from typing import NamedTuple
+
+
+class Outlook(NamedTuple):
+    """Whether replicas of a model that has none are on their way, and for how long it has had none."""
+
+    is_coming: bool
+    away_seconds: float = 0.0
+
+
+NOTHING_COMING = Outlook(is_coming=False)

@@ -1,0 +1,117 @@
+"""What a generation may still try when a replica was lost or has refused it, and after which pause.
+
+Owns the bounds. Knows neither replicas nor time nor chance: all are told.
+
+    it was lost with its replica             again elsewhere, spread over a moment; see also `suspects.py`
+    a living replica refused or failed it    again elsewhere, if the router's budget has a retry left
+    all that are ready have refused it       all once more, after a wait that doubles each time
+    none is ready, but some are coming       whatever waits in line, for `wait_seconds`
+    none is ready, and none is coming        as if all had refused
+"""
+
+from dataclasses import dataclass
+
+from replicas.protocol.frames import RefusalCode
+from replicas.protocol.status import ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """`max_attempts` bounds how many replicas in a row one choice may see without getting anywhere, and
+    `max_losses` how many it may lose in all: it may be what kills them.
+
+    `wait_seconds` is how long a request waits for a replica that is coming, `trial_seconds` how long a
+    suspect for one that may try it.
+    """
+
+    max_attempts: int = 4
+    max_losses: int = 12
+    max_waits: int = 5
+    first_wait_seconds: float = 0.05
+    wait_seconds: float = 15.0
+    trial_seconds: float = 60.0
+
+
+class Patience:
+    """What one generation has behind it, and when it may be tried again. `chance` is between 0 and 1."""
+
+    __slots__ = (
+        "_gives_up_at",
+        "_num_failures",
+        "_num_waits",
+        "_policy",
+        "excluded",
+        "failure",
+        "not_before",
+    )
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._num_failures = 0
+        self._num_waits = 0
+        self._gives_up_at: float | None = None
+        self.excluded: set[ReplicaId] = set()
+        """Not asked before the next wait."""
+        self.failure: RefusalCode | None = None
+        """The latest."""
+        self.not_before = 0.0
+
+    def failed(self, replica_id: ReplicaId, code: RefusalCode, now: float, chance: float) -> None:
+        """Lost, or refused, there. The pause keeps many that were lost together from coming back together."""
+        self.excluded.add(replica_id)
+        self.failure = code
+        pause = self._policy.first_wait_seconds * chance * (1 << min(self._num_failures, 4))
+        self.not_before = max(self.not_before, now + pause)
+        self._num_failures += 1
+
+    def placed(self) -> None:
+        self._gives_up_at = None
+
+    def wait_for_all(self, now: float, chance: float) -> bool:
+        """All were asked in vain; once more after a wait. False when there have been enough of them."""
+        if self._num_waits >= self._policy.max_waits:
+            return False
+        seconds = self._policy.first_wait_seconds * (1 << self._num_waits) * (0.5 + chance)
+        self._num_waits += 1
+        self.not_before = now + seconds
+        self.excluded.clear()  # by then a replica may be back, or less busy
+        return True
+
+    def wait_in_line(self, now: float, seconds: float) -> float:
+        """What is left of the time since it first had to wait; 0 when that is over."""
+        if self._gives_up_at is None:
+            self._gives_up_at = now + seconds
+        self.excluded.clear()
+        return max(0.0, self._gives_up_at - now)
+
+
+class RetryBudget:
+    """Retries at living replicas are a share of the traffic: many at once would make an overload worse.
+
+    Each request adds `share` of a retry and `per_second` are added whatever comes, up to `max_retries`.
+    """
+
+    def __init__(self, *, share: float = 0.2, per_second: float = 10.0, max_retries: float = 200.0) -> None:
+        self._share = share
+        self._per_second = per_second
+        self._max_retries = max_retries
+        self._left = max_retries
+        self._updated: float | None = None
+        self.num_refused = 0
+
+    def left(self, now: float) -> float:
+        elapsed = 0.0 if self._updated is None else max(0.0, now - self._updated)
+        self._updated = now
+        self._left = min(self._max_retries, self._left + elapsed * self._per_second)
+        return self._left
+
+    def add_request(self) -> None:
+        self._left = min(self._max_retries, self._left + self._share)
+
+    def take(self, now: float) -> bool:
+        """One retry, if there is one."""
+        if self.left(now) < 1.0:
+            self.num_refused += 1
+            return False
+        self._left -= 1.0
+        return True

@@ -1,0 +1,210 @@
+"""Suspects: prompts that may be what replicas die of.
+
+Owns what is remembered of them, under digests that only this process can make, and who is on trial where.
+Knows neither replicas' streams nor the time: both are told.
+
+    a replica dies with a suspect on trial  that prompt alone is blamed
+    else                                    every prompt that was new to the replica: it may have been in
+                                            the step that was its last
+    else, with few requests in flight       each of them
+    else                                    nobody: what many have survived for many steps is not the prompt
+
+Who was blamed once is tried once more, with no other suspect at that replica, and is cleared when it
+survives a few tokens there. Who is blamed twice is refused until the memory of it expires; while replicas
+die without it as well, only who is blamed three times.
+"""
+
+import enum
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+
+from replicas.protocol.status import ReplicaId
+
+PromptDigest = NewType("PromptDigest", bytes)
+
+MAX_STRIKES = 2
+MAX_STRIKES_IN_A_STORM = 3
+STORM_DEATHS = 2
+STORM_SECONDS = 60.0
+"""So many other deaths in so long, which no prompt explains: something else kills replicas."""
+
+SURVIVED_TOKENS = 4
+"""A prompt whose every choice has got so many tokens from a replica is not new to it any more."""
+
+MAX_FEW = 4
+"""So few requests in flight are each worth a suspicion when none was new."""
+
+NUM_STEPS_UNHEARD = 2
+"""A replica has begun so many steps at most of which the router had not heard when it died."""
+
+MEMORY_SECONDS = 600.0
+MAX_REMEMBERED = 8192
+
+
+class Standing(enum.Enum):
+    CLEAR = enum.auto()
+    SUSPECT = enum.auto()
+    CONDEMNED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """A submission that was in flight at a replica when it died. `num_tokens_out` is that of each choice."""
+
+    num_uncached_tokens: int
+    num_tokens_out: int
+    is_on_trial: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        return self.num_tokens_out < SURVIVED_TOKENS
+
+
+def blamed(presences: Sequence[Presence], max_step_tokens: int) -> list[int]:
+    """Positions in `presences`, which are in the order of their sending: that in which they are begun.
+
+    `max_step_tokens` is how many prompt tokens the replica computes in one step; 0 is not known.
+    """
+    new = [position for position, presence in enumerate(presences) if presence.is_new]
+    on_trial = [position for position in new if presences[position].is_on_trial]
+    if on_trial:
+        return on_trial
+    if not new:
+        return list(range(len(presences))) if len(presences) <= MAX_FEW else []
+    found: list[int] = []
+    room = NUM_STEPS_UNHEARD * max_step_tokens
+    for position in new:
+        presence = presences[position]
+        # Without a token, and behind others that fill the steps: it had not been begun.
+        if presence.num_tokens_out == 0 and max_step_tokens:
+            if room <= 0:
+                continue
+            room -= max(1, presence.num_uncached_tokens)
+        found.append(position)
+    return found
+
+
+class SuspectStatistics(NamedTuple):
+    """`num_on_trial` and `num_remembered` are as of now; `num_condemned` counts since the start."""
+
+    num_remembered: int
+    num_on_trial: int
+    num_condemned: int
+
+
+class _Record(NamedTuple):
+    deaths: tuple[int, ...]
+    expires: float
+    is_condemned: bool
+
+
+class Suspects:
+    """`key` makes the digests; whoever lacks it cannot tell which prompts are remembered."""
+
+    def __init__(
+        self, key: bytes, *, seconds: float = MEMORY_SECONDS, max_remembered: int = MAX_REMEMBERED
+    ) -> None:
+        self._key = key
+        self._seconds = seconds
+        self._max_remembered = max_remembered
+        self._records: OrderedDict[PromptDigest, _Record] = OrderedDict()
+        self._on_trial: Counter[PromptDigest] = Counter()
+        self._places: Counter[ReplicaId] = Counter()
+        self._num_condemned = 0
+        self._num_deaths = 0
+        self._unexplained: dict[int, float] = {}
+        """Deaths of late, by number, with their time."""
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._records)
+
+    def digest(self, model: str, token_ids: Sequence[int]) -> PromptDigest:
+        """Of the prompt alone: the same for any sampling, any number of choices, and any salt."""
+        digest = hashlib.blake2b(model.encode(), key=self._key, digest_size=16, person=b"kvasir-suspects")
+        digest.update(array("Q", token_ids).tobytes())
+        return PromptDigest(digest.digest())
+
+    def standing(self, digest: PromptDigest, now: float) -> Standing:
+        record = self._records.get(digest)
+        if record is None:
+            return Standing.CLEAR
+        if record.expires <= now:
+            del self._records[digest]
+            return Standing.CLEAR
+        return Standing.CONDEMNED if record.is_condemned else Standing.SUSPECT
+
+    def remaining_seconds(self, digest: PromptDigest, now: float) -> float:
+        """For how much longer it is remembered."""
+        record = self._records.get(digest)
+        return 0.0 if record is None else max(0.0, record.expires - now)
+
+    def blame(self, digests: Collection[PromptDigest], now: float) -> None:
+        """For one death. A prompt gets one strike for it, however many copies were in flight."""
+        self._num_deaths += 1
+        self._unexplained = {
+            death: when for death, when in self._unexplained.items() if now - when < STORM_SECONDS
+        }
+        self._unexplained[self._num_deaths] = now
+        for digest in set(digests):
+            before = () if self.standing(digest, now) is Standing.CLEAR else self._records[digest].deaths
+            deaths = (*before, self._num_deaths)
+            is_condemned = self._is_enough(deaths)
+            self._records[digest] = _Record(deaths, now + self._seconds, is_condemned)
+            self._records.move_to_end(digest)
+            if is_condemned:
+                self._num_condemned += 1
+                for death in deaths:
+                    self._unexplained.pop(death, None)
+        while len(self._records) > self._max_remembered:
+            self._records.popitem(last=False)
+
+    def _is_enough(self, deaths: Sequence[int]) -> bool:
+        is_storm = len(self._unexplained.keys() - set(deaths)) >= STORM_DEATHS
+        return len(deaths) >= (MAX_STRIKES_IN_A_STORM if is_storm else MAX_STRIKES)
+
+    def survived(self, digest: PromptDigest) -> None:
+        """It was tried, and the replica lives."""
+        self._records.pop(digest, None)
+
+    # Trials.
+
+    def places_taken(self) -> Collection[ReplicaId]:
+        """Replicas that have a suspect on trial and get no other."""
+        return self._places.keys()
+
+    def is_on_trial(self, digest: PromptDigest) -> bool:
+        return digest in self._on_trial
+
+    def begin_trial(self, digest: PromptDigest, replica_id: ReplicaId) -> "Trial":
+        """Until the trial is closed."""
+        self._on_trial[digest] += 1
+        self._places[replica_id] += 1
+        return Trial(self, digest, replica_id)
+
+    def end_trial(self, trial: "Trial") -> None:
+        for counts, key in ((self._on_trial, trial.digest), (self._places, trial.replica_id)):
+            counts[key] -= 1  # type: ignore[index]
+            if not counts[key]:  # type: ignore[index]
+                del counts[key]
+
+    def statistics(self) -> SuspectStatistics:
+        return SuspectStatistics(len(self._records), self._on_trial.total(), self._num_condemned)
+
+
+class Trial:
+    """One suspect at one replica. Close it once, however it ends."""
+
+    __slots__ = ("_suspects", "digest", "replica_id")
+
+    def __init__(self, suspects: Suspects, digest: PromptDigest, replica_id: ReplicaId) -> None:
+        self._suspects = suspects
+        self.digest = digest
+        self.replica_id = replica_id
+
+    def close(self) -> None:
+        self._suspects.end_trial(self)

@@ -1,0 +1,121 @@
+"""WaitingRoom: requests that wait for a replica, in the order in which they came.
+
+Owns who waits, for what, and the bounds. Knows neither replicas nor time: whoever waits tries for itself
+when it is called, and goes on waiting if it was too early.
+
+One is called at a time: when something has changed that may help, and when the one before has found a
+place. So the first replica that comes back gets the requests one by one and in order, until it is full.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from typing import NamedTuple
+
+from replicas.protocol.status import Adapter
+
+
+class Lane(NamedTuple):
+    """What is waited for. In the lane of trials, for a replica that has no other suspect."""
+
+    model: str
+    adapter: Adapter | None
+    is_trial: bool = False
+
+
+class Ticket:
+    """A place in the room. `call` is how its holder hears that it should try again."""
+
+    __slots__ = ("call", "is_called", "lane", "num_bytes", "order", "since")
+
+    def __init__(
+        self, lane: Lane, order: int, num_bytes: int, since: float, call: Callable[[], None]
+    ) -> None:
+        self.lane = lane
+        self.order = order
+        self.num_bytes = num_bytes
+        self.since = since
+        self.call = call
+        self.is_called = False
+
+
+class RoomStatistics(NamedTuple):
+    """`num_refused` counts since the start."""
+
+    num_waiting: int
+    num_bytes: int
+    oldest_seconds: float
+    num_refused: int
+
+
+class WaitingRoom:
+    def __init__(self, *, max_waiting: int, max_bytes: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
+        self._lanes: dict[str, dict[Lane, list[Ticket]]] = {}
+        self._num_waiting = 0
+        self._num_bytes = 0
+        self._num_refused = 0
+
+    def enter(
+        self, lane: Lane, *, order: int, num_bytes: int, now: float, call: Callable[[], None], must: bool
+    ) -> Ticket | None:
+        """None if the room is full; who `must` wait, since it was let in before, always finds a place."""
+        if not must and (
+            self._num_waiting >= self._max_waiting or self._num_bytes + num_bytes > self._max_bytes
+        ):
+            self._num_refused += 1
+            return None
+        ticket = Ticket(lane, order, num_bytes, now, call)
+        insort(self._lanes.setdefault(lane.model, {}).setdefault(lane, []), ticket, key=_order)
+        self._num_waiting += 1
+        self._num_bytes += num_bytes
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no more, for whatever reason; the next is called."""
+        lanes = self._lanes[ticket.lane.model]
+        tickets = lanes[ticket.lane]
+        tickets.remove(ticket)
+        self._num_waiting -= 1
+        self._num_bytes -= ticket.num_bytes
+        if tickets:
+            _call_first(tickets)
+            return
+        del lanes[ticket.lane]
+        if not lanes:
+            del self._lanes[ticket.lane.model]
+
+    def is_before(self, lane: Lane, order: int) -> bool:
+        """Whether somebody who came earlier waits for the same."""
+        tickets = self._lanes.get(lane.model, {}).get(lane)
+        return tickets is not None and tickets[0].order < order
+
+    def went_in_vain(self, ticket: Ticket, *, call_next: bool) -> None:
+        """Its holder was called and found nothing; what keeps it back need not keep back the next."""
+        ticket.is_called = False
+        if call_next:
+            tickets = self._lanes[ticket.lane.model][ticket.lane]
+            _call_first(tickets[tickets.index(ticket) + 1 :])
+
+    def call(self, model: str) -> None:
+        """Something has changed with the model's replicas: the first of each lane may try."""
+        for tickets in self._lanes.get(model, {}).values():
+            _call_first(tickets)
+
+    def statistics(self, now: float) -> RoomStatistics:
+        since = [ticket.since for lanes in self._lanes.values() for lane in lanes.values() for ticket in lane]
+        oldest_seconds = now - min(since) if since else 0.0
+        return RoomStatistics(self._num_waiting, self._num_bytes, oldest_seconds, self._num_refused)
+
+
+def _order(ticket: Ticket) -> int:
+    return ticket.order
+
+
+def _call_first(tickets: list[Ticket]) -> None:
+    """The first that has not been called yet: one that was may be busy, and must not hold up the others."""
+    for ticket in tickets:
+        if not ticket.is_called:
+            ticket.is_called = True
+            ticket.call()
+            return
