@@ -4,6 +4,7 @@ Owns the shapes and their caps, so that neither a large fleet nor a long list ma
 no HTTP; who asks may be told the same again for a while.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,8 @@ def node_data(node: Node) -> dict[str, Any]:
 def _place(root: Root) -> dict[str, Any]:
     place = root.place
     return {
-        "root": root.block_hash[:4].hex(),
+        # Not the root itself: it is a key.
+        "root": hashlib.blake2b(root.block_hash, digest_size=4).hexdigest(),
         "model": place.model,
         "adapter": place.adapter,
         "tenant": place.tenant,

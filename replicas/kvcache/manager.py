@@ -121,9 +121,10 @@ class KVCacheManager:
         if start >= end:
             return
         block_hashes += hash_blocks(
-            block_hashes[-1] if block_hashes else request.engine_request.root,
+            request.engine_request.root,
             request.token_ids[start * self.block_size : end * self.block_size],
             self.block_size,
+            parent=block_hashes[-1] if block_hashes else None,
             start=start * self.block_size,
             media=request.engine_request.media,
         )

@@ -4,8 +4,15 @@ Owns the one hashing function of the project. Knows nothing of text, engines, Re
 
 A block hash names a *full* block together with everything before it::
 
-    h_0 = root(namespace)                               keyed with the cluster secret
-    h_i = SHA-256(h_{i-1} | tokens_i as u32le | extras_i)[:16]
+    root = BLAKE2b(namespace)[:16]                      keyed with the cluster secret
+    key  = root | "kvasir block hash" | zeros           64 bytes, one block of SHA-256
+    h_0  = zeros
+    h_i  = SHA-256(key | h_{i-1} | tokens_i as u32le | extras_i)[:16]
+
+The root is the key of every link and is itself no hash: it goes to replicas with a request, and never into
+the index. So whoever reads the index can confirm no guess, though he knows the tokens, the model and even
+the salt. SHA-256 with a secret first block authenticates here because half of the digest is cut off: nobody
+can go on from a hash that he sees. The state after that block is made once for a whole prompt.
 
 Two prompts share a hash only if they share the namespace, every token up to the end of that block,
 and every media item that the block (or one before it) stands for. The token part has a fixed length
@@ -22,9 +29,13 @@ from typing import NewType, cast
 from replicas.protocol.cluster_secret import MIN_SECRET_BYTES
 
 BlockHash = NewType("BlockHash", bytes)
-"""16 bytes: SHA-256 truncated. Chained, so one hash stands for a whole prefix."""
+"""16 bytes: SHA-256, keyed and truncated. Chained, so one hash stands for a whole prefix."""
 
 HASH_BYTES = 16
+
+_KEY_BYTES = hashlib.sha256().block_size
+_PURPOSE = b"kvasir block hash"
+_NO_PARENT = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class MediaSpan:
 
 
 def namespace_root(secret: bytes, namespace: Namespace) -> BlockHash:
-    """The root of every chain in `namespace`, unpredictable without the cluster `secret`.
+    """The root of every chain in `namespace`: unpredictable without the cluster `secret`, and a secret too.
 
     Fields are tagged and length-prefixed, absent ones are left out, so no two different namespaces
     encode to the same bytes. Keyed BLAKE2b (RFC 7693).
@@ -76,39 +87,43 @@ def namespace_root(secret: bytes, namespace: Namespace) -> BlockHash:
 
 
 def hash_blocks(
-    parent: BlockHash,
+    root: BlockHash,
     token_ids: Sequence[int],
     block_size: int,
     *,
+    parent: BlockHash | None = None,
     start: int = 0,
     media: Sequence[MediaSpan] = (),
 ) -> list[BlockHash]:
-    """Hashes of the full blocks in `token_ids`, chained to `parent`; a partial last block has none.
+    """Hashes of the full blocks in `token_ids`, in the namespace of `root`; a partial last block has none.
 
-    `start` is the position of `token_ids[0]` in its sequence (a multiple of the block size; 0 for a
-    prompt, whose parent is the namespace root). `media` positions count from the sequence's start.
+    `parent` is the hash of the block before them, None at a sequence's start. `start` is the position of
+    `token_ids[0]` in the sequence, a multiple of the block size. `media` positions count from its start.
     """
-    return hash_packed(parent, pack_token_ids(token_ids), block_size, start=start, media=media)
+    return hash_packed(root, pack_token_ids(token_ids), block_size, parent=parent, start=start, media=media)
 
 
 def hash_packed(
-    parent: BlockHash,
+    root: BlockHash,
     packed: bytes,
     block_size: int,
     *,
+    parent: BlockHash | None = None,
     start: int = 0,
     media: Sequence[MediaSpan] = (),
 ) -> list[BlockHash]:
     """`hash_blocks` of tokens that `pack_token_ids` has packed."""
     block_bytes = block_size * 4
-    sha256 = hashlib.sha256
+    keyed = hashlib.sha256((root + _PURPOSE).ljust(_KEY_BYTES, b"\0")).copy
     hashes: list[bytes] = []
-    hash_so_far: bytes = parent
+    hash_so_far: bytes = _NO_PARENT if parent is None else parent
     for at in range(0, len(packed) - block_bytes + 1, block_bytes):
         hashed = hash_so_far + packed[at : at + block_bytes]
         if media:
             hashed += _extras(media, start + at // 4, block_size)
-        hash_so_far = sha256(hashed).digest()[:HASH_BYTES]
+        link = keyed()
+        link.update(hashed)
+        hash_so_far = link.digest()[:HASH_BYTES]
         hashes.append(hash_so_far)
     return cast("list[BlockHash]", hashes)
 

@@ -5,8 +5,8 @@ hashes are bytes: whoever reads its events says what was stored, with which toke
 
 vLLM chains its own hashes from other inputs than ours, so one cannot be had from the other. A block
 that is stored on the device comes with its tokens and its parent's hash; the parent is held by the same
-request, so it is in the map, and our hash and the chain position follow from it. The map holds an entry
-for each distinct hash that vLLM holds, hence never more than its tiers have blocks.
+request, so it is in the map, and the chain's root, our hash and the position follow from it. The map holds
+an entry for each distinct hash that vLLM holds, hence never more than its tiers have blocks.
 
 A copy in another tier comes without a namespace, so such a block is known by what the device said of it:
 it was computed there. Two cases are special. A block may leave the device before its copy elsewhere is
@@ -29,8 +29,11 @@ class UnknownBlock(Exception):
 
 
 class _Name(NamedTuple):
+    """`root` is the key of the chain: the same object in all names of one."""
+
     block_hash: BlockHash
     position: int
+    root: BlockHash
 
 
 @dataclass(slots=True)
@@ -100,11 +103,11 @@ class HashMap:
         block_size = self._block_size
         if len(token_ids) != len(hashes) * block_size:
             raise UnknownBlock(f"{len(hashes)} blocks cannot hold {len(token_ids)} tokens")
-        chain, start = self._chain_end(parent, root)
-        ours = hash_blocks(chain, token_ids, block_size, start=start * block_size)
+        root, chain, start = self._chain_end(parent, root)
+        ours = hash_blocks(root, token_ids, block_size, parent=chain, start=start * block_size)
         named: list[BlockStored] = []
         for position, (theirs, block_hash) in enumerate(zip(hashes, ours, strict=True), start):
-            named += self._store(theirs, _Name(block_hash, position))
+            named += self._store(theirs, _Name(block_hash, position, root))
         end = start + len(ours)
         prompt_end = None if num_prompt_tokens is None else num_prompt_tokens // block_size
         if prompt_end is None or not start < prompt_end <= end:
@@ -140,16 +143,18 @@ class HashMap:
                 self._drop(theirs)
         return AllBlocksCleared(tier)
 
-    def _chain_end(self, parent: bytes | None, root: BlockHash | None) -> tuple[BlockHash, int]:
-        """What the run's first block is chained to, and its position."""
+    def _chain_end(
+        self, parent: bytes | None, root: BlockHash | None
+    ) -> tuple[BlockHash, BlockHash | None, int]:
+        """The root of the run's chain, what its first block is chained to, and that block's position."""
         if parent is not None:
             held = self._held.get(parent)
             if held is None or held.name is None:
                 raise UnknownBlock(f"the parent {parent.hex()} of a stored block is not held")
-            return held.name.block_hash, held.name.position + 1
+            return held.name.root, held.name.block_hash, held.name.position + 1
         if root is None:
             raise UnknownBlock("a prompt's first block comes without a namespace")
-        return root, 0
+        return root, None, 0
 
     def _store(self, theirs: bytes, name: _Name) -> list[BlockStored]:
         """Count a copy on the device; the block's copies elsewhere, if they had no name before."""

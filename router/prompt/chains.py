@@ -5,11 +5,11 @@ its answers are those of `hash_blocks`, and never depend on what it has seen.
 
 A chain is cut into runs of blocks, and a run's hashes are found by a digest of what they follow from::
 
-    block      0 .. 15    16 .. 31    32 .. 47    48 .. 52
-    key        SHA-256(root | tokens)  SHA-256(hash of block 15 | tokens)  ...   too short: hashed as ever
+    block   0 .. 15                 16 .. 31                                32 .. 47    48 .. 52
+    key     SHA-256(root | tokens)  SHA-256(root | hash of 15 | tokens)     ...         too short: hashed
 
-Equal digests mean equal parents and equal tokens, however hard somebody tries; and since the first parent
-is the namespace's root, nobody finds what another namespace has left here.
+Equal digests mean equal parents and equal tokens, however hard somebody tries; and since the namespace's root
+is in each, nobody finds what another namespace has left here.
 
 Of an unknown chain only the first run is remembered, and each time it comes back as much again as was
 known, and one more: a prefix that many share is known whole after a few of them, while a prompt that
@@ -55,9 +55,9 @@ class ChainHasher:
         num_full_runs = len(packed) // run_bytes
         hashes: list[BlockHash] = []
         keys: list[bytes] = []
-        parent = root
+        parent: BlockHash | None = None
         for start in range(0, num_full_runs * run_bytes, run_bytes):
-            key = hashlib.sha256(parent + packed[start : start + run_bytes]).digest()
+            key = _key(root, parent, packed[start : start + run_bytes])
             known = self._runs.get(key)
             if known is None:
                 break
@@ -65,12 +65,12 @@ class ChainHasher:
             hashes += known
             parent = known[-1]
         num_known = len(keys)
-        hashes += hash_packed(parent, packed[num_known * run_bytes :], block_size)
+        hashes += hash_packed(root, packed[num_known * run_bytes :], block_size, parent=parent)
         self._num_hits += num_known * BLOCKS_PER_RUN
         self._num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
         for run in range(num_known, min(num_full_runs, 2 * num_known + 1)):
-            parent = hashes[run * BLOCKS_PER_RUN - 1] if run else root
-            keys.append(hashlib.sha256(parent + packed[run * run_bytes : (run + 1) * run_bytes]).digest())
+            parent = hashes[run * BLOCKS_PER_RUN - 1] if run else None
+            keys.append(_key(root, parent, packed[run * run_bytes : (run + 1) * run_bytes]))
         self._remember(keys, num_known, hashes)
         return hashes
 
@@ -87,3 +87,7 @@ class ChainHasher:
             runs.move_to_end(key)
         while len(runs) > self._max_runs:
             runs.popitem(last=False)
+
+
+def _key(root: BlockHash, parent: BlockHash | None, packed: bytes) -> bytes:
+    return hashlib.sha256((root if parent is None else root + parent) + packed).digest()

@@ -28,9 +28,9 @@ def submit(
 
 
 class RouterClient:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] | None = None) -> None:
         self.stub: Any = replica_pb2_grpc.ReplicaStub(channel)  # type: ignore[no-untyped-call]
-        self.call: Any = self.stub.Serve()
+        self.call: Any = self.stub.Serve(metadata=metadata)
 
     async def send(self, *messages: Submit | Abort) -> None:
         frame = ClientFrame(

@@ -67,9 +67,21 @@ def test_the_golden_vectors_are_all_there_and_no_two_name_the_same_blocks() -> N
     assert len(set(with_blocks)) == len(with_blocks)
 
 
-def test_a_hash_is_sha256_of_parent_and_tokens_truncated() -> None:
-    by_hand = hashlib.sha256(ROOT + struct.pack("<4I", 5, 6, 7, 8)).digest()[:HASH_BYTES]
-    assert hash_blocks(ROOT, [5, 6, 7, 8, 9], 4) == [by_hand]
+def test_a_hash_is_sha256_of_key_parent_and_tokens_truncated() -> None:
+    key = ROOT + b"kvasir block hash" + bytes(31)
+    first = hashlib.sha256(key + bytes(16) + struct.pack("<4I", 5, 6, 7, 8)).digest()[:HASH_BYTES]
+    second = hashlib.sha256(key + first + struct.pack("<4I", 9, 8, 7, 6)).digest()[:HASH_BYTES]
+    assert hash_blocks(ROOT, [5, 6, 7, 8, 9, 8, 7, 6, 5], 4) == [first, second]
+
+
+@given(token_lists, block_sizes, texts, texts)
+def test_each_link_takes_the_root_not_only_the_first(
+    token_ids: list[int], block_size: int, one: str | None, other: str | None
+) -> None:
+    parent = BlockHash(b"p" * HASH_BYTES)
+    roots = root(salt=one), root(salt=other)
+    links = [hash_blocks(each, [*token_ids, *range(block_size)], block_size, parent=parent) for each in roots]
+    assert bool(set(links[0]) & set(links[1])) == (one == other)
 
 
 @given(token_lists, block_sizes, st.data())
@@ -81,9 +93,10 @@ def test_hashing_in_pieces_equals_hashing_at_once(
     whole = hash_blocks(ROOT, token_ids, block_size, media=media)
     head = hash_blocks(ROOT, token_ids[: cut * block_size], block_size, media=media)
     tail = hash_blocks(
-        head[-1] if head else ROOT,
+        ROOT,
         token_ids[cut * block_size :],
         block_size,
+        parent=head[-1] if head else None,
         start=cut * block_size,
         media=media,
     )

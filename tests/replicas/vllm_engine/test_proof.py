@@ -35,9 +35,9 @@ def test_a_translation_with_another_root_is_refused(run: Run, monkeypatch: pytes
 def test_a_translation_that_loses_the_chain_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from replicas.vllm_engine import hash_map
 
-    def unchained(parent: BlockHash, token_ids: Any, block_size: int, **named: Any) -> list[BlockHash]:
+    def unchained(root: BlockHash, token_ids: Any, block_size: int, **named: Any) -> list[BlockHash]:
         blocks = [token_ids[at : at + block_size] for at in range(0, len(token_ids), block_size)]
-        return [hash_blocks(parent, block, block_size)[0] for block in blocks]
+        return [hash_blocks(root, block, block_size)[0] for block in blocks]
 
     monkeypatch.setattr(hash_map, "hash_blocks", unchained)
     with pytest.raises(StartupError, match="reports another hash for block 1"):

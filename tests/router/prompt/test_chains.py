@@ -55,8 +55,10 @@ def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     counted = [0]
     hash_packed = chains.hash_packed
 
-    def counting(parent: BlockHash, packed: bytes, block_size: int) -> list[BlockHash]:
-        hashes = hash_packed(parent, packed, block_size)
+    def counting(
+        root: BlockHash, packed: bytes, block_size: int, *, parent: BlockHash | None
+    ) -> list[BlockHash]:
+        hashes = hash_packed(root, packed, block_size, parent=parent)
         counted[0] += len(hashes)
         return hashes
 
