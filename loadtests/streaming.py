@@ -37,6 +37,8 @@ class Answer:
     """Not a stream, or one that ended with [DONE]."""
     itl_seconds: tuple[float, ...] = ()
     """Gaps between the events that carry text."""
+    events: tuple[bytes, ...] = ()
+    """The stream's, from a connection that keeps them."""
 
     @property
     def ttft(self) -> float:
@@ -55,8 +57,11 @@ class Answer:
 class Connection:
     """One keep-alive connection; one request at a time."""
 
-    def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, headers: Mapping[str, str] | None = None, *, keeps_events: bool = False
+    ) -> None:
         self._host, self._port = host, port
+        self._keeps_events = keeps_events
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -105,6 +110,7 @@ class Connection:
         text_seconds: list[float] = []
         num_events = 0
         usage: dict[str, object] = {}
+        kept: list[bytes] = []
         pending = b""
         is_whole = was_cut = False
         try:
@@ -112,6 +118,8 @@ class Connection:
                 chunk = await self._reader.readexactly(size + 2)
                 pending += chunk[:-2]
                 *events, pending = pending.split(b"\n\n")
+                if self._keeps_events:
+                    kept += events
                 for event in events:
                     num_events += 1
                     if _carries_text(event):
@@ -125,7 +133,7 @@ class Connection:
         done = time.perf_counter()
         first = text_seconds[0] if text_seconds else done
         gaps = tuple(later - earlier for earlier, later in pairwise(text_seconds))
-        answer = Answer(status, sent, first, done, usage, headers, num_events, is_whole, gaps)
+        answer = Answer(status, sent, first, done, usage, headers, num_events, is_whole, gaps, tuple(kept))
         if was_cut:
             raise StreamCut(answer)
         return answer
