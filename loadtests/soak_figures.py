@@ -27,6 +27,7 @@ RAISED_AT_REST = frozenset(
         "router_index_entries",
         "router_hash_cache_bytes",
         "router_token_cache_bytes",
+        "replica_info",
         "replica_streams",
         "replica_total_blocks",
         "replica_cached_blocks",

@@ -82,8 +82,14 @@ class RunningCluster:
 
     def _complaint(self) -> str | None:
         state = self.state()
-        if len(self.ready_replicas()) < self.num_replicas:
+        ready = self.ready_replicas()
+        if len(ready) < self.num_replicas:
             return "replicas: " + ", ".join(f"{each.replica_id} {each.state}" for each in state.replicas)
+        if len(self.routers()) < len(state.router_admins) or not self.controller():
+            return "a router or the controller is not back"
+        for name, pid in {**ready, **self.redis()}.items():
+            if not _lives(pid):
+                return f"{name} has died, and nobody has noticed yet"
         registry = read_registry(state.redis_url)
         if registry.complaint is not None:
             return f"Redis: {registry.complaint}"
@@ -221,6 +227,13 @@ def _cut_clients(redis_url: str) -> str:
 def _children(pid: int) -> Iterator[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         yield from psutil.Process(pid).children(recursive=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _title(pid: int) -> str:

@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -27,7 +28,7 @@ from replicas.protocol.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from router.http_protocol import protocol_with_deadline
-from router.listeners import BACKLOG, Listeners, address_of, listening
+from router.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
 from router.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ ADMIN_DRAIN_SECONDS = 1
 LOOK_SECONDS = 0.05
 FIRST_LOOK_SECONDS = 5.0
 """One of several routers waits so long for replicas, and longer while a sibling answers, before it does."""
+HELP_SECONDS = 0.05
+"""So long a connection waits for the router that it was meant for, before another one may take it."""
 STOP_SECONDS = 15.0
 """What a router may need to end, beside what its requests may take."""
 
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         set_up_logs(config.log_format, config.log_level, fields={"service": "router"})
         with listening(config) as listeners:
             if config.processes == 1:
-                return run_one(config, listeners, secrets.token_bytes(32))
+                return run_one(config, listeners.of(0), secrets.token_bytes(32))
             return run_several(config, listeners)
     except SettingsError as error:
         sys.stderr.write(f"{error}\n")
@@ -80,7 +83,7 @@ def run_one(config: RouterConfig, listeners: Listeners, own_secret: bytes, place
     return 0
 
 
-def run_several(config: RouterConfig, listeners: Listeners) -> int:
+def run_several(config: RouterConfig, listeners: AllListeners) -> int:
     # Made up once, if at all: with one each, none would find what the others' prompts have left in caches.
     own_secret = secrets.token_bytes(32)
 
@@ -98,6 +101,10 @@ def run_several(config: RouterConfig, listeners: Listeners) -> int:
 class _Server(uvicorn.Server):
     """A signal ends `serve`, not the process: what comes after serving is ours to do."""
 
+    def __init__(self, config: uvicorn.Config, others: Sequence[socket.socket]) -> None:
+        super().__init__(config)
+        self._others = others
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -109,9 +116,32 @@ class _Server(uvicorn.Server):
         """Those that were accepted in the last moment are connections before all are asked to end."""
         for server in self.servers:
             server.close()
+        for other in self._others:
+            other.close()
         for _ in range(3):
             await asyncio.sleep(0)
         await super().shutdown(sockets)
+
+    async def help_others(self) -> None:
+        """Until it stops, take what waits at siblings that died, are frozen or do not accept yet."""
+        loop = asyncio.get_running_loop()
+        for other in self._others:
+            other.setblocking(False)
+        while not self.should_exit:
+            await asyncio.sleep(HELP_SECONDS)
+            for other in self._others:
+                await self._take_waiting(loop, other)
+
+    async def _take_waiting(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # nothing waits, it is gone already, or we have closed ours
+            while self.started and not self.should_exit:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                await loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> asyncio.Protocol:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return make(config=self.config, server_state=self.server_state, app_state={})
 
 
 class _AdminServer(uvicorn.Server):
@@ -131,7 +161,7 @@ async def serve(
     a moment later.
     """
     router = Router(config, rng=random.Random(), own_secret=own_secret)
-    server = _Server(_server_config(config, router.apps.main, config.drain_seconds))
+    server = _Server(_server_config(config, router.apps.main, config.drain_seconds), listeners.others)
     # All that exists now lives as long as the process: keep the collector from walking it again.
     gc.freeze()
     async with asyncio.TaskGroup() as tasks:
@@ -141,8 +171,11 @@ async def serve(
                 await _wait_for_replicas(router, place)
                 place.accept()
             logger.info("listening on %s", address_of(listeners.main))
+            helping = tasks.create_task(server.help_others(), name="siblings") if listeners.others else None
             await server.serve(sockets=[listeners.main])
         following.cancel()
+        if helping is not None:
+            helping.cancel()
     await router.close()
 
 

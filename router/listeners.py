@@ -1,7 +1,9 @@
 """The sockets that a router listens on: the clients' port, and the operators' ports or Unix sockets.
 
-Several router processes share the clients' socket, and each has a socket for operators to itself. Owns how
-they are bound and removed. Knows nothing of what is served there.
+Of several router processes each has a socket of its own at the clients' port, over which the kernel spreads
+connections, and all have all of them open: what waits at one that does not accept, others can take. Each
+has a socket for operators to itself. Owns how they are bound and removed. Knows nothing of what is served
+there.
 """
 
 import contextlib
@@ -20,33 +22,45 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """`admins` has one for each process, or none where `main` serves everything."""
+    """Of one process. `admin` is None where `main` serves everything; `others` are what its siblings accept
+    from."""
 
     main: socket.socket
+    admin: socket.socket | None
+    others: tuple[socket.socket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AllListeners:
+    """Of all processes; `admins` are none where the clients' port serves everything."""
+
+    mains: tuple[socket.socket, ...]
     admins: tuple[socket.socket, ...]
 
-    @property
-    def admin(self) -> socket.socket | None:
-        """Of the only process, or of the one that has closed all others."""
-        return self.admins[0] if self.admins else None
-
-    def of(self, number: int) -> "Listeners":
-        """Those of one of several processes, which closes what belongs to the others."""
+    def of(self, number: int) -> Listeners:
+        """What belongs to one of the processes, in that process: it closes what does not."""
         for other, admin in enumerate(self.admins):
             if other != number:
                 admin.close()
-        return Listeners(self.main, self.admins[number : number + 1])
+        others = (*self.mains[:number], *self.mains[number + 1 :])
+        return Listeners(self.mains[number], self.admins[number] if self.admins else None, others)
 
 
 @contextlib.contextmanager
-def listening(config: RouterConfig) -> Iterator[Listeners]:
+def listening(config: RouterConfig) -> Iterator[AllListeners]:
     """The bound sockets, before anything else is built. Raises SettingsError if that cannot be."""
     with contextlib.ExitStack() as stack:
-        main = stack.enter_context(_at_port(config.host, config.port))
-        admins = []
+        mains, admins = [], []
+        if config.processes == 1:
+            mains = [stack.enter_context(_at_port(config.host, config.port))]
+        else:
+            with _at_port(config.host, config.port) as alone:  # nobody else is to share the port
+                port = alone.getsockname()[1]
+            for _ in range(config.processes):
+                mains.append(stack.enter_context(_at_port(config.host, port, is_shared=True)))
         if config.has_admin_listener:
             admins = [stack.enter_context(_admin(config, number)) for number in range(config.processes)]
-        yield Listeners(main, tuple(admins))
+        yield AllListeners(tuple(mains), tuple(admins))
 
 
 def _admin(config: RouterConfig, number: int) -> contextlib.AbstractContextManager[socket.socket]:
@@ -65,7 +79,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def _at_port(host: str, port: int) -> Iterator[socket.socket]:
+def _at_port(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             family, _, _, _, address = socket.getaddrinfo(
@@ -73,6 +87,8 @@ def _at_port(host: str, port: int) -> Iterator[socket.socket]:
             )[0]
             listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
         except (OSError, OverflowError) as error:

@@ -1,9 +1,8 @@
-"""RouterProcesses: several routers that accept from one listening socket, each a process of its own.
+"""RouterProcesses: several routers that accept from one port, each a process of its own.
 
-Owns their start by fork, their restart, and the signals between. The parent holds the socket and accepts
-nothing, so connections that wait when a process dies are taken by the others, or by the one that follows.
-(With a socket for each, as SO_REUSEPORT has it, those that wait at the dead one are reset, and those at a
-frozen one wait as long as it does.) Knows nothing of what a router does.
+Owns their start by fork, their restart, and the signals between. The parent has the listening sockets open
+and accepts nothing, so connections that wait when a process dies are taken by the others, or by the one
+that follows. Knows nothing of what a router does.
 """
 
 import contextlib

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -127,6 +128,29 @@ async def test_both_routers_of_a_port_answer_and_list_the_model(stack: LocalStac
         answer = await connection.post(PATH, body())
         assert (answer.status, answer.is_whole) == (200, True)
         connection.abort()
+
+
+async def test_connections_are_spread_over_the_routers_though_one_is_always_first_to_wake(
+    stack: LocalStack,
+) -> None:
+    counted: Counter[int] = Counter()
+    connections = [RoutedConnection("127.0.0.1", stack.port) for _ in range(64)]
+    for connection in connections:
+        await connection.get("/health")
+    for connection in connections:
+        counted[connection.router()] += 1
+        connection.abort()
+    assert len(counted) == 2
+    assert min(counted.values()) >= 10, "one in a thousand million, if each goes here or there by chance"
+
+
+def test_nobody_else_may_listen_on_the_port_of_several_routers(stack: LocalStack) -> None:
+    settings = {"port": stack.port, "redis_url": stack.redis_url, "processes": 2}
+    second = subprocess.run(
+        python_command("router", settings), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert second.returncode == 2
+    assert "cannot listen" in second.stderr
 
 
 async def test_a_killed_router_takes_its_own_streams_and_no_other_and_a_retry_succeeds_at_once(
@@ -269,12 +293,14 @@ def test_there_is_at_least_one_process() -> None:
 
 
 def test_routers_without_a_secret_make_up_one_for_all(stack: LocalStack) -> None:
-    port = free_port()
-    settings = {"port": port, "redis_url": stack.redis_url, "processes": 2}
+    port, redis_url = free_port(), stack.redis_url
+    open_replica = {**REPLICA, "replica_id": "open-0", "redis_url": redis_url}
+    stack.start("open-0", python_command("replicas", open_replica))
+    settings = {"port": port, "redis_url": redis_url, "processes": 2}
     stack.start("other", python_command("router", settings))
     wait_until(lambda: len(asyncio.run(seen_routers(port, 8))) == 2)
     hashes = []
-    for address in admin_addresses(stack, "other"):
+    for address in sorted(admin_addresses(stack, "other")):
         wait_until(lambda url=f"{address}/ready": httpx.get(url, timeout=30).status_code == 200)
         asked = httpx.post(
             f"{address}/explain/v1/chat/completions", content=body(content="word " * 300), timeout=30
