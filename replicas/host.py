@@ -271,12 +271,11 @@ class _Parts:
         replica_id = ReplicaId(config.replica_id)
         set_ttl_seconds = LEASES_PER_SET * config.lease_seconds
         self.index = IndexWriter(
-            self._index_redis,
-            self.card,
-            replica_id,
-            epoch,
+            *(self._index_redis, self.card, replica_id, epoch),
             index_stride=config.index_stride,
             stream_length=config.events_stream_length,
+            stream_bytes=config.events_stream_bytes,
+            rng=random.Random(),
             set_ttl_seconds=set_ttl_seconds,
             metrics=self.metrics,
         )

@@ -9,23 +9,27 @@ engine's blocks. When a write fails, nobody knows whether it happened. The write
 differences and writes the whole set anew, with a change in the stream that says `cleared`, so that
 mirrors follow. The same when the set turns out to be lost or to have the wrong size.
 
+Redis may be full. Leases come first: then this set is taken away, and written again when there is room.
+
 Announcements ride along: an end in the same change as what was observed before it, or in a later one.
 They are in the stream only, so a change of nothing else is one XADD.
 """
 
 import asyncio
+import contextlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from replicas.announcements import Announcements
 from replicas.metrics import ReplicaMetrics
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
@@ -36,9 +40,16 @@ from replicas.protocol.keys import (
     events_key,
 )
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from replicas.redis_room import NoRoom, RedisRoom
 from replicas.residency import Residency
 
 logger = logging.getLogger(__name__)
+
+ENTRY_BYTES = 128
+"""What an entry of the stream takes besides its hashes, about."""
+
+LAST_MILLISECONDS = b"18446744073709551615-"
+"""After an entry with such an id a stream takes no other."""
 
 HASHES_PER_CHANGE = 4096
 """64 KiB: what one command or stream entry holds at most, so that nobody chokes on a big rewrite. (One
@@ -49,6 +60,11 @@ TIMEOUT_SECONDS = 5.0
 
 MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 1.0
+
+STREAM_BYTES = 64 << 20
+
+REWRITE_SPREAD_SECONDS = 3.0
+"""What is lost is lost for all replicas at once: each writes its set again at a moment of its own."""
 
 
 class IndexWriter:
@@ -69,9 +85,17 @@ class IndexWriter:
         stream_length: int,
         set_ttl_seconds: float,
         metrics: ReplicaMetrics,
+        rng: random.Random,
+        stream_bytes: int = STREAM_BYTES,
+        rewrite_spread_seconds: float = REWRITE_SPREAD_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = redis
+        self._rng = rng
+        self._rewrite_spread_seconds = rewrite_spread_seconds
+        self._room = RedisRoom(
+            redis, events_key(card.name), stream_bytes=stream_bytes, rng=rng, metrics=metrics, clock=clock
+        )
         self._replica_id = replica_id
         self._epoch = epoch
         self._blocks_key = blocks_key(card.name, replica_id, epoch)
@@ -161,6 +185,11 @@ class IndexWriter:
         self._must_rewrite = True
         self._wanted.set()
 
+    async def make_room(self) -> None:
+        """A lease found none in Redis. Raises RedisError or OSError."""
+        await self._room.make()
+        await self._withhold()
+
     async def run(self) -> None:
         """Write until cancelled. Redis may go and come back as it likes."""
         backoff: float | None = None
@@ -169,7 +198,18 @@ class IndexWriter:
             self._wanted.clear()
             try:
                 await self._write_all()
+            except NoRoom:
+                with contextlib.suppress(RedisError, OSError):
+                    await self._withhold()
+                await asyncio.sleep(MAX_BACKOFF_SECONDS * self._rng.uniform(0.5, 1.5))
+            except OutOfMemoryError:
+                with contextlib.suppress(RedisError, OSError):
+                    await self.make_room()
+                self._wanted.set()
             except (RedisError, OSError) as error:
+                if isinstance(error, ResponseError):
+                    with contextlib.suppress(RedisError, OSError):
+                        await self._clear_wrong_stream()
                 self._wanted.set()
                 if backoff is None:
                     logger.warning("cannot write the block index; trying on error=%r", error)
@@ -184,10 +224,32 @@ class IndexWriter:
         """Take this incarnation's set away, when it leaves. Raises RedisError or OSError."""
         await self._redis.unlink(self._blocks_key, self._building_key)
 
+    async def _withhold(self) -> None:
+        """Take the set away, to be written again as soon as there is room."""
+        self.rewrite()
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await self.remove()
+
+    async def _clear_wrong_stream(self) -> None:
+        """What lies under the stream's name and is none, or takes no entries any more, is nobody's."""
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            kind = await self._redis.type(self._events_key)
+            if kind == b"none":
+                return
+            if kind != b"stream" or (await self._redis.xinfo_stream(self._events_key))[
+                "last-generated-id"
+            ].startswith(LAST_MILLISECONDS):
+                logger.error("what lay under %s takes no index changes; it is taken away", self._events_key)
+                await self._redis.unlink(self._events_key)
+
     async def _write_all(self) -> None:
         self._is_writing = True
         try:
             while self._must_rewrite or self._has_change:
+                if self._must_rewrite and self._last_change:
+                    await asyncio.sleep(self._rng.uniform(0, self._rewrite_spread_seconds))
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await self._room.check()
                 since, self._unwritten_since = self._unwritten_since, None
                 try:
                     if self._must_rewrite:
@@ -223,7 +285,7 @@ class IndexWriter:
             for change in changes:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
                     await self._append(self._redis, change)
-            self._acknowledge(changes)
+            await self._acknowledge(changes)
             return
         async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.sismember(self._blocks_key, BLOCKS_MARKER)  # type: ignore[arg-type]
@@ -236,7 +298,7 @@ class IndexWriter:
             # Were the set lost and we to die now, what this leaves would else stay for ever.
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
             had_marker, *_ = await pipeline.execute()
-        self._acknowledge(changes)
+        await self._acknowledge(changes)
         if not had_marker:
             self._must_rewrite = True  # the set was lost, and this made a torso of it
 
@@ -261,7 +323,7 @@ class IndexWriter:
             for change in changes:
                 self._append(pipeline, change)
             await pipeline.execute()
-        self._acknowledge(changes)
+        await self._acknowledge(changes)
         self._metrics.index_rewrites.inc()
 
     def _change(self, **parts: Any) -> list[IndexChange]:
@@ -279,9 +341,17 @@ class IndexWriter:
             approximate=True,
         )
 
-    def _acknowledge(self, changes: Sequence[IndexChange]) -> None:
+    async def _acknowledge(self, changes: Sequence[IndexChange]) -> None:
         self._last_change = changes[-1].number
         self._metrics.index_changes.inc(len(changes))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await self._room.appended(sum(map(_num_bytes, changes)))
+
+
+def _num_bytes(change: IndexChange) -> int:
+    num_hashes = len(change.added) + len(change.removed)
+    num_hashes += sum(len(announcement.block_hashes) for announcement in change.announced)
+    return ENTRY_BYTES + HASH_BYTES * num_hashes
 
 
 def _split(change: IndexChange) -> list[IndexChange]:

@@ -131,6 +131,11 @@ class ReplicaMetrics:
         self.lease_renewals = Counter(
             "replica_lease_renewals_total", "Heartbeats that renewed the lease", registry=registry
         )
+        self.lease_prolongations = Counter(
+            "replica_lease_prolongations_total",
+            "Heartbeats that Redis had no room for: the lease lasts, and what it says is old",
+            registry=registry,
+        )
         self.lease_failures = Counter(
             "replica_lease_failures_total",
             "Heartbeats that did not: Redis was away, or another process has the lease",
@@ -169,6 +174,21 @@ class ReplicaMetrics:
         )
         self.index_rewrites = Counter(
             "replica_index_rewrites_total", "Times the whole index set was written", registry=registry
+        )
+        self.index_stream_bytes = Gauge(
+            "replica_index_stream_bytes",
+            "Memory of the index stream in Redis, when this replica last measured it",
+            registry=registry,
+        )
+        self.index_withheld = Gauge(
+            "replica_index_withheld",
+            "1 while Redis is too full for this replica's share of the index, else 0",
+            registry=registry,
+        )
+        self.redis_memory_ratio = Gauge(
+            "replica_redis_memory_ratio",
+            "Redis' used memory as a share of its maxmemory; 0 if it has none",
+            registry=registry,
         )
         self.index_hashes = Gauge(
             "replica_index_hashes", "Hashes that the index should hold for this replica", registry=registry

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import OutOfMemoryError, RedisError, WatchError
 
 from replicas.errors import LeaseLost
 from replicas.metrics import ReplicaMetrics
@@ -40,6 +40,8 @@ class Index(Protocol):
     def set_key(self) -> str: ...
 
     def check(self, number: int, num_members: int) -> None: ...
+
+    async def make_room(self) -> None: ...
 
 
 class Registration:
@@ -92,7 +94,7 @@ class Registration:
             self._due.clear()
             try:
                 async with asyncio.timeout(self._timeout_seconds):
-                    if not await self._beat():
+                    if not await self._beat_or_prolong():
                         continue
             except LeaseLost as lost:
                 self._metrics.lease_failures.inc()
@@ -121,6 +123,25 @@ class Registration:
             pipeline.srem(replicas_key(self._model), self._replica_id)
             with contextlib.suppress(WatchError):  # somebody else's by now
                 await pipeline.execute()
+
+    async def _beat_or_prolong(self) -> bool:
+        """A heartbeat, also in a Redis that is full: the index gives way, and at worst the lease that is
+        there lasts longer, with an old load. Raises OutOfMemoryError if there is none."""
+        try:
+            return await self._beat()
+        except OutOfMemoryError:
+            await self._index.make_room()
+        try:
+            return await self._beat()
+        except OutOfMemoryError:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                if await self._begin(pipeline) != self._epoch:
+                    raise
+                pipeline.pexpire(self._key, self._lease_ms)
+                with contextlib.suppress(WatchError):
+                    await pipeline.execute()
+            self._metrics.lease_prolongations.inc()
+            return True
 
     async def _beat(self) -> bool:
         """One heartbeat; False if the record was touched meanwhile and must be looked at again."""

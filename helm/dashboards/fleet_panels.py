@@ -195,7 +195,23 @@ LIVES = (
         queries=(
             Query(events("replica_lease_failures_total", "REPLICA", "replica"), "{{replica}} failures"),
             Query(events("replica_lease_renewals_total", "REPLICA"), "renewals"),
+            Query(events("replica_lease_prolongations_total", "REPLICA", "replica"), "{{replica}} prolonged"),
         ),
+    ),
+    Panel(
+        title="Room in Redis",
+        description="Memory that Redis uses, as a share of its maxmemory, and replicas that hold their share "
+        "of the index back because it is full. Leases are written even then.",
+        queries=(
+            Query("max by (replica) (replica_redis_memory_ratio{REPLICA})", "{{replica}} sees in use"),
+            Query("sum(replica_index_withheld{REPLICA})", "replicas that hold back"),
+        ),
+    ),
+    Panel(
+        title="Memory of the index stream",
+        description="As whoever measured it last has found it: kept below events_stream_bytes.",
+        unit="bytes",
+        queries=(Query("max by (replica) (replica_index_stream_bytes{REPLICA})", "{{replica}}"),),
     ),
     Panel(
         title="Streams that routers lost",

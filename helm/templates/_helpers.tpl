@@ -57,6 +57,40 @@ app.kubernetes.io/part-of: kvasir
 {{- toYaml $pools -}}
 {{- end -}}
 
+{{/*
+Megabytes of data in Redis: the streams of index changes, one for each pool's model, what the replicas' caches
+are indexed with while they are written anew, and leases, clients and the reserve that leases are kept apart by.
+*/}}
+{{- define "kvasir.redisMegabytes" -}}
+{{- $redis := .Values.redis.builtin -}}
+{{- if $redis.maxMemory -}}
+{{- $number := regexFind "^[0-9]+" $redis.maxMemory | int64 -}}
+{{- $unit := regexFind "[kmg]" $redis.maxMemory -}}
+{{- if eq $unit "g" -}}{{- mul $number 1024 -}}
+{{- else if eq $unit "m" -}}{{- $number -}}
+{{- else if eq $unit "k" -}}{{- max 1 (div $number 1024) -}}
+{{- else -}}{{- max 1 (div $number 1048576) -}}
+{{- end -}}
+{{- else -}}
+{{- $total := 256 -}}
+{{- range $pool := include "kvasir.pools" . | fromYaml -}}
+{{- $replicas := ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled | int64 -}}
+{{- $stream := div (default 67108864 $pool.settings.events_stream_bytes | int64) 1048576 -}}
+{{- $total = add $total (mul 2 $stream) (mul 16 $replicas) -}}
+{{- end -}}
+{{- $total -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Redis' resources: memory follows from its data unless it is set; twice as much, for pages that are copied. */}}
+{{- define "kvasir.redisResources" -}}
+{{- $megabytes := include "kvasir.redisMegabytes" . | int64 -}}
+{{- $resources := deepCopy .Values.redis.builtin.resources -}}
+{{- $requests := merge (default dict $resources.requests) (dict "memory" (printf "%dMi" (add 64 $megabytes))) -}}
+{{- $limits := merge (default dict $resources.limits) (dict "memory" (printf "%dMi" (add 64 (mul 2 $megabytes)))) -}}
+{{- toYaml (dict "requests" $requests "limits" $limits) -}}
+{{- end -}}
+
 {{/* A value as the text of an environment variable. Whole numbers come as floats: 1.34217728e+08. */}}
 {{- define "kvasir.text" -}}
 {{- if kindIs "map" . -}}

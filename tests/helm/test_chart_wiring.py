@@ -10,6 +10,7 @@ from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from tests.helm.chart import (
     CASES,
+    Values,
     component_of,
     containers,
     matches,
@@ -34,6 +35,32 @@ def test_routers_and_replicas_take_every_setting_that_they_are_given_and_mean_th
         assert replica.redis_url == router.redis_url
         assert replica.index_stride == router.index_stride
         assert (replica.replica_id, replica.host) == ("pod-0", "10.1.2.3")
+
+
+def redis_memory(values: Values) -> tuple[int, str]:
+    """Megabytes of data, and the container's limit."""
+    objects = render(values)
+    (secret,) = [it for it in of_kind("Secret", objects) if "server.conf" in it.get("stringData", {})]
+    (megabytes,) = re.findall(r"^maxmemory ([0-9]+)mb$", secret["stringData"]["server.conf"], re.MULTILINE)
+    (limit,) = [
+        container["resources"]["limits"]["memory"]
+        for it in of_kind("StatefulSet", objects)
+        for container in it["spec"]["template"]["spec"]["containers"]
+        if container["name"] == "redis"
+    ]
+    return int(megabytes), limit
+
+
+def test_the_memory_of_redis_follows_from_the_fleet_and_the_containers_from_that() -> None:
+    small, _ = redis_memory({"pools": {"a": {"replicas": 1}}})
+    large, limit = redis_memory({"pools": {"a": {"replicas": 100}, "b": {"replicas": 20}}})
+    assert small >= 256 and large >= small + 16 * 119
+    assert limit == f"{2 * large + 64}Mi"
+    streams, _ = redis_memory({"pools": {"a": {"replicas": 1, "settings": {"events_stream_bytes": 2**30}}}})
+    assert streams >= 2 * 1024
+    assert redis_memory({"redis": {"builtin": {"maxMemory": "3gb"}}}) == (3072, "6208Mi")
+    own = {"redis": {"builtin": {"maxMemory": "300mb", "resources": {"limits": {"memory": "1Gi"}}}}}
+    assert redis_memory(own) == (300, "1Gi")
 
 
 @pytest.mark.parametrize("case", CASES)

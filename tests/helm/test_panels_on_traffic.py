@@ -39,6 +39,9 @@ MOST_ROUNDS = 4
 MAY_STAY_ZERO = {
     "router_slower_tier_tokens_total": "only vLLM has tiers below the device",
     "router_index_malformed_total": "only a replica of another version writes what a router cannot read",
+    "replica_lease_prolongations_total": "Redis has room",
+    "replica_index_withheld": "Redis has room",
+    "replica_index_stream_bytes": "only a stream with some megabytes is measured for certain",
     "router_refused_records": "nobody writes nonsense into this registry",
     "router_malformed_messages_total": "no replica lies",
     "router_refused_replicas_total": "only a replica of another model or cluster is refused",

@@ -1,6 +1,7 @@
 """The index writer against a real Redis that is slow, dies, comes back empty, or loses a key."""
 
 import asyncio
+import random
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -9,7 +10,7 @@ from replicas import index_writer
 from replicas.index_writer import IndexWriter
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
-from replicas.protocol.keys import blocks_key
+from replicas.protocol.keys import blocks_key, events_key
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, read_changes, read_set
 from tests.replicas.scripted_engine import CARD
@@ -167,14 +168,15 @@ async def test_a_heartbeat_that_counts_other_members_than_were_written_causes_a_
         await assert_redis_holds(redis_url, [1, 2])
 
 
-async def test_a_set_that_cannot_be_written_is_tried_until_it_can(redis_url: str) -> None:
+@pytest.mark.parametrize("what", ["a text", "a stream that takes no more"])
+async def test_what_takes_no_changes_under_the_streams_name_is_taken_away(redis_url: str, what: str) -> None:
     redis = connect(redis_url)
-    await redis.set(f"kvasir:v1:{{{MODEL}}}:events", "no stream")
+    if what == "a text":
+        await redis.set(events_key(MODEL), "no stream")
+    else:
+        await redis.xadd(events_key(MODEL), {"last": "one"}, id=f"{2**64 - 1}-{2**64 - 1}")
     async with running_writer(redis_url) as writer:
         writer.observe([stored(1)])
-        await asyncio.sleep(0.2)
-        assert not writer.is_settled
-        await redis.delete(f"kvasir:v1:{{{MODEL}}}:events")
         await until(lambda: writer.is_settled)
         await assert_redis_holds(redis_url, [1])
     await redis.aclose()
@@ -232,6 +234,7 @@ async def test_a_writer_ends_whenever_it_is_cancelled(redis_url: str) -> None:
             stream_length=1000,
             set_ttl_seconds=60,
             metrics=metrics,
+            rng=random.Random(0),
         )
         task = asyncio.create_task(writer.run())
         for turn in range(num_turns):

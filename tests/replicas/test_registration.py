@@ -27,6 +27,9 @@ class EmptyIndex:
     def check(self, number: int, num_members: int) -> None:
         pass
 
+    async def make_room(self) -> None:
+        pass
+
 
 class Lease:
     """A registration whose record is read between the look at the old one and the writing of the new."""

@@ -1,6 +1,7 @@
 """An index writer that runs against a Redis, and what it has written there."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -34,6 +35,8 @@ async def running_writer(
     *,
     index_stride: int = CARD.block_size,
     stream_length: int = 100_000,
+    stream_bytes: int = 64 << 20,
+    metrics: ReplicaMetrics | None = None,
 ) -> AsyncIterator[IndexWriter]:
     redis = connect(url)
     redis.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
@@ -45,7 +48,10 @@ async def running_writer(
         index_stride=index_stride,
         stream_length=stream_length,
         set_ttl_seconds=60,
-        metrics=ReplicaMetrics(CollectorRegistry()),
+        metrics=metrics or ReplicaMetrics(CollectorRegistry()),
+        stream_bytes=stream_bytes,
+        rng=random.Random(0),
+        rewrite_spread_seconds=0.05,
     )
     async with asyncio.TaskGroup() as group:
         task = group.create_task(writer.run())
