@@ -156,7 +156,10 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="default: the first one")
     parser.add_argument("--prompt-cache-key", metavar="KEY", help="as the request would have it")
     parser.add_argument("--cache-salt", metavar="SALT", help="as the request would have it")
-    parser.add_argument("--url", help="a router (default: that of the cluster that runs here)")
+    parser.add_argument(
+        "--url",
+        help="a router, at its admin port if it has one (default: that of the cluster that runs here)",
+    )
     parser.add_argument("--redis-url", help="default: that of the cluster that runs here; for `where`")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 

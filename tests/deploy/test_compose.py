@@ -155,7 +155,7 @@ def test_prometheus_scrapes_the_router_and_every_replica(project: dict[str, Any]
         }
         for name in REPLICAS
     }
-    router = f"router:{router_config(services['router']).port}"
+    router = f"router:{router_config(services['router']).admin_port}"
     assert labels == {router: {"job": "kvasir-router", "router": router}, **expected}
 
 

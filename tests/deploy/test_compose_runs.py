@@ -76,7 +76,7 @@ def test_prompts_are_answered_and_the_second_finds_the_firsts_blocks(cluster: Co
 
 
 def test_the_router_knows_both_replicas_by_their_names(cluster: ComposeCluster) -> None:
-    metrics = get(cluster, "router", 8000, "/metrics").text
+    metrics = get(cluster, "router", 8001, "/metrics").text
     for name in REPLICAS:
         assert f'replica="{name}"' in metrics
 
@@ -86,7 +86,7 @@ def test_prometheus_reaches_every_target_of_the_file_that_is_mounted(cluster: Co
         found = get(cluster, "prometheus", 9090, "/api/v1/targets").json()["data"]["activeTargets"]
         return {each["labels"]["instance"]: each["health"] for each in found}
 
-    everyone = {"router:8000", *(f"{name}:9100" for name in REPLICAS)}
+    everyone = {"router:8001", *(f"{name}:9100" for name in REPLICAS)}
     wait_until(lambda: is_listening(cluster), "Prometheus", seconds=30)
     wait_until(lambda: set(targets().values()) == {"up"}, "its targets", seconds=60)
     assert set(targets()) == everyone

@@ -39,7 +39,6 @@ KINDS: dict[str, dict[str, str]] = {
     "networking.k8s.io/v1": {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
     "monitoring.coreos.com/v1": {
-        "ServiceMonitor": "servicemonitors",
         "PodMonitor": "podmonitors",
         "PrometheusRule": "prometheusrules",
     },

@@ -16,7 +16,6 @@ KUBERNETES = "1.37"
 """The version whose schemas objects are held against."""
 
 DEFINED_BY_OTHERS = {
-    ("monitoring.coreos.com/v1", "ServiceMonitor"),
     ("monitoring.coreos.com/v1", "PodMonitor"),
     ("monitoring.coreos.com/v1", "PrometheusRule"),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),

@@ -61,11 +61,11 @@ def test_helm_finds_nothing_to_complain_about(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_notes_tell_three_commands_that_name_what_exists(case: str) -> None:
+def test_the_notes_tell_commands_that_name_what_exists(case: str) -> None:
     files = chart().render(dict(values_of(case)), name="demo", namespace="llm")
     (notes,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
     commands = [line.split() for line in notes.splitlines() if line.startswith(("   kubectl", "   helm"))]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         assert command[1:3] == ["--namespace", "llm"]
     routers = [item for item in of_kind("Deployment", rendered(case)) if component_of(item) == "router"]
@@ -75,6 +75,7 @@ def test_the_notes_tell_three_commands_that_name_what_exists(case: str) -> None:
         item for item in of_kind("Service", rendered(case)) if f"service/{item['metadata']['name']}" in notes
     )
     assert commands[2][-1] == f"8000:{service['spec']['ports'][0]['port']}"
+    assert commands[3][-2:] == [f"deployment/{routers[0]['metadata']['name']}", "8001:8001"]
 
 
 def test_routers_scale_by_requests_in_flight_and_by_cpu_and_nobody_else_sets_their_number() -> None:

@@ -21,6 +21,9 @@ CHART_SETS = {"redis_url", "host", "port", "index_stride", "drain_seconds"}
 CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 """Settings with values of their own in the chart, for routers and replicas."""
 
+ROUTER_PORTS = {"admin_host", "admin_port", "admin_socket", "allowed_hosts", "processes"}
+"""The chart sets the first two; the others are for machines, where pods are for themselves."""
+
 REPLICA_TLS = {"tls_certificate", "tls_key", "tls_client_ca", "health_socket"}
 ROUTER_TLS = {"replica_tls_ca", "replica_tls_certificate", "replica_tls_key", "replica_tls_name"}
 """What `mtls` sets."""
@@ -66,7 +69,7 @@ def test_the_schema_has_just_the_values_that_are_documented() -> None:
 @pytest.mark.parametrize(
     ("definition", "kind", "chart_sets"),
     [
-        ("router", RouterConfig, CHART_SETS | ROUTER_TLS | {"secret", "secret_file"}),
+        ("router", RouterConfig, CHART_SETS | ROUTER_TLS | ROUTER_PORTS | {"secret", "secret_file"}),
         (
             "pool",
             ReplicaConfig,

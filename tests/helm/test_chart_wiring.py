@@ -138,7 +138,9 @@ def test_programs_listen_where_their_ports_say(case: str) -> None:
     for _, pod in pods(objects):
         for container in containers(pod):
             if container.get("command", [])[:3] == ["python", "-m", "router"]:
-                assert ports(pod) == {"http": router_config(case).port}
+                config = router_config(case)
+                assert ports(pod) == {"http": config.port, "admin": config.admin_port}
+                assert config.admin_host == config.host
             elif container.get("command", [])[:3] == ["python", "-m", "replicas"]:
                 config = config_of(container, ReplicaConfig, REPLICA_PREFIX)
                 assert ports(pod) == {"grpc": config.port, "metrics": config.metrics_port}
@@ -146,7 +148,7 @@ def test_programs_listen_where_their_ports_say(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_probes_ask_for_routes_that_exist_and_ports_that_are_open(case: str) -> None:
-    routes = {route.path for route in ControlRoutes(context=_unused_context()).routes()}
+    routes = {route.path for route in ControlRoutes(context=_unused_context()).health_routes()}
     for _, pod in pods(rendered(case)):
         for container in containers(pod):
             probes = [value for name, value in container.items() if name.endswith("Probe")]
@@ -213,17 +215,23 @@ def test_where_few_may_reach_the_routers_helm_test_still_may() -> None:
     assert reachable_from("replica", objects)["router"] == set()
 
 
-def test_where_few_may_reach_the_routers_prometheus_still_may_if_it_is_told_to() -> None:
+def test_prometheus_reaches_the_routers_admin_port_and_nobody_else_does_nor_does_it_reach_more() -> None:
     prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-    for is_told in (True, False):
-        values = {
-            "networkPolicy": {"routerFrom": [{"podSelector": {}}]},
-            "monitoring": {"monitors": {"enabled": is_told}},
-        }
+    for values in ({}, {"networkPolicy": {"routerFrom": [{"podSelector": {}}]}}):
         policy = named("NetworkPolicy", "demo-kvasir-router", tuple(render(values)))
-        (rule,) = policy["spec"]["ingress"]
-        assert (prometheus in rule["from"]) == is_told
-        assert {"podSelector": {}} in rule["from"]
+        by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+        assert by_port.keys() == {"http", "admin"}
+        assert by_port["admin"] == [prometheus]
+        assert prometheus not in (by_port["http"] or ())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_service_and_no_way_in_leads_to_the_routers_admin_port(case: str) -> None:
+    objects = rendered(case)
+    port = router_config(case).admin_port
+    for service in of_kind("Service", objects):
+        assert not {"admin", port} & {each["targetPort"] for each in service["spec"]["ports"]}
+        assert port not in {each["port"] for each in service["spec"]["ports"]}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -239,13 +247,14 @@ def test_policies_name_ports_of_the_pods_that_they_protect(case: str) -> None:
 def test_prometheus_gives_targets_the_labels_that_rules_and_dashboards_ask_for() -> None:
     objects = rendered("monitoring")
     wanted = {
-        "ServiceMonitor": ("endpoints", "router", {"job", "router"}),
-        "PodMonitor": ("podMetricsEndpoints", "replica", {"job", "replica", "pool"}),
+        "router": ("admin", {"job", "router"}),
+        "replica": ("metrics", {"job", "replica", "pool"}),
     }
-    for kind, (field, component, labels) in wanted.items():
-        (monitor,) = of_kind(kind, objects)
-        assert set(monitor["spec"]) == {"selector", field}
-        (endpoint,) = monitor["spec"][field]
+    for component, (port, labels) in wanted.items():
+        monitor = named("PodMonitor", f"demo-kvasir-{component}", objects)
+        assert set(monitor["spec"]) == {"selector", "podMetricsEndpoints"}
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] == port
         assert set(endpoint) == {"port", "path", "interval", "relabelings"}
         rules = {rule["targetLabel"]: rule for rule in endpoint["relabelings"]}
         assert rules.keys() == labels
@@ -257,9 +266,3 @@ def test_prometheus_gives_targets_the_labels_that_rules_and_dashboards_ask_for()
                 assert endpoint["port"] in ports(pod)
                 if "pool" in labels:
                     assert "kvasir/pool" in pod["metadata"]["labels"]
-    services = [
-        item
-        for item in of_kind("Service", objects)
-        if matches(of_kind("ServiceMonitor", objects)[0]["spec"]["selector"]["matchLabels"], item)
-    ]
-    assert [item["spec"]["ports"][0]["name"] for item in services] == ["http"]
