@@ -53,6 +53,10 @@ class LocalStack:
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 
+    def exit_status(self, name: str) -> int | None:
+        """None while it runs."""
+        return self._processes[name].poll()
+
     def start(self, name: str, command: Sequence[str] | None = None) -> None:
         """Start a process, or start it again as it was."""
         if command is not None:

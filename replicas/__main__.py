@@ -83,4 +83,7 @@ async def _leave(host: ReplicaHost, signals: "asyncio.Queue[None]") -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    status = main(sys.argv[1:], os.environ)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)  # an engine thread whose step never returns would hold the interpreter's end up

@@ -116,6 +116,11 @@ class ReplicaConfig:
     lease_seconds: float = setting(3.0, help="a replica that is silent for so long is dead")
     heartbeat_seconds: float = setting(1.0, help="time between heartbeats")
     drain_seconds: float = setting(30.0, help="longest wait for running requests on SIGTERM")
+    engine_hang_seconds: float = setting(
+        30.0,
+        help="an engine that has work and ends no step for so long hangs, and the replica ends; longer where "
+        "steps take long: five times the longest that can be expected",
+    )
     metrics_port: int | None = setting(
         None,
         help="port of the Prometheus endpoint /metrics on host, 0 takes a free one; none means no endpoint",
@@ -148,6 +153,8 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} must be at least 1")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
+        if not self.engine_hang_seconds > 0:
+            raise SettingsError("setting engine_hang_seconds must be above 0")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise SettingsError("settings tls_certificate and tls_key go together")
         if self.tls_client_ca is not None and self.tls_certificate is None:

@@ -3,6 +3,7 @@
     ReplicaError
     ├── StartupError        it would not start, or must not: nothing was registered
     ├── EngineDied          the engine raised; its requests were ended
+    ├── EngineHung          the engine has work and ends no step; its requests go elsewhere
     └── LeaseLost           another process serves under this replica's id
 
 Besides these: SettingsError (`protocol/settings.py`) and CheckpointError (`torch_engine`), on the way up.
@@ -18,6 +19,10 @@ class StartupError(ReplicaError):
 
 
 class EngineDied(ReplicaError):
+    pass
+
+
+class EngineHung(ReplicaError):
     pass
 
 

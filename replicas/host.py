@@ -16,15 +16,11 @@ import time
 from collections.abc import Callable, Coroutine
 
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.engines import build_engine
-from replicas.errors import EngineDied, LeaseLost, StartupError
+from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
 from replicas.frame_bridge import FrameBridge
 from replicas.index_writer import IndexWriter
 from replicas.metrics import ReplicaMetrics, metrics_endpoint
@@ -35,12 +31,13 @@ from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.secret_file import read_secret
-from replicas.protocol.settings import without_password
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.protocol.tls import FollowedFiles, TlsFiles, server_credentials
+from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
 from replicas.registration import Registration
 from replicas.server import Identity, ReplicaServer
 from replicas.trace_points import Tracing
+from replicas.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +49,13 @@ LEASES_PER_SET = 20
 FLUSH_SECONDS = 2.0
 """How long routers may take to read what is still queued for them when the replica ends."""
 
-FAREWELL_SECONDS = 1.0
-"""How long Redis may take to hear that we go. If it does not, everything there expires by itself."""
-
 TELL_SECONDS = 1.0
 """How long routers may take to learn of a drain; what is sent after it is refused."""
 
 ENGINE_STOP_SECONDS = 10.0
+
+HUNG_ENGINE_STOP_SECONDS = 1.0
+"""For one of which nothing is expected any more."""
 
 
 class ReplicaHost:
@@ -105,9 +102,13 @@ class ReplicaHost:
         self._secret = await asyncio.to_thread(_open_secret, self._config)
         engine, bundle = await asyncio.to_thread(self._build, self._config)
         try:
-            await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
+            started_proof = time.monotonic()
+            num_tokens = await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
+            token_seconds = (time.monotonic() - started_proof) / num_tokens
             tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
-            self._parts = _Parts(self._config, self.epoch, engine, bundle, self, tracing, self._secret)
+            self._parts = _Parts(
+                self._config, self.epoch, engine, bundle, self, tracing, self._secret, token_seconds
+            )
             if tls is not None:
                 self._parts.metrics.read_tls_ends(tls.pems.ends, lambda: tls.current().ends)
         except BaseException:
@@ -234,12 +235,14 @@ class ReplicaHost:
         self._state = advance(self._state, ReplicaState.STOPPED)
         logger.info("leaving replica=%s epoch=%s", self._config.replica_id, self.epoch)
         await parts.server.set_serving(False)
-        await _farewell(parts.registration.remove())
+        await farewell(parts.registration.remove())
         await parts.server.stop(FLUSH_SECONDS)
         parts.bridge.close()
-        if not await asyncio.to_thread(parts.engine_loop.stop, ENGINE_STOP_SECONDS):
+        is_hung = isinstance(self._failure, EngineHung)
+        patience = HUNG_ENGINE_STOP_SECONDS if is_hung else ENGINE_STOP_SECONDS
+        if not await asyncio.to_thread(parts.engine_loop.stop, patience):
             logger.error("the engine does not end its step; leaving it behind")
-        await _farewell(parts.index.remove())
+        await farewell(parts.index.remove())
         await parts.close_clients()
         await asyncio.to_thread(parts.tracing.close, FAREWELL_SECONDS)
 
@@ -256,6 +259,7 @@ class _Parts:
         host: ReplicaHost,
         tracing: Tracing,
         secret: ClusterSecret | None,
+        token_seconds: float,
     ) -> None:
         self.card = engine.card
         self.tracing = tracing
@@ -267,18 +271,9 @@ class _Parts:
             lambda error: self.bridge.call(lambda: host.fail(EngineDied(f"the engine failed: {error!r}"))),
         )
         # The lease must not wait behind a large index write, nor as long: two clients.
-        self._lease_redis, self._index_redis = _connect(config.redis_url), _connect(config.redis_url)
+        self._lease_redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
         replica_id = ReplicaId(config.replica_id)
-        set_ttl_seconds = LEASES_PER_SET * config.lease_seconds
-        self.index = IndexWriter(
-            *(self._index_redis, self.card, replica_id, epoch),
-            index_stride=config.index_stride,
-            stream_length=config.events_stream_length,
-            stream_bytes=config.events_stream_bytes,
-            rng=random.Random(),
-            set_ttl_seconds=set_ttl_seconds,
-            metrics=self.metrics,
-        )
+        self.index = self._index_writer(config, epoch)
         self.registration = Registration(
             self._lease_redis,
             self.card.name,
@@ -288,7 +283,7 @@ class _Parts:
             index=self.index,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
-            set_ttl_seconds=set_ttl_seconds,
+            set_ttl_seconds=LEASES_PER_SET * config.lease_seconds,
             on_lost=lambda lost: self._step_down(host, lost),
             metrics=self.metrics,
         )
@@ -304,13 +299,29 @@ class _Parts:
             call_keys=() if secret is None else secret.keys(Purpose.CALLS),
             tracing=tracing,
         )
+        self.watchdog = self._watch(host, config.engine_hang_seconds, token_seconds)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _index_writer(self, config: ReplicaConfig, epoch: Epoch) -> IndexWriter:
+        return IndexWriter(
+            self._index_redis,
+            self.card,
+            ReplicaId(config.replica_id),
+            epoch,
+            index_stride=config.index_stride,
+            stream_length=config.events_stream_length,
+            stream_bytes=config.events_stream_bytes,
+            rng=random.Random(),
+            set_ttl_seconds=LEASES_PER_SET * config.lease_seconds,
+            metrics=self.metrics,
+        )
 
     def run_tasks(self, group: asyncio.TaskGroup) -> None:
         self._group = group
         self.spawn(self.index.run())
         self.spawn(self.registration.run())
+        self.spawn(self.watchdog.run())
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         assert self._group is not None
@@ -327,7 +338,22 @@ class _Parts:
     def _deliver(self, frame: StepFrame, step_seconds: float) -> None:
         self.index.observe(frame.events)  # first: with a request's first delta its blocks are stored
         self.server.deliver(frame, step_seconds)
+        self.watchdog.observe(frame, step_seconds)
         self.metrics.observe(frame, step_seconds)
+
+    def _watch(self, host: ReplicaHost, floor_seconds: float, token_seconds: float) -> Watchdog:
+        return Watchdog(
+            floor_seconds=floor_seconds,
+            max_step_tokens=self.card.max_batched_tokens,
+            seconds_per_token=token_seconds,
+            has_work=lambda: self.server.num_requests > 0,
+            on_hung=lambda hung: self._give_up(host, hung),
+            metrics=self.metrics,
+        )
+
+    def _give_up(self, host: ReplicaHost, hung: EngineHung) -> None:
+        host.fail(hung)
+        self.engine_loop.kill()
 
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:
         logger.error("%s; stepping down", lost)
@@ -368,29 +394,3 @@ def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
         epoch=epoch,
         model=model,
     )
-
-
-def _connect(url: str) -> "Redis":
-    """A client that never retries by itself: a transaction sent twice would be two changes.
-
-    Nor does it watch the time: whoever uses it does.
-    """
-    try:
-        return Redis.from_url(
-            url,
-            protocol=2,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-        )
-    except ValueError:  # which may quote the password
-        raise StartupError(f"setting redis_url is no Redis address: {without_password(url)}") from None
-
-
-async def _farewell(message: Coroutine[None, None, None]) -> None:
-    """Tell Redis that we go, if it listens."""
-    try:
-        async with asyncio.timeout(FAREWELL_SECONDS):
-            await message
-    except (RedisError, OSError) as error:  # TimeoutError is an OSError
-        logger.warning("Redis could not be told that this replica leaves error=%r", error)

@@ -143,6 +143,12 @@ class EngineLoop:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
+    def kill(self) -> None:
+        """A thread cannot be ended from outside: nothing more begins after the step that runs."""
+        with self._door:
+            if not self._ended:
+                self._inbox.put(_Stop())
+
     def _run(self) -> None:
         death: BaseException | None = None
         try:

@@ -108,6 +108,11 @@ class ReplicaMetrics:
             buckets=WAIT_SECONDS_BUCKETS,
             registry=registry,
         )
+        self.engine_silence = Gauge(
+            "replica_engine_silence_ratio",
+            "Time for which the engine has had work and ended no step, as a share of what counts as hung",
+            registry=registry,
+        )
         self.submits = Counter("replica_submits_total", "Requests that routers have sent", registry=registry)
         self.refused_calls = Counter(
             "replica_refused_calls_total",

@@ -89,6 +89,10 @@ class ProcessLoop:
         self._engine.close()
         return not self._reader.is_alive()
 
+    def kill(self) -> None:
+        """End the process in the middle of whatever it does; that is its death."""
+        self._engine.kill()
+
     def _write(self) -> None:
         message: Run | Submit | Abort | Close | None = None
         while not isinstance(message, Close):

@@ -16,20 +16,21 @@ NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
 
 
-def prove_hashes(engine: Engine, rng: random.Random) -> None:
+def prove_hashes(engine: Engine, rng: random.Random) -> int:
     """Run probe prompts, one on the model itself and one with each adapter, and compare.
 
-    Raises StartupError; leaves nothing in the engine if it passes.
+    Raises StartupError; leaves nothing in the engine if it passes. Returns how many tokens it computed.
     """
-    for adapter in (None, *(adapter.name for adapter in engine.card.adapters)):
-        _prove(engine, rng, adapter)
+    adapters = (None, *(adapter.name for adapter in engine.card.adapters))
+    num_tokens = sum(_prove(engine, rng, adapter) for adapter in adapters)
     if not engine.reset_prefix_cache():
         raise StartupError(f"the {engine.card.engine} engine still holds blocks after the probe prompt")
     while engine.has_work():  # what it says of the probe is nobody's business
         engine.step()
+    return num_tokens
 
 
-def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> None:
+def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> int:
     card = engine.card
     room = min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
     num_blocks = min(NUM_PROBE_BLOCKS, room // card.block_size)
@@ -60,6 +61,7 @@ def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> None:
                 f"the {card.engine} engine reports another hash for block {position} of {probe}"
                 " than routers compute: this replica would never be found, and does not serve"
             )
+    return len(prompt)
 
 
 def _run(

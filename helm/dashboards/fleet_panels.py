@@ -111,6 +111,13 @@ LOAD = (
         queries=(Query(quantile(0.9, "replica_step_seconds", "REPLICA", "replica"), "{{replica}}"),),
     ),
     Panel(
+        title="Engines without an end of a step",
+        description="How long an engine has had work and ended no step, as a share of what counts as hung: "
+        "at 100 % its replica ends.",
+        unit="percentunit",
+        queries=(Query("replica_engine_silence_ratio{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
         title="Tokens generated, by replica",
         description="A replica that generates less than the others with as full a batch is slower: other "
         "hardware, or something else on its machine.",

@@ -8,7 +8,7 @@ import promql_parser as promql
 GRAFANA_NUMBERS = {"$__rate_interval": "1m", "$__range": "1h", "$__interval": "15s"}
 
 # Over these the result keeps the labels of the argument; the others that we use are named apart.
-KEEPS_LABELS = {"rate", "increase", "deriv", "changes", "avg_over_time", "min_over_time"}
+KEEPS_LABELS = {"rate", "increase", "deriv", "changes", "avg_over_time", "max_over_time", "min_over_time"}
 
 Labels = frozenset[str]
 

@@ -3,12 +3,7 @@
 import asyncio
 import queue
 import signal
-import sys
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import psutil
@@ -27,20 +22,14 @@ from replicas.protocol.frames import (
     StepFrame,
     TokenDelta,
 )
-from replicas.protocol.status import ReplicaId
 from tests.replicas.builders import engine_request
 from tests.replicas.engine_children import config, engine_children, process, wait_gone
 from tests.replicas.mirror import connect, read_record
+from tests.replicas.process_replica import LONG_LEASE_SECONDS, replica
 from tests.replicas.router_client import RouterClient, submit
-from tests.replicas.whole_replica import running
+from tests.replicas.whole_replica import MODEL, REPLICA, running
 
 __all__ = ["process"]
-
-REPOSITORY = Path(__file__).parents[2]
-MODEL = "toy_model"
-REPLICA = ReplicaId("r0")
-LONG_LEASE_SECONDS = 600.0
-"""It outlives the test's time limit, so a record that is gone did not run out."""
 
 
 class Heard:
@@ -180,31 +169,8 @@ async def test_the_load_counts_a_request_once(redis_url: str) -> None:
         assert (frame.load.num_running, frame.load.num_waiting, frame.load.num_pending_tokens) == (1, 0, 100)
 
 
-@asynccontextmanager
-async def replica(redis_url: str) -> AsyncIterator[tuple[Process, psutil.Process]]:
-    """`python -m replicas` with a request in its engine, and the child in which that is."""
-    flags = ["--replica-id=r0", "--engine=simulated", "--engine-process=true", f"--redis-url={redis_url}"]
-    flags.append(f"--lease-seconds={LONG_LEASE_SECONDS}")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "replicas", *flags, stderr=asyncio.subprocess.PIPE, cwd=REPOSITORY
-    )
-    redis = connect(redis_url)
-    while (record := await read_record(redis, MODEL, REPLICA)) is None:
-        assert process.returncode is None
-        await asyncio.sleep(0.02)
-    (child,) = psutil.Process(process.pid).children()
-    async with grpc.aio.insecure_channel(record.address) as channel:
-        client = RouterClient(channel)
-        await client.send(submit(1, max_tokens=150))
-        frame = await client.read()
-        while frame is not None and not frame.deltas:
-            frame = await client.read()
-        yield process, child
-    await redis.aclose()
-
-
 async def test_a_replica_whose_engine_process_is_killed_exits_with_one_sentence(redis_url: str) -> None:
-    async with replica(redis_url) as (process, child):
+    async with replica(redis_url) as (process, child, _):
         child.kill()
         _, stderr = await process.communicate()
     log = stderr.decode()
@@ -216,7 +182,7 @@ async def test_a_replica_whose_engine_process_is_killed_exits_with_one_sentence(
 
 
 async def test_sigterm_drains_a_replica_with_an_engine_process(redis_url: str) -> None:
-    async with replica(redis_url) as (process, child):
+    async with replica(redis_url) as (process, child, _):
         process.send_signal(signal.SIGTERM)
         _, stderr = await process.communicate()
     log = stderr.decode()
@@ -227,7 +193,7 @@ async def test_sigterm_drains_a_replica_with_an_engine_process(redis_url: str) -
 
 
 async def test_a_killed_replica_takes_its_engine_process_with_it(redis_url: str) -> None:
-    async with replica(redis_url) as (process, child):
+    async with replica(redis_url) as (process, child, _):
         process.kill()
         await process.wait()
         await asyncio.to_thread(wait_gone, child.pid)

@@ -1,0 +1,47 @@
+"""A replica's clients of Redis: how they connect, and how long a last message may take.
+
+Owns neither keys nor who writes them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from replicas.errors import StartupError
+from replicas.protocol.settings import without_password
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 1.0
+"""How long Redis may take to hear that we go. If it does not, everything there expires by itself."""
+
+
+def connect(url: str) -> "Redis":
+    """A client that never retries by itself: a transaction sent twice would be two changes.
+
+    Nor does it watch the time: whoever uses it does.
+    """
+    try:
+        return Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError:  # which may quote the password
+        raise StartupError(f"setting redis_url is no Redis address: {without_password(url)}") from None
+
+
+async def farewell(message: Coroutine[None, None, None]) -> None:
+    """Tell Redis that we go, if it listens."""
+    try:
+        async with asyncio.timeout(FAREWELL_SECONDS):
+            await message
+    except (RedisError, OSError) as error:  # TimeoutError is an OSError
+        logger.warning("Redis could not be told that this replica leaves error=%r", error)
