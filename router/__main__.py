@@ -27,7 +27,8 @@ from replicas.protocol.logs import TEXT_FORMAT, set_up_logs
 from replicas.protocol.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
-from router.http_protocol import protocol_with_deadline
+from router.connections import Connections
+from router.http_protocol import protocol_of
 from router.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
 from router.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 
@@ -161,7 +162,8 @@ async def serve(
     a moment later.
     """
     router = Router(config, rng=random.Random(), own_secret=own_secret)
-    server = _Server(_server_config(config, router.apps.main, config.drain_seconds), listeners.others)
+    served = _server_config(router.apps.main, router.connections, config.drain_seconds)
+    server = _Server(served, listeners.others)
     # All that exists now lives as long as the process: keep the collector from walking it again.
     gc.freeze()
     async with asyncio.TaskGroup() as tasks:
@@ -194,7 +196,7 @@ async def _admin_server(
         yield
         return
     logger.info("operators are served on %s", address_of(listeners.admin))
-    server = _AdminServer(_server_config(config, app, ADMIN_DRAIN_SECONDS))
+    server = _AdminServer(_server_config(app, Connections.of(config), ADMIN_DRAIN_SECONDS))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve(sockets=[listeners.admin]), name="operators")
         try:
@@ -203,11 +205,11 @@ async def _admin_server(
             server.should_exit = True
 
 
-def _server_config(config: RouterConfig, app: ASGIApp, drain_seconds: int) -> uvicorn.Config:
+def _server_config(app: ASGIApp, connections: Connections, drain_seconds: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http=protocol_with_deadline(config.upload_seconds),
+        http=protocol_of(connections),
         ws="none",
         lifespan="off",
         log_config=None,

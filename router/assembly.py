@@ -111,6 +111,7 @@ class Router:
         if config.log_requests:
             context.observers.append(log_request)
         name = f"{socket.gethostname()}, process {os.getpid()}"
+        self.connections = context.connections
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
     @property

@@ -21,6 +21,7 @@ AT_LEAST_ONE = (
     "max_in_flight",
     "max_sequences",
     "max_tokens_in_flight",
+    "max_connections",
     "max_choices",
     "max_prompts",
     "index_stride",
@@ -74,6 +75,9 @@ class RouterConfig:
 
     max_body_bytes: int = setting(8 * 2**20, help="longest request body; beyond, 413")
     upload_seconds: float = setting(60.0, help="longest time for a request to arrive; slower bodies get 408")
+    stream_comment_seconds: float = setting(
+        15.0, help="longest silence of a stream; then it gets a comment, which readers skip and proxies see"
+    )
     max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
     max_sequences: int = setting(
         8192, help="most sequences (prompts times n) at a time, over all requests; beyond, 429"
@@ -88,6 +92,18 @@ class RouterConfig:
     max_waiting: int = setting(2048, help="most requests that wait so; beyond, 503")
     max_waiting_bytes: int = setting(
         256 * 2**20, help="memory for the prompts of those that wait; beyond, 503"
+    )
+    max_connections: int = setting(8192, help="most connections of clients at a time; beyond, 503")
+    address_share: float = setting(
+        0.5,
+        help="share of the connections that may be those of one client address; 1 where all clients come"
+        " from one, as behind a load balancer",
+    )
+    head_seconds: float = setting(
+        10.0, help="longest time for a request's headers, and for a new connection to send any"
+    )
+    write_seconds: float = setting(
+        30.0, help="longest time in which a client reads nothing of its answer; then it is disconnected"
     )
     max_choices: int = setting(16, help="most choices (n) per prompt")
     max_prompts: int = setting(128, help="most prompts in one completions request")
@@ -159,9 +175,19 @@ class RouterConfig:
         ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"setting {name} must not be negative")
-        for name in ("poll_seconds", "upload_seconds"):
+        for name in (
+            "poll_seconds",
+            "upload_seconds",
+            "head_seconds",
+            "write_seconds",
+            "stream_comment_seconds",
+        ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"setting {name} must be positive")
+        if not 0 < self.address_share <= 1:
+            raise SettingsError(
+                f"setting address_share must be above 0 and at most 1, not {self.address_share}"
+            )
         if (self.replica_tls_certificate is None) != (self.replica_tls_key is None):
             raise SettingsError("settings replica_tls_certificate and replica_tls_key go together")
         if self.replica_tls_certificate is not None and self.replica_tls_ca is None:

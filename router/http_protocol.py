@@ -1,63 +1,341 @@
-"""Connections that bring no request are closed.
+"""ClientProtocol: one client's connection, on top of uvicorn's HTTP.
 
-Owns the time that the head of a request may take; the body's is watched where it is read
-(`router/api/http.py`), and idle time between requests by uvicorn. Owns also how connections end when the
-router stops: no request that is on its way is met by a closed connection. Knows nothing of what is asked.
+Owns what a connection may take: the bytes and the time of a request's head, requests sent before their turn,
+the time in which an answer must be read; and its end, which a client may announce for its own side alone.
+When the router stops, no request that is on its way is met by a closed connection. Knows nothing of what is
+asked; a body is watched where it is read (`router/api/http.py`), idle time between requests by uvicorn.
+
+A client that has ended its side may have left, or may wait for its answer: only writing tells. So until
+the answer begins it is sent `100 Continue` now and then, which clients skip; the system of one that has left
+resets the connection.
 """
 
 import asyncio
-from typing import cast
+from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from router.api.http import CONNECTION, sign_seconds
+from router.api.openai_shared import HttpError
+from router.connections import MAX_FAREWELLS, Connections, Ended, address_of
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and headers; of trailers and whatever else is not the body."""
+
+CHUNK_HEAD_BYTES = 24
+"""What each chunk of a body may have in front and behind without being counted as above."""
+
+MAX_QUEUED = 32
+"""Requests that a client may send before its earlier ones are answered."""
+
+READ_AHEAD = 4
+"""While no more of them are queued the connection is read, and so its end is seen."""
+
+WRITE_BUFFER_BYTES = 16 * 1024
+"""An answer pauses when so much of it waits in front of a full socket."""
+
+FAREWELL_SECONDS = 1.0
+"""To close a connection that still receives resets it, before its client has read the answer."""
 
 LINGER_SECONDS = 1
 """A router that stops waits so long for a next request on an idle connection; the answer then says that it
 is the last one. A client that is told sends its next request to another router."""
 
+LEAVING_WRITE_SECONDS = 4.0
+"""In place of the setting once the router is told to stop: nobody waits for those who do not read."""
 
-def protocol_with_deadline(head_seconds: float) -> type[asyncio.Protocol]:
-    """Uvicorn's protocol, with a deadline for the head of each request and for the first one to begin."""
 
-    class Protocol(HttpToolsProtocol):
-        _deadline: asyncio.TimerHandle | None = None
-        _is_leaving = False
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._start()
+_REFUSALS = {
+    Ended.TOO_MANY: HttpError(
+        503,
+        "The router has as many connections as it can take.",
+        "server_error",
+        None,
+        "too_many_connections",
+        1,
+    ),
+    Ended.TOO_MANY_OF_ADDRESS: HttpError(
+        503, "Too many connections come from this address.", "server_error", None, "too_many_connections", 1
+    ),
+    Ended.HEAD_TOO_LARGE: HttpError(
+        431,
+        f"The request's headers are larger than the {MAX_HEAD_BYTES} bytes that are accepted.",
+        "invalid_request_error",
+        None,
+        "request_header_fields_too_large",
+    ),
+}
 
-        def on_message_begin(self) -> None:
-            self._start()
-            super().on_message_begin()
 
-        def on_headers_complete(self) -> None:
-            self._stop()
-            super().on_headers_complete()
-            if self._is_leaving:
-                self.cycle.keep_alive = False
+class ClientProtocol(HttpToolsProtocol):
+    """`protocol_of` makes the class of a listener; requests find their connection in the scope."""
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
+    peers: ClassVar[Connections]
 
-        def shutdown(self) -> None:
-            self._is_leaving = True
-            self.timeout_keep_alive = LINGER_SECONDS
-            if self.cycle is None or self.cycle.response_complete:
-                self._unset_keepalive_if_required()
-                self.timeout_keep_alive_task = self.loop.call_later(
-                    LINGER_SECONDS, self.timeout_keep_alive_handler
-                )
-            elif not self.cycle.response_started:
-                self.cycle.keep_alive = False
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._address: str | None = None
+        self._is_counted = False
+        self._is_refused = False
+        self._is_leaving = False
+        self._awaits_head = True
+        self._framing = 0  # bytes since the last of a body that were none of a body's
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_watch: asyncio.TimerHandle | None = None
+        self._unwritten: int | None = None
+        self._write_seconds = self.peers.write_seconds
+        self._probe: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
+        self._extensions: dict[str, Any] = {CONNECTION: self}
+        self.is_half_closed = False
 
-        def _start(self) -> None:
-            self._stop()
-            self._deadline = self.loop.call_later(head_seconds, self.transport.close)
+    # For those who answer.
 
-        def _stop(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
+    @property
+    def is_backed_up(self) -> bool:
+        """The client reads more slowly than it is written to."""
+        return self.flow.write_paused
 
-    return cast(type[asyncio.Protocol], Protocol)
+    async def drained(self) -> None:
+        await self.flow.drain()
+
+    def give_up(self) -> None:
+        """End a connection whose client does not read."""
+        self._abort(Ended.NOT_READ)
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self._address = address_of(self.client)
+        refusal = self.peers.enter(self._address)
+        if refusal is not None:
+            self._refuse(refusal)
+            return
+        self._is_counted = True
+        self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_counted:
+            self.peers.leave(self._address)
+        if self._is_refused:
+            self.peers.num_farewells -= 1
+        for timer in (self._deadline, self._write_watch, self._probe):
+            if timer is not None:
+                timer.cancel()
+        self._extensions.clear()
+        self.pipeline.clear()
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:  # uvicorn tells only the request that came last
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True keeps our side open, for the answers to all that came whole."""
+        if self.is_half_closed:
+            return True
+        if not self._is_answering() or not self._awaits_head:
+            return False
+        self.is_half_closed = True
+        self._send_signs(0)
+        assert self._answering is not None
+        self._answering.message_event.set()  # whoever streams has to look after it from now on
+        return True
+
+    def shutdown(self) -> None:
+        self._is_leaving = True
+        self.timeout_keep_alive = LINGER_SECONDS
+        cycle = self._answering
+        if cycle is None or cycle.response_complete:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                LINGER_SECONDS, self.timeout_keep_alive_handler
+            )
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
+        self._write_seconds = min(self._write_seconds, LEAVING_WRITE_SECONDS)
+        if self._write_watch is not None:
+            self._write_watch.cancel()
+            self._write_watch = None
+        self._watch_writes()
+
+    # What arrives.
+
+    def data_received(self, data: bytes) -> None:
+        while len(data) > (room := MAX_HEAD_BYTES - self._framing):
+            if self._is_refused or self.transport.is_closing():
+                return
+            if not room:
+                self._refuse(Ended.HEAD_TOO_LARGE)
+                return
+            self._feed(data[:room])
+            data = data[room:]
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._framing += len(data)
+        super().data_received(data)
+        if self._framing and self._awaits_head and self._deadline is None:
+            self._start_deadline()
+
+    def on_message_begin(self) -> None:
+        self._start_deadline()
+        super().on_message_begin()
+        self.scope["extensions"] = self._extensions
+
+    def on_headers_complete(self) -> None:
+        self._stop_deadline()
+        self._framing = 0
+        self._awaits_head = False
+        if len(self.pipeline) >= MAX_QUEUED:
+            if not self.transport.is_closing():
+                self._abort(Ended.TOO_MANY_QUEUED)
+            return
+        super().on_headers_complete()
+        if self._is_leaving:
+            self.cycle.keep_alive = False
+        if 0 < len(self.pipeline) <= READ_AHEAD:
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing = max(0, self._framing - len(body))
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._framing = max(0, self._framing - CHUNK_HEAD_BYTES)
+
+    def on_message_complete(self) -> None:
+        self._framing = 0
+        self._awaits_head = True
+        self._stop_deadline()
+        super().on_message_complete()
+
+    # What is answered.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        if cycle.scope["http_version"] < "1.1":
+            cycle.keep_alive = False
+            app = _until_close(cycle, app)
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_writes()
+        if self.transport.is_closing() or self._is_answering():
+            return
+        if self.is_half_closed:
+            self.transport.close()
+        elif not self._awaits_head:
+            self._start_deadline()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes()
+
+    def _is_answering(self) -> bool:
+        return self._answering is not None and not self._answering.response_complete
+
+    # Deadlines and ends.
+
+    def _start_deadline(self) -> None:
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(self.peers.head_seconds, self._miss_deadline)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _miss_deadline(self) -> None:
+        self._deadline = None
+        self.peers.count(Ended.HEAD_TOO_SLOW)
+        if self._is_answering():
+            assert self._answering is not None
+            self._answering.keep_alive = False
+            self.pipeline.clear()
+        else:
+            self.transport.close()
+
+    def _watch_writes(self) -> None:
+        if self._write_watch is None and self.transport.get_write_buffer_size():
+            self._unwritten = None
+            self._write_watch = self.loop.call_later(self._write_seconds / 2, self._look_at_writes)
+
+    def _look_at_writes(self) -> None:
+        """Twice without progress, nothing being added meanwhile, is the end."""
+        self._write_watch = None
+        num_bytes = self.transport.get_write_buffer_size()
+        if not num_bytes:
+            return
+        grows = self._is_answering() and not self.flow.write_paused
+        if not grows and self._unwritten is not None and num_bytes >= self._unwritten:
+            self._abort(Ended.NOT_READ)
+            return
+        self._unwritten = num_bytes
+        self._write_watch = self.loop.call_later(self._write_seconds / 2, self._look_at_writes)
+
+    def _send_signs(self, number: int) -> None:
+        """Once an answer has begun, whoever streams does that."""
+        cycle = self._answering
+        if self.transport.is_closing() or cycle is None or cycle.response_complete:
+            return
+        if number and not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(CONTINUE)
+        self._probe = self.loop.call_later(sign_seconds(number), self._send_signs, number + 1)
+
+    def _refuse(self, reason: Ended) -> None:
+        """Say why and close; what still arrives is not looked at."""
+        self.peers.count(reason)
+        if self._is_answering() or self.peers.num_farewells >= MAX_FAREWELLS:
+            self.transport.abort()
+            return
+        self._is_refused = True
+        self.peers.num_farewells += 1
+        error = _REFUSALS[reason]
+        body = error.body()
+        headers = [*error.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        head = b"".join(b"%s: %s\r\n" % header for header in headers)
+        self.transport.write(b"".join((STATUS_LINE[error.status], head, b"\r\n", body)))
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(FAREWELL_SECONDS, self.transport.close)
+
+    def _abort(self, reason: Ended) -> None:
+        self.peers.count(reason)
+        self.transport.abort()
+
+
+def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
+    """The protocol of one listener's connections."""
+    return type("ListenerProtocol", (ClientProtocol,), {"peers": connections})
+
+
+def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """For HTTP/1.0, which knows no chunks: what has no length ends with the connection."""
+
+    async def unframed(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        has_length = False
+
+        async def send_unframed(message: ASGISendEvent) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif message["type"] == "http.response.body" and not has_length:
+                # Uvicorn compares the two, and so an answer ends when it says so.
+                cycle.expected_content_length = len(message.get("body", b""))
+                if message.get("more_body", False):
+                    cycle.expected_content_length += 1
+            await send(message)
+
+        await app(scope, receive, send_unframed)
+
+    return unframed

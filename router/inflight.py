@@ -50,6 +50,10 @@ class Inflight:
         self._deltas: list[TokenDelta] = []
         self._mailbox = mailbox
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._deltas)
+
     def take(self) -> list[TokenDelta]:
         """All deltas since the last call, in order. They come before `lost` is worth a look."""
         deltas, self._deltas = self._deltas, []

@@ -19,6 +19,9 @@ from router.config import RouterConfig
 
 BACKLOG = 2048
 
+SEND_BUFFER_BYTES = 64 * 1024
+"""What the system may keep of an answer that is not read; left to itself it keeps megabytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
@@ -89,6 +92,7 @@ def _at_port(host: str, port: int, *, is_shared: bool = False) -> Iterator[socke
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if is_shared:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind(address)
             listener.listen(BACKLOG)
         except (OSError, OverflowError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
 from router.admission import AdmissionStatistics
+from router.connections import ConnectionStatistics
 from router.dispatch_state import DispatchStatistics
 from router.index_mirror import MirrorStatistics
 from router.instruments import Distributions, Numbers
@@ -30,6 +31,15 @@ class PartMetrics:
         )
         self._admission_refusals = self._counter(
             "router_admission_refusals_total", "Requests refused for their sequences and tokens"
+        )
+        self._connections = self._gauge("router_connections", "Connections of clients")
+        self._max_connections = self._gauge(
+            "router_connections_limit", "Connections of clients that there may be"
+        )
+        self._ended_connections = self._counter(
+            "router_ended_connections_total",
+            "Connections that the router ended, or did not take, by what was wrong",
+            "reason",
         )
         self._lag = self._gauge(
             "router_event_loop_lag_seconds",
@@ -137,6 +147,12 @@ class PartMetrics:
         self._admitted_sequences.of().value = statistics.num_sequences
         self._admitted_tokens.of().value = statistics.num_tokens
         self._admission_refusals.of().value = statistics.num_refused
+
+    def read_connections(self, statistics: ConnectionStatistics) -> None:
+        self._connections.of().value = statistics.num_open
+        self._max_connections.of().value = statistics.max_open
+        for reason, number in statistics.num_ended.items():
+            self._ended_connections.of(reason).value = number
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds

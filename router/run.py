@@ -65,6 +65,11 @@ class Run:
     def replica_id(self) -> ReplicaId:
         return self.decision.replica_id
 
+    @property
+    def num_waiting(self) -> int:
+        """Deltas that have come and were not yet asked for."""
+        return sum(attempt.inflight.num_waiting for attempt in self._attempts)
+
     async def __aenter__(self) -> "Run":
         self._state.num_running += 1
         try:

@@ -18,6 +18,7 @@ from replicas.protocol.status import ReplicaId
 from router.admission import Admission, demand_of
 from router.api.http import read_body
 from router.config import RouterConfig
+from router.connections import Connections
 from router.dispatch_state import DispatchStatistics
 from router.errors import Overloaded
 from router.generation import Generation
@@ -42,6 +43,8 @@ class Runs(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+    @property
+    def num_waiting(self) -> int: ...
     def __aiter__(self) -> "Runs": ...
     async def __anext__(self) -> Sequence[TokenDelta]: ...
     def abort_choice(self, choice: int) -> None: ...
@@ -72,13 +75,17 @@ class ApiContext:
     num_in_flight: int = field(default=0, init=False)
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
+    connections: Connections = field(init=False)
+    """Of the clients' listener."""
 
     def __post_init__(self) -> None:
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )
         self.metrics.watch(lambda parts: parts.read_admission(self.admission.statistics()))
+        self.connections = Connections.of(self.config)
         self.observers.append(self.metrics.observe)
+        self.metrics.watch(lambda parts: parts.read_connections(self.connections.statistics()))
         self.metrics.watch(lambda parts: parts.read_in_flight(self.num_in_flight))
         self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
         self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))

@@ -6,8 +6,9 @@ Owns limits on what is read. Knows no dialect: errors are raised, not written.
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +20,44 @@ Header = tuple[bytes, bytes]
 DISCARD_SECONDS = 1.0
 
 _SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+
+CONNECTION = "kvasir.connection"
+"""Where a scope's extensions have the Connection."""
+
+_SIGN_SECONDS = (0.2, 0.2, 1.0, 5.0)
+
+
+def sign_seconds(number: int) -> float:
+    """How long to wait for the next write to a client that has ended its side: those who have left answer
+    the first with a reset, and the next one meets it."""
+    return _SIGN_SECONDS[min(number, len(_SIGN_SECONDS) - 1)]
+
+
+class Connection(Protocol):
+    """What an answer has to know of the connection that it goes to."""
+
+    @property
+    def is_backed_up(self) -> bool:
+        """The client reads more slowly than it is written to."""
+        ...
+
+    @property
+    def is_half_closed(self) -> bool:
+        """The client sends nothing more; it may wait for its answer, or have left."""
+        ...
+
+    async def drained(self) -> None:
+        """Until it is not backed up, or gone."""
+
+    def give_up(self) -> None:
+        """End it, since its client does not read."""
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None where somebody else's server runs the application."""
+    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    return connection
 
 
 class ClientGone(Exception):
@@ -104,12 +143,25 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 class WhileConnected:
-    """`async with`: what is inside is cancelled when the client leaves, and ClientGone is raised."""
+    """`async with`: what is inside is cancelled when the client leaves, and ClientGone is raised.
 
-    __slots__ = ("_gone", "_listener", "_receive", "_task")
+    `beat` is awaited now and then: every `beat_seconds`, and more often once the client has ended its side.
+    """
 
-    def __init__(self, receive: Receive) -> None:
+    __slots__ = ("_beat", "_beat_seconds", "_connection", "_gone", "_listener", "_receive", "_task")
+
+    def __init__(
+        self,
+        receive: Receive,
+        connection: Connection | None,
+        *,
+        beat: Callable[[], Awaitable[None]],
+        beat_seconds: float,
+    ) -> None:
         self._receive = receive
+        self._connection = connection
+        self._beat = beat
+        self._beat_seconds = beat_seconds
         self._gone = False
 
     async def __aenter__(self) -> None:
@@ -126,8 +178,20 @@ class WhileConnected:
             raise ClientGone from error
 
     async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        num_signs = 0
+        while True:
+            seconds = self._beat_seconds
+            if self._connection is not None and self._connection.is_half_closed:
+                seconds = min(seconds, sign_seconds(num_signs))
+                num_signs += 1
+            try:
+                async with asyncio.timeout(seconds):
+                    message = await self._receive()
+            except TimeoutError:
+                await self._beat()
+                continue
+            if message["type"] == "http.disconnect":
+                break
         self._gone = True
         self._task.cancel()
 

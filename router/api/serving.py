@@ -5,6 +5,7 @@ Knows no field of any dialect and nothing of routing.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -15,19 +16,26 @@ from router.api.answer import Answer, Prompt
 from router.api.context import ApiContext, Runs
 from router.api.http import (
     ClientGone,
+    Connection,
     Header,
     WhileConnected,
     client_request_id,
     client_trace_parent,
+    connection_of,
     send_whole,
 )
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
-from router.api.sse import EVENT_STREAM_HEADERS, error_event
+from router.api.sse import COMMENT, EVENT_STREAM_HEADERS, error_event
 from router.errors import ErrorKind, RouterError
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 from router.trace_points import RequestTrace
 
 logger = logging.getLogger(__name__)
+
+MAX_WAITING_DELTAS = 8192
+"""What a replica has sent for one prompt and its client has not read; beyond, the client is disconnected."""
+
+LOOK_SECONDS = 0.5
 
 Prepare = Callable[[ApiContext, bytes], Awaitable[Answer]]
 
@@ -44,7 +52,7 @@ class GenerationEndpoint:
         request_id = client_request_id(scope) or self._context.new_id("req_")
         parent = client_trace_parent(scope)
         trace = self._context.tracing.request(scope["method"], scope["path"], request_id, parent)
-        exchange = _Exchange(self._context, send, trace)
+        exchange = _Exchange(self._context, send, connection_of(scope), trace)
         try:
             if scope["method"] != "POST":
                 exchange.end_with("MethodNotAllowed", ErrorKind.METHOD)
@@ -64,7 +72,7 @@ class GenerationEndpoint:
             with context.in_flight():
                 body = await context.read_body(scope, receive)
                 exchange.has_read()
-                async with WhileConnected(receive):
+                async with exchange.while_connected(receive):
                     answer = await self._prepare(context, body)
                     with context.hold([prompt.generation for prompt in answer.prompts]):
                         await exchange.run(answer)
@@ -90,7 +98,9 @@ class GenerationEndpoint:
 class _Exchange:
     """One request's answer on its way out."""
 
-    def __init__(self, context: ApiContext, send: Send, trace: RequestTrace) -> None:
+    def __init__(
+        self, context: ApiContext, send: Send, connection: Connection | None, trace: RequestTrace
+    ) -> None:
         self.request_id = trace.request_id
         self.trace = trace
         self.status = 200
@@ -98,6 +108,10 @@ class _Exchange:
         self._error_kind: ErrorKind | None = None
         self._context = context
         self._send = send
+        self._connection = connection
+        self._run: Runs | None = None
+        self._num_sent = 0
+        self._num_sent_before = 0
         self._answer: Answer | None = None
         self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
@@ -107,6 +121,10 @@ class _Exchange:
         self._first_token_seconds: float | None = None
         self._is_streaming = False
         self._run_headers: list[Header] = []
+
+    def while_connected(self, receive: Receive) -> WhileConnected:
+        seconds = self._context.config.stream_comment_seconds / 2
+        return WhileConnected(receive, self._connection, beat=self._beat, beat_seconds=seconds)
 
     def has_read(self) -> None:
         self._read_seconds = self._context.clock() - self._arrived
@@ -132,6 +150,7 @@ class _Exchange:
 
     async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
         async with self._context.dispatcher.run(prompt.generation, self.trace.run()) as run:
+            self._run = self._run or run
             try:
                 async for batch in run:
                     if self._first_token_seconds is None:
@@ -141,6 +160,8 @@ class _Exchange:
                     events = self._take(answer, prompt, run, batch)
                     if events:
                         await self._stream(events)
+                        if self._connection is not None and self._connection.is_backed_up:
+                            await _wait_for_reader(self._connection, run)
             finally:
                 if prompt.usage is None:  # nobody has answered, and there may have been several attempts
                     prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
@@ -150,6 +171,9 @@ class _Exchange:
         self._first_token_seconds = now - self._arrived
         if len(answer.prompts) == len(answer.prompts[0].outputs) == 1:
             self._gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
+        self._name_run(run)
+
+    def _name_run(self, run: Runs) -> None:
         self._run_headers = [
             (b"x-kvasir-replica", run.replica_id.encode()),
             (b"x-kvasir-overlap-tokens", b"%d" % run.decision.overlap_tokens),
@@ -194,7 +218,22 @@ class _Exchange:
                     "headers": [*EVENT_STREAM_HEADERS, *self._own_headers()],
                 }
             )
+        self._num_sent += 1
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def _beat(self) -> None:
+        """Proxies cut what is silent: a stream of which nothing was sent since the last time gets a comment.
+
+        None before a replica has it: until then it can still be refused with a status of its own.
+        """
+        is_silent = self._num_sent == self._num_sent_before
+        is_stream = self._answer is not None and self._answer.stream and self._run is not None
+        if is_silent and is_stream and not (self._connection is not None and self._connection.is_backed_up):
+            if not self._is_streaming:
+                assert self._run is not None
+                self._name_run(self._run)
+            await self._stream(COMMENT)
+        self._num_sent_before = self._num_sent
 
     async def finish(self, answer: Answer) -> None:
         """The end of a stream, or the whole answer."""
@@ -247,6 +286,16 @@ def _served(prompt: Prompt) -> ServedPrompt:
     return ServedPrompt(
         prompt.generation, prompt.decision, prompt.usage, num_output_tokens, prompt.decision_seconds
     )
+
+
+async def _wait_for_reader(connection: Connection, run: Runs) -> None:
+    """The generation goes on meanwhile, but not for ever: what waits takes memory."""
+    while connection.is_backed_up:
+        if run.num_waiting > MAX_WAITING_DELTAS:
+            connection.give_up()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                await connection.drained()
 
 
 def _first(errors: BaseExceptionGroup[RouterError]) -> RouterError:

@@ -14,6 +14,9 @@ EVENT_STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
+COMMENT = b": still working\n\n"
+"""Readers skip it; what lies between sees that the stream lives."""
+
 DONE = b"data: [DONE]\n\n"
 
 

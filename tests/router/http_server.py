@@ -16,7 +16,9 @@ from router.api.context import ApiContext
 from router.api.live import Fleet
 from router.app import create_apps
 from router.config import RouterConfig
-from router.http_protocol import protocol_with_deadline
+from router.connections import Connections
+from router.http_protocol import protocol_of
+from router.listeners import SEND_BUFFER_BYTES
 from router.metrics import RouterMetrics
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
@@ -48,7 +50,9 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def http_server(fleet: Fleet | None = None, **settings: object) -> AsyncIterator[HttpServer]:
+async def http_server(
+    fleet: Fleet | None = None, *, drain_seconds: int = 2, **settings: object
+) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
     context = ApiContext(
         config=build(RouterConfig, settings),
@@ -59,24 +63,25 @@ async def http_server(fleet: Fleet | None = None, **settings: object) -> AsyncIt
         rng=random.Random(0),
     )
     apps = create_apps(context, fleet)
-    async with listening(apps.main, context.config) as port:
+    async with listening(apps.main, context.connections, drain_seconds) as port:
         yield HttpServer(port, context, dispatcher)
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp, config: RouterConfig) -> AsyncIterator[int]:
+async def listening(app: ASGIApp, connections: Connections, drain_seconds: int = 2) -> AsyncIterator[int]:
     """Any application on a port of its own."""
     with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         server = _Server(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=protocol_with_deadline(config.upload_seconds),
+                http=protocol_of(connections),
                 lifespan="off",
                 log_config=None,
-                timeout_graceful_shutdown=2,
+                timeout_graceful_shutdown=drain_seconds,
             )
         )
         async with asyncio.TaskGroup() as tasks:

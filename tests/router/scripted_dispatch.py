@@ -15,8 +15,8 @@ from router.trace_points import NO_TRACE, RunTrace
 NEVER = "never"
 """In a script: nothing more comes until the run is left."""
 
-Step = Sequence[TokenDelta] | Exception | Decision | str
-"""A decision is that of another attempt."""
+Step = Sequence[TokenDelta] | Exception | Decision | str | asyncio.Event
+"""A decision is that of another attempt; an event is waited for."""
 
 Script = Callable[[Generation], Sequence[Step]]
 
@@ -71,6 +71,7 @@ class ScriptedDispatcher:
         self.num_open = 0
         self.has_started = asyncio.Event()
         self.is_silent = False
+        self.num_waiting = 0
 
     def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> "ScriptedRun":
         self.generations.append(generation)
@@ -95,6 +96,7 @@ class ScriptedRun:
         self._dispatcher = dispatcher
         self._steps = steps
         self._aborted: set[int] = set()
+        self.num_waiting = dispatcher.num_waiting
 
     async def __aenter__(self) -> "ScriptedRun":
         self._dispatcher.num_open += 1
@@ -118,6 +120,9 @@ class ScriptedRun:
             raise step
         if isinstance(step, Decision):
             self.decision = step
+            return await self.__anext__()
+        if isinstance(step, asyncio.Event):
+            await step.wait()
             return await self.__anext__()
         if isinstance(step, str):
             self._dispatcher.is_silent = True

@@ -99,7 +99,7 @@ async def world(redis_url: str) -> AsyncIterator[World]:
             await register(redis_url, replica)
             replicas[name] = replica
         following = tasks.create_task(router.run())
-        async with listening(router.apps.main, config) as port:
+        async with listening(router.apps.main, router.connections) as port:
             url = f"http://127.0.0.1:{port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 world = World(client, replicas)

@@ -1,0 +1,105 @@
+"""Connections: how many clients are connected, how many of one address, and why connections were ended.
+
+Owns the limits and the counts. Knows no protocol: the connections themselves are `http_protocol.py`'s.
+
+One address may take a share of what there is. Behind a load balancer all users come from one address, so
+the share is half unless it is set, and the whole is generous. A Unix socket has no address and no such
+limit.
+"""
+
+import enum
+import ipaddress
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.config import RouterConfig
+
+IPV6_NETWORK_BITS = 64
+"""Whoever has an IPv6 address has as many as fit into a network of this size."""
+
+MAX_FAREWELLS = 256
+"""Refused connections that are kept for a moment, so that their clients can read why."""
+
+
+class Ended(enum.StrEnum):
+    """Why the router ended a connection."""
+
+    TOO_MANY = "too_many"
+    TOO_MANY_OF_ADDRESS = "too_many_of_address"
+    HEAD_TOO_LARGE = "head_too_large"
+    HEAD_TOO_SLOW = "head_too_slow"
+    """Or no request at all, or the rest of a body that nobody waits for."""
+    TOO_MANY_QUEUED = "too_many_queued"
+    """Requests sent before the answers to earlier ones."""
+    NOT_READ = "not_read"
+    """The client does not read its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionStatistics:
+    num_open: int
+    max_open: int
+    num_ended: Mapping[Ended, int]
+
+
+class Connections:
+    """Of one listener. `address_share` of the connections may be those of one address."""
+
+    def __init__(
+        self, max_open: int, *, address_share: float, head_seconds: float, write_seconds: float
+    ) -> None:
+        self.head_seconds = head_seconds
+        self.write_seconds = write_seconds
+        self.num_farewells = 0
+        self._max_open = max_open
+        self._max_of_address = max(1, int(max_open * address_share))
+        self._num_open = 0
+        self._of_address: Counter[str] = Counter()
+        self._ended = dict.fromkeys(Ended, 0)
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> "Connections":
+        return cls(
+            config.max_connections,
+            address_share=config.address_share,
+            head_seconds=config.head_seconds,
+            write_seconds=config.write_seconds,
+        )
+
+    def enter(self, address: str | None) -> Ended | None:
+        """Count a connection; or say why not, and then it must not leave."""
+        if self._num_open >= self._max_open:
+            return Ended.TOO_MANY
+        if address is not None:
+            if self._of_address[address] >= self._max_of_address:
+                return Ended.TOO_MANY_OF_ADDRESS
+            self._of_address[address] += 1
+        self._num_open += 1
+        return None
+
+    def leave(self, address: str | None) -> None:
+        self._num_open -= 1
+        if address is not None:
+            self._of_address[address] -= 1
+            if not self._of_address[address]:
+                del self._of_address[address]
+
+    def count(self, reason: Ended) -> None:
+        self._ended[reason] += 1
+
+    def statistics(self) -> ConnectionStatistics:
+        return ConnectionStatistics(self._num_open, self._max_open, dict(self._ended))
+
+
+def address_of(client: tuple[str, int] | None) -> str | None:
+    """What a peer is counted by: its IPv4 address, or the network of its IPv6 address."""
+    if client is None or not client[0]:
+        return None
+    host = client[0]
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), IPV6_NETWORK_BITS), strict=False))
