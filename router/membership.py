@@ -168,19 +168,25 @@ class Membership:
         return None if member is None else member.client
 
     def outlook(self, model: str) -> Outlook:
-        """Whether a model without a replica is likely to have one soon: one was there a moment ago, or has
-        a lease and is being connected to."""
+        """Whether a model is likely to have a ready replica soon: the last one left a moment ago or is just
+        leaving, or one has a lease and is being connected to."""
         known = self._models.get(model)
         since = None if known is None else known.absent_since
+        is_coming = self._is_connecting(model) or self._is_leaving(model)
         if since is None:
-            return Outlook(is_coming=self._is_connecting(model))
+            return Outlook(is_coming)
         away_seconds = asyncio.get_running_loop().time() - since
-        is_coming = away_seconds < COMING_BACK_SECONDS or self._is_connecting(model)
-        return Outlook(is_coming, away_seconds)
+        return Outlook(is_coming or away_seconds < COMING_BACK_SECONDS, away_seconds)
+
+    def _is_leaving(self, model: str) -> bool:
+        states = [member.record.state for member in self._members.values() if member.model == model]
+        return bool(states) and all(state is ReplicaState.DRAINING for state in states)
 
     def _is_connecting(self, model: str) -> bool:
         return any(
-            member.model == model and not member.is_refused and member.record.state is ReplicaState.READY
+            member.model == model
+            and member.record.state is ReplicaState.READY
+            and not (member.is_routed or member.is_refused)
             for member in self._members.values()
         )
 

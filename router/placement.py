@@ -208,7 +208,7 @@ class Placement:
 
     def _obstacle(self) -> Obstacle:
         model, adapter, table = self._generation.model, self._generation.adapter, self._state.table
-        if not table.has_ready(model):
+        if not table.has_ready(model, adapter=adapter):
             return Obstacle.NONE_READY
         if self.suspected is not None and table.has_ready(
             model, adapter=adapter, exclude=self.patience.excluded

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import openai
@@ -165,3 +166,25 @@ def test_a_storm_of_requests_vanishing_clients_and_one_kill_leaves_nothing_behin
     assert told["router_tenant_prompt_tokens_total"] == told["router_prompt_tokens_total"]
     assert told["router_tenant_ttft_seconds_count"] == told["router_ttft_seconds_count"]
     assert told["router_submits_total"] >= told["router_decisions_total"] >= told["router_ttft_seconds_count"]
+
+
+def test_requests_of_seconds_without_any_replica_are_all_answered(stack: LocalStack) -> None:
+    for name in ("replica-0", "replica-1"):
+        stack.kill(name)
+    answers: list[tuple[str, str]] = []
+    threads = [
+        threading.Thread(target=lambda number=number: answers.append(ask(stack, f"Is it back, {number}?")))
+        for number in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: metric(stack, "router_waiting") == len(threads), "all of them wait in line")
+    time.sleep(3)
+    for name in ("replica-0", "replica-1"):
+        stack.start(name)
+    for thread in threads:
+        thread.join()
+    assert len(answers) == len(threads)
+    stack.wait_ready(2)
+    wait_until(lambda: is_idle(stack), "everything given back")
+    assert metric(stack, "router_waiting") == metric(stack, "router_waiting_bytes") == 0

@@ -12,11 +12,13 @@ from replicas.protocol.frames import FinishReason, SamplingParams, TokenDelta
 from replicas.protocol.status import Adapter, ReplicaId
 from router.dispatch import Dispatcher
 from router.generation import Generation
+from router.outlook import NOTHING_COMING
 from router.replica_client import ReplicaClient
 from router.retries import RetryPolicy
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from router.run import Run
+from router.waiting_room import WaitingRoom
 from tests.router.scripted_replica import CARD, ScriptedReplica, token_at
 
 ROOT = BlockHash(bytes(16))
@@ -30,6 +32,8 @@ GENERATION = Generation(
     sampling=SamplingParams(max_tokens=20, seed=7),
 )
 
+IMPATIENT = RetryPolicy(max_waits=3, first_wait_seconds=0.01)
+
 
 class Fleet:
     """Scripted replicas, their clients, a table and a dispatcher, wired as membership wires them."""
@@ -41,15 +45,26 @@ class Fleet:
         self.clients: dict[ReplicaId, ReplicaClient] = {}
         self.serving: list[asyncio.Task[None]] = []
         self.stall_seconds = 30.0
-        self.dispatcher = Dispatcher(
+        self.outlook = NOTHING_COMING
+        self.dispatcher = self.new_dispatcher()
+
+    def new_dispatcher(
+        self, room: WaitingRoom | None = None, *, retry: RetryPolicy = IMPATIENT
+    ) -> Dispatcher:
+        return Dispatcher(
             self.table,
             self.clients.get,
             rng=random.Random(0),
-            retry=RetryPolicy(max_waits=3, first_wait_seconds=0.01),
+            retry=retry,
+            room=room,
+            outlook=lambda model: self.outlook,
         )
 
-    async def add(self, replica_id: str, *adapters: Adapter) -> ScriptedReplica:
-        replica = ScriptedReplica(replica_id, card=replace(CARD, adapters=adapters))
+    async def add(
+        self, replica_id: str, *adapters: Adapter, max_running: int = 0, holding: bool = False
+    ) -> ScriptedReplica:
+        replica = ScriptedReplica(replica_id, card=replace(CARD, adapters=adapters, max_running=max_running))
+        replica.script.holding = holding
         await replica.start()
         self.replicas[replica.replica_id] = replica
         self.connect(replica)
@@ -73,7 +88,9 @@ class Fleet:
     def assert_nothing_reserved(self) -> None:
         assert self.table.loads.num_reserved == 0
         assert self.table.num_predictions == 0
-        assert self.dispatcher.statistics().num_running == 0
+        statistics = self.dispatcher.statistics()
+        assert statistics.num_running == statistics.room.num_waiting == statistics.room.num_bytes == 0
+        assert statistics.suspects.num_on_trial == 0
         assert all(client.num_inflight == 0 for client in self.clients.values())
 
     async def close(self) -> None:

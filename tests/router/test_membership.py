@@ -2,11 +2,13 @@
 
 import asyncio
 
+import pytest
 from redis.asyncio import Redis
 
 from replicas.protocol.frames import LoadSnapshot
-from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.status import ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.membership import RegistrySource
+from router.outlook import Outlook
 from tests.redis_server import RedisServer
 from tests.router.scripted_replica import CARD, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
@@ -187,3 +189,45 @@ async def test_when_membership_ends_every_stream_is_closed(
         await world.wait_routed("r0")
         await eventually(lambda: replica.num_streams == 1)
     await eventually(lambda: replica.num_streams == 0)
+
+
+async def test_a_model_that_has_just_lost_its_last_replica_is_taken_to_get_another(
+    world: World, registry: Registry, start: Start
+) -> None:
+    assert not world.membership.outlook("toy").is_coming
+    dying = await start("r0")
+    await registry.put(dying)
+    await world.wait_routed("r0")
+    assert world.membership.outlook("toy") == Outlook(is_coming=False)
+    await dying.kill()
+    await registry.end_lease(dying)
+    await eventually(lambda: not world.membership.members())
+    await eventually(lambda: world.membership.outlook("toy").away_seconds > 0.05)
+    assert world.membership.outlook("toy").is_coming
+    back = await start("r1")
+    await registry.put(back)
+    await world.wait_routed("r1")
+    assert world.membership.outlook("toy") == Outlook(is_coming=False)
+
+
+async def test_a_model_whose_replicas_all_drain_is_taken_to_get_another(
+    world: World, registry: Registry, start: Start
+) -> None:
+    leaving = await start("r0")
+    await registry.put(leaving)
+    await world.wait_routed("r0")
+    await registry.put(leaving, ReplicaState.DRAINING)
+    await eventually(lambda: world.membership.outlook("toy").is_coming)
+
+
+async def test_a_model_that_has_been_without_replicas_for_long_is_not(
+    world: World, registry: Registry, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = await start("r0")
+    await registry.put(dying)
+    await world.wait_routed("r0")
+    monkeypatch.setattr("router.membership.COMING_BACK_SECONDS", 0.0)
+    await registry.end_lease(dying)
+    await dying.kill()
+    await eventually(lambda: not world.membership.members())
+    assert not world.membership.outlook("toy").is_coming
