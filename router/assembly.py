@@ -32,7 +32,7 @@ from router.loop_lag import LoopLag
 from router.membership import Membership, RegistrySource
 from router.metrics import RouterMetrics
 from router.part_metrics import PartMetrics
-from router.prompt.catalog import ModelCatalog
+from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.retries import RetryPolicy
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
@@ -108,6 +108,7 @@ class Router:
             rng=rng,
             tracing=self._tracing,
         )
+        self._offload = context.offload
         if config.log_requests:
             context.observers.append(log_request)
         name = f"{socket.gethostname()}, process {os.getpid()}"
@@ -130,10 +131,14 @@ class Router:
 
     async def close(self) -> None:
         """Send what is left to tell. Call it when the last request has ended."""
+        await self._offload.close()
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
-        await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()))
+        verdict = await self._offload.try_out(bundle_digest(bundle), bundle)
+        await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()), verdict=verdict)
+        if verdict.complaint is not None:
+            logger.error("model=%s has no chats: %s", card.name, verdict.complaint)
         model = self._catalog.get(card.name)
         logger.info(
             "serving model=%s tokenizer=%s segment_cache=%s template=%s",

@@ -7,6 +7,7 @@
     ├── BodyTooLarge
     ├── UploadTooSlow             the body did not arrive in time
     ├── Overloaded                full queues; try again after `retry_after_seconds`
+    ├── RouterBusy                the router itself has as much to do as it can; as Overloaded
     ├── NoReplicaAvailable        the model is known, but no replica is ready just now
     └── GenerationFailed          a replica died or failed, and retrying did not help
 
@@ -85,6 +86,16 @@ class UploadTooSlow(RouterError):
 
 
 class Overloaded(RouterError):
+    kind = ErrorKind.OVERLOADED
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RouterBusy(RouterError):
+    """Not for want of replicas, and not by this client's doing."""
+
     kind = ErrorKind.OVERLOADED
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:

@@ -13,6 +13,7 @@ from router.dispatch_state import DispatchStatistics
 from router.index_mirror import MirrorStatistics
 from router.instruments import Distributions, Numbers
 from router.membership import MembershipStatistics
+from router.offload import OffloadStatistics
 from router.prompt.catalog import ModelCatalog
 from router.prompt.chains import ChainStatistics
 from router.routing.load import ReplicaLoad
@@ -48,12 +49,27 @@ class PartMetrics:
         self._dropped_spans = self._counter(
             "router_dropped_spans_total", "Spans that no trace collector took"
         )
+        self._declare_offload()
         self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
         self._hash_hits = self._counter("router_hash_cache_hits_total", "Prompt blocks found hashed")
         self._hash_misses = self._counter("router_hash_cache_misses_total", "Prompt blocks hashed")
         self._declare_dispatch()
         self._declare_fleet()
         self._declare_models()
+
+    def _declare_offload(self) -> None:
+        self._large_working = self._gauge(
+            "router_large_bodies", "Large bodies being prepared beside the event loop"
+        )
+        self._large_waiting = self._gauge(
+            "router_large_bodies_waiting", "Large bodies that wait to be prepared"
+        )
+        self._large = self._counter(
+            "router_large_bodies_total",
+            "Large bodies by what became of them: done, ended (it took too much time or memory), or refused"
+            " (too many others waited)",
+            "outcome",
+        )
 
     def _declare_dispatch(self) -> None:
         self._retries = self._counter("router_retries_total", "Submissions repeated before the first token")
@@ -153,6 +169,16 @@ class PartMetrics:
         self._max_connections.of().value = statistics.max_open
         for reason, number in statistics.num_ended.items():
             self._ended_connections.of(reason).value = number
+
+    def read_offload(self, statistics: OffloadStatistics) -> None:
+        self._large_working.of().value = statistics.num_working
+        self._large_waiting.of().value = statistics.num_waiting
+        for outcome, number in (
+            ("done", statistics.num_done),
+            ("ended", statistics.num_ended),
+            ("refused", statistics.num_refused),
+        ):
+            self._large.of(outcome).value = number
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds

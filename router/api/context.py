@@ -17,12 +17,14 @@ from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.admission import Admission, demand_of
 from router.api.http import read_body
+from router.api.prepared import Bounds
 from router.config import RouterConfig
 from router.connections import Connections
 from router.dispatch_state import DispatchStatistics
 from router.errors import Overloaded
 from router.generation import Generation
 from router.metrics import RouterMetrics
+from router.offload import Offload
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.table import Preview
@@ -73,12 +75,23 @@ class ApiContext:
     """Told of each request to a route that generates, at its end."""
     tracing: Tracing = field(default_factory=Tracing)
     num_in_flight: int = field(default=0, init=False)
+    bounds: Bounds = field(default_factory=Bounds)
+    """Of preparing a large body."""
+    offload: Offload = field(init=False)
+    """Where bodies are prepared that would hold others up; to be closed with the router."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
     connections: Connections = field(init=False)
     """Of the clients' listener."""
 
     def __post_init__(self) -> None:
+        self.offload = Offload(
+            self.catalog,
+            max_choices=self.config.max_choices,
+            max_prompts=self.config.max_prompts,
+            bounds=self.bounds,
+        )
+        self.metrics.watch(lambda parts: parts.read_offload(self.offload.statistics()))
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )

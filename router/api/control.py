@@ -3,44 +3,27 @@
 Owns their shapes (OpenAI's for models, vLLM's for tokens). Speed does not matter here.
 """
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from typing import Any, Protocol
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.api.body_weight import SMALL_BYTES
 from router.api.context import ApiContext
-from router.api.openai_chat import ChatPrompt, render_chat
-from router.api.openai_shared import decode_body, encode_json
-from router.api.sampling import check_token_ids
-from router.errors import InvalidRequest, UnknownModel
+from router.api.openai_shared import encode_json
+from router.api.prepared import WrittenAnswer
+from router.api.token_counts import detokenize, tokenize
+from router.errors import UnknownModel
 from router.prompt.catalog import ServedModel
+from router.prompt.engines import TooMuchWork
+from router.prompt.text_model import TextModels
 
 
-class _TokenizeText(msgspec.Struct, kw_only=True):
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool = True
-
-
-class _TokenizeOptions(msgspec.Struct, kw_only=True):
-    messages: Any = None
-    return_token_strs: bool | None = None
-
-
-class _Detokenize(msgspec.Struct, kw_only=True):
-    tokens: list[int]
-    model: str | None = None
-
-
-_text_decoder = msgspec.json.Decoder(_TokenizeText)
-_chat_decoder = msgspec.json.Decoder(ChatPrompt)
-_options_decoder = msgspec.json.Decoder(_TokenizeOptions)
-_detokenize_decoder = msgspec.json.Decoder(_Detokenize)
+class _Answer(Protocol):
+    def __call__(self, models: TextModels, body: bytes, *, is_bounded: bool) -> bytes: ...
 
 
 class ControlRoutes:
@@ -99,48 +82,23 @@ class ControlRoutes:
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     async def tokenize(self, request: Request) -> Response:
-        with self._context.in_flight():
-            return await self._tokenize(await self._context.read_body(request.scope, request.receive))
-
-    async def _tokenize(self, body: bytes) -> Response:
-        options = decode_body(_options_decoder, body)
-        if options.messages is None:
-            plain = decode_body(_text_decoder, body)
-            model = self._model(plain.model)
-            token_ids = await model.tokenizer.encode_async(
-                plain.prompt, add_special_tokens=plain.add_special_tokens
-            )
-        else:
-            chat = decode_body(_chat_decoder, body)
-            model = self._model(chat.model)
-            rendered = render_chat(model, chat)
-            token_ids = await model.tokenizer.encode_async(rendered.text, is_quoted=rendered.is_quoted)
-        content = {
-            "count": len(token_ids),
-            "max_model_len": model.card.context_length,
-            "tokens": token_ids,
-            "token_strs": model.tokenizer.token_strings(token_ids) if options.return_token_strs else None,
-        }
-        return _json(content)
+        return await self._answer(request, "tokenize", tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        with self._context.in_flight():
-            body = await self._context.read_body(request.scope, request.receive)
-            asked = decode_body(_detokenize_decoder, body)
-            model = self._model(asked.model)
-            token_ids = check_token_ids(asked.tokens, model, "tokens")
-            return _json({"prompt": await asyncio.to_thread(model.tokenizer.decode, token_ids)})
+        return await self._answer(request, "detokenize", detokenize)
 
-    def _model(self, name: str | None) -> ServedModel:
-        """The model that was asked for; without a name, the only one."""
-        if name is not None:
-            return self._context.catalog.get(name)
-        names: Sequence[str] = self._context.catalog.names()
-        if len(names) == 1:
-            return self._context.catalog.get(names[0])
-        raise InvalidRequest(
-            "Missing required parameter: 'model'.", parameter="model", code="missing_required_parameter"
-        )
+    async def _answer(self, request: Request, kind: str, answer: _Answer) -> Response:
+        """Small bodies here and now, others where nobody waits for them."""
+        context = self._context
+        with context.in_flight():
+            body = await context.read_body(request.scope, request.receive)
+            if len(body) <= SMALL_BYTES:
+                with contextlib.suppress(TooMuchWork):
+                    written = answer(context.catalog, body, is_bounded=True)
+                    return Response(written, media_type="application/json")
+            outcome = await context.offload.prepare(kind, body)
+        assert isinstance(outcome, WrittenAnswer)
+        return Response(outcome.body, media_type="application/json")
 
     def _names(self) -> list[str]:
         """All that can be asked for; models first, since some clients take the first."""

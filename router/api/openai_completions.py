@@ -1,64 +1,97 @@
-"""POST /v1/completions: its fields, its prompts, its answers.
+"""POST /v1/completions: from a body to prompts that can run, and their answers.
 
-Owns the dialect. Knows nothing of chats, of HTTP or of routing.
+Owns the dialect of the answers; that of the question is `completion_prompt.py`'s. Knows nothing of chats, of
+HTTP or of routing.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 
 from replicas.protocol.frames import TokenLogprobs
 from router.api.answer import Answer, Prompt, finite, make_prompt
-from router.api.context import ApiContext
-from router.api.openai_shared import check_range, decode_body, encode_json, unsupported
-from router.api.sampling import (
-    GenerationFields,
-    check_fields,
-    check_prompt_length,
-    check_text_length,
-    check_token_ids,
-    sampling_params,
-    stop_strings,
+from router.api.body_weight import is_light_completion
+from router.api.completion_prompt import (
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
+    check_completion,
+    check_prompt,
+    check_tokens,
+    prompts_of,
 )
+from router.api.context import ApiContext
+from router.api.openai_shared import decode_body, encode_json
+from router.api.prepared import EncodedPrompt, PreparedRequest
+from router.api.sampling import sampling_params, stop_strings
 from router.api.sse import DONE, ChunkWriter
-from router.errors import InvalidRequest
 from router.prompt.catalog import ServedModel
 
-MAX_LOGPROBS = 5
-DEFAULT_MAX_TOKENS = 16
-
-
-class CompletionRequest(GenerationFields, kw_only=True):
-    prompt: str | list[Any]
-    echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
-    best_of: int | None = None
-
+LONG_PROMPT_TOKENS = 4096
+"""After a prompt as long as this others have their turn."""
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
+_fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
+
+_Encoded = tuple[list[int], str]
+"""Token ids, and the text that the answer begins with."""
 
 
 async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
-    """Raises InvalidRequest or UnknownModel."""
-    request = decode_body(_decoder, body)
-    model = context.catalog.get(request.model)
-    _check(request, context.config.max_choices)
+    """Raises InvalidRequest, UnknownModel or RouterBusy."""
+    if is_light_completion(body):
+        request = decode_body(_decoder, body)
+        model = context.catalog.get(request.model)
+        check_completion(request, context.config.max_choices)
+        encoded = _encode(model, request, prompts_of(request.prompt, context.config.max_prompts))
+    else:
+        prepared = await context.offload.prepare("completion", body)
+        assert isinstance(prepared, PreparedRequest)
+        request = _fields_decoder.decode(prepared.fields)
+        model = context.catalog.get(request.model)
+        encoded = _unpack(prepared.prompts)
+    prompts = await _make_prompts(context, request, model, encoded)
+    dialect = _CompletionDialect(context, request, model, prompts)
+    return Answer(model, prompts, bool(request.stream), dialect)
+
+
+async def _encode(
+    model: ServedModel, request: CompletionRequest, prompts: list[str | list[Any]]
+) -> AsyncIterator[_Encoded]:
+    for prompt in prompts:
+        check_prompt(model, prompt)
+        if isinstance(prompt, str):
+            token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
+            echo = prompt if request.echo else ""
+        else:
+            token_ids = prompt
+            echo = model.tokenizer.decode(prompt) if request.echo else ""
+        check_tokens(token_ids)
+        yield token_ids, echo
+
+
+async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
+    for prompt in prompts:
+        yield prompt.ids(), prompt.echo
+
+
+async def _make_prompts(
+    context: ApiContext, request: CompletionRequest, model: ServedModel, encoded: AsyncIterator[_Encoded]
+) -> list[Prompt]:
     stop = stop_strings(request.stop)
-    texts = _prompts(request.prompt, context.config.max_prompts)
     seed = context.rng.getrandbits(64) if request.seed is None else request.seed
     num_choices = request.n or 1
     prompts: list[Prompt] = []
-    for number, prompt_text in enumerate(texts):
-        token_ids = await _token_ids(model, prompt_text)
+    async for token_ids, echo in encoded:
+        first_index = len(prompts) * num_choices
         sampling = sampling_params(
             request,
             model,
             num_prompt_tokens=len(token_ids),
             max_tokens=_max_tokens(request, model, len(token_ids)),
             num_logprobs=request.logprobs,
-            seed=seed + number * num_choices,
+            seed=seed + first_index,
             prompt_parameter="prompt",
         )
         prompt = make_prompt(
@@ -66,64 +99,18 @@ async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
             token_ids,
             sampling,
             num_choices=num_choices,
-            first_index=number * num_choices,
+            first_index=first_index,
             stop=stop,
             salt=request.cache_salt,
             prompt_cache_key=request.prompt_cache_key,
             priority=context.priority(request.priority),
             user=context.catalog.user_tag(request.end_user),
         )
-        if request.echo:
-            prompt.echo = prompt_text if isinstance(prompt_text, str) else model.tokenizer.decode(token_ids)
+        prompt.echo = echo
         prompts.append(prompt)
-    dialect = _CompletionDialect(context, request, model, prompts)
-    return Answer(model, prompts, bool(request.stream), dialect)
-
-
-def _check(request: CompletionRequest, max_choices: int) -> None:
-    check_fields(request, max_choices)
-    check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
-    if request.echo and request.logprobs is not None:
-        raise unsupported("echo", "'echo' together with 'logprobs' is not supported.")
-    if request.suffix:
-        raise unsupported("suffix", "'suffix' is not supported.")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise unsupported("best_of", "'best_of' is not supported.")
-
-
-def _prompts(prompt: str | list[Any], max_prompts: int) -> list[str | list[Any]]:
-    """The four forms of a prompt as a list of prompts, each a text or token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequest("Invalid 'prompt': it is empty.", parameter="prompt")
-    if not isinstance(prompt[0], str | list):
-        return [prompt]
-    if len(prompt) > max_prompts:
-        raise InvalidRequest(
-            f"Invalid 'prompt': {len(prompt)} prompts, but at most {max_prompts} are allowed.",
-            parameter="prompt",
-        )
-    kind = type(prompt[0])
-    if not all(type(item) is kind for item in prompt):
-        raise InvalidRequest(
-            "Invalid type for 'prompt': expected text, a list of texts, token ids or a list of these.",
-            parameter="prompt",
-            code="invalid_type",
-        )
-    return prompt
-
-
-async def _token_ids(model: ServedModel, prompt: str | list[Any]) -> list[int]:
-    if isinstance(prompt, str):
-        check_text_length(model, prompt, "prompt")
-        token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
-    else:
-        check_prompt_length(model.card.context_length, len(prompt), "prompt")
-        token_ids = list(check_token_ids(prompt, model, "prompt"))
-    if not token_ids:
-        raise InvalidRequest("Invalid 'prompt': it has no tokens.", parameter="prompt")
-    return token_ids
+        if len(token_ids) >= LONG_PROMPT_TOKENS:
+            await asyncio.sleep(0)
+    return prompts
 
 
 def _max_tokens(request: CompletionRequest, model: ServedModel, num_prompt_tokens: int) -> int | None:

@@ -19,6 +19,7 @@ from router.errors import (
     InvalidRequest,
     NoReplicaAvailable,
     Overloaded,
+    RouterBusy,
     RouterError,
     UnknownModel,
     UploadTooSlow,
@@ -82,6 +83,10 @@ def http_error(error: RouterError) -> HttpError:
         case Overloaded():
             return HttpError(
                 429, error.message, "requests", None, "rate_limit_exceeded", error.retry_after_seconds
+            )
+        case RouterBusy():
+            return HttpError(
+                503, error.message, "server_error", None, "router_busy", error.retry_after_seconds
             )
         case NoReplicaAvailable():
             return HttpError(

@@ -11,12 +11,14 @@ import msgspec
 from replicas.protocol.frames import SamplingParams
 from router.api.openai_shared import check_range, check_salt
 from router.errors import ContextLengthExceeded, InvalidRequest
-from router.prompt.catalog import ServedModel
+from router.prompt.text_model import TextModel
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
+MAX_NAME_CHARACTERS = 4096
+"""Of what clients call themselves and their caches."""
 MAX_INTEGER = 2**31 - 1
 """What the replicas' protocol carries."""
 
@@ -91,6 +93,25 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
             "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
         )
     check_salt(request.cache_salt)
+    _check_sizes(request)
+
+
+def _check_sizes(request: GenerationFields) -> None:
+    for parameter in ("prompt_cache_key", "safety_identifier", "user"):
+        text = getattr(request, parameter)
+        if text is not None and len(text) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"Invalid '{parameter}': it has more than {MAX_NAME_CHARACTERS} characters.",
+                parameter=parameter,
+            )
+    if request.logit_bias is not None and len(request.logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(
+            f"Invalid 'logit_bias': at most {MAX_LOGIT_BIASES} tokens are allowed.", parameter="logit_bias"
+        )
+    if request.stop_token_ids is not None and len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKEN_IDS} are allowed.", parameter="stop_token_ids"
+        )
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -112,7 +133,7 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def sampling_params(
     request: GenerationFields,
-    model: ServedModel,
+    model: TextModel,
     *,
     num_prompt_tokens: int,
     max_tokens: int | None,
@@ -173,8 +194,22 @@ def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: 
         )
 
 
-def check_text_length(model: ServedModel, text: str, parameter: str) -> None:
-    """Refuses at once what would take seconds to encode only to be found too long."""
+def most_tokens(model: TextModel) -> int:
+    """More are not even counted: twice the context, since a text is counted in pieces, roughly."""
+    return 2 * model.card.context_length
+
+
+def too_many_tokens(model: TextModel, parameter: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's context holds {model.card.context_length} tokens, and the {parameter} came to more"
+        f" than {most_tokens(model)}. Please shorten the {parameter}.",
+        parameter=parameter,
+    )
+
+
+def check_text_length(model: TextModel, text: str, parameter: str) -> None:
+    """Refuses at once what would take seconds to encode only to be found too long: no token stands
+    for more characters than the longest one. Where that is not known it is encoded to see."""
     longest_token = model.tokenizer.longest_token
     if longest_token is not None and len(text) > model.card.context_length * longest_token:
         raise ContextLengthExceeded(
@@ -184,11 +219,7 @@ def check_text_length(model: ServedModel, text: str, parameter: str) -> None:
         )
 
 
-def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
-    if len(bias) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(
-            f"Invalid 'logit_bias': at most {MAX_LOGIT_BIASES} tokens are allowed.", parameter="logit_bias"
-        )
+def _logit_bias(bias: dict[str, float], model: TextModel) -> tuple[tuple[int, float], ...]:
     pairs: list[tuple[int, float]] = []
     for key, value in bias.items():
         if _TOKEN_ID.fullmatch(key) is None or int(key) >= model.card.vocab_size:
@@ -202,15 +233,11 @@ def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, 
     return tuple(pairs)
 
 
-def _stop_token_ids(token_ids: list[int], model: ServedModel) -> tuple[int, ...]:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKEN_IDS} are allowed.", parameter="stop_token_ids"
-        )
+def _stop_token_ids(token_ids: list[int], model: TextModel) -> tuple[int, ...]:
     return check_token_ids(token_ids, model, "stop_token_ids")
 
 
-def check_token_ids(token_ids: list[Any], model: ServedModel, parameter: str) -> tuple[int, ...]:
+def check_token_ids(token_ids: list[Any], model: TextModel, parameter: str) -> tuple[int, ...]:
     """Raises InvalidRequest unless all are token ids of the model."""
     if not all(type(token_id) is int for token_id in token_ids):
         raise InvalidRequest(

@@ -19,7 +19,7 @@ from router.generation import DEFAULT_TENANT
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
-from router.prompt.template import ChatTemplate
+from router.prompt.template import ChatTemplate, Verdict
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,7 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class _TextSide:
     digest: bytes
+    bundle: TokenizerBundle
     tokenizer: Tokenizer
     template: ChatTemplate
 
@@ -137,14 +138,18 @@ class ModelCatalog:
         self._adapters: dict[str, tuple[str, Adapter]] = {}
         self._complaints: set[str] = set()
 
-    def add(self, card: ModelCard, bundle: TokenizerBundle, *, created: int = 0) -> None:
+    def add(
+        self, card: ModelCard, bundle: TokenizerBundle, *, created: int = 0, verdict: Verdict | None = None
+    ) -> None:
         """Serve `card` under its name, in place of an earlier card. Takes seconds for a large
-        vocabulary: call it in a thread. Raises TokenizerError."""
-        digest = _digest(bundle)
+        vocabulary: call it in a thread. Raises TokenizerError. Without a verdict on it the chat template is
+        tried out here and now."""
+        digest = bundle_digest(bundle)
         known = self._text_sides.get(card.name)
         if known is None or known.digest != digest:
             tokenizer = Tokenizer(bundle, cache_bytes=self._cache_bytes)
-            known = _TextSide(digest, tokenizer, ChatTemplate.from_bundle(bundle))
+            template = ChatTemplate.from_bundle(bundle, verdict=verdict)
+            known = _TextSide(digest, bundle, tokenizer, template)
         model = ServedModel(card, known.tokenizer, known.template, self._secret, created, self.chains)
         self._text_sides[card.name] = known
         self._models[card.name] = model
@@ -193,6 +198,11 @@ class ModelCatalog:
         model_name, adapter = self._adapters[name]
         return self._models[model_name].with_adapter(adapter)
 
+    def bundle_of(self, model_name: str) -> tuple[bytes, TokenizerBundle]:
+        """Of a model, not an adapter: its tokenizer files and their digest."""
+        side = self._text_sides[model_name]
+        return side.digest, side.bundle
+
     def names(self) -> Sequence[str]:
         """Of the models."""
         return sorted(self._models)
@@ -215,7 +225,7 @@ class ModelCatalog:
             logger.warning("%s", complaint)
 
 
-def _digest(bundle: TokenizerBundle) -> bytes:
+def bundle_digest(bundle: TokenizerBundle) -> bytes:
     digest = hashlib.sha256()
     for name in sorted(bundle.files):
         for part in (name.encode(), bundle.files[name]):

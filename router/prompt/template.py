@@ -1,29 +1,38 @@
 """ChatTemplate: a conversation → the one text that the model was trained to continue.
 
-Owns the choice of engine (minijinja where it provably renders what jinja2 does, else jinja2's sandbox)
-and what templates may call. Knows nothing of tokens, of HTTP or of which fields a dialect has.
+Owns the choice of engine: minijinja where it provably renders what jinja2 does, else jinja2's sandbox. Knows
+nothing of tokens, of HTTP or of which fields a dialect has.
 
-Templates come with checkpoints and are foreign code: they only ever see plain JSON values.
+Templates come with checkpoints and are foreign code: they only ever see plain JSON values, and may never come
+to an end. To try one out, or to `render`, is for a process that can be ended; where others wait there is
+`render_bounded`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import minijinja
+import msgspec
 
 from replicas.protocol.status import TokenizerBundle
-from router.prompt.probes import PROBE_CONVERSATIONS
+from router.prompt.engines import (
+    FUEL,
+    Clock,
+    Refusal,
+    TooMuchWork,
+    compile_fast,
+    compile_reference,
+    is_bounded,
+    render_alike,
+)
 
 Message = Mapping[str, Any]
-Render = Callable[[Mapping[str, Any]], str]
-Clock = Callable[[], datetime]
+
+MINIJINJA = "minijinja"
+JINJA2 = "jinja2"
 
 DEFAULT_NAME = "default"
 TOOL_USE_NAME = "tool_use"
@@ -32,25 +41,62 @@ RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_pr
 """Template variables that a client sets through fields of their own, never through extra arguments."""
 
 
+MISSING = (
+    "this model has no chat template; use /v1/completions, or add a chat_template to the"
+    " checkpoint's tokenizer_config.json (or a chat_template.jinja) and restart its replicas"
+)
+
+
 class TemplateError(ValueError):
     """The template is missing or refused this conversation. The message is fit for the client."""
 
 
+class Trial(msgspec.Struct, frozen=True):
+    """What came of trying a template out: the engine that renders it, and whether its work has a bound."""
+
+    engine: str
+    is_bounded: bool
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Of all templates of a model, by name; or what is wrong with one of them."""
+
+    trials: dict[str, Trial] = {}
+    complaint: str | None = None
+
+
 class ChatTemplate:
-    """The templates of one model: `default`, and `tool_use` where there is one."""
+    """The templates of one model: `default`, and `tool_use` where there is one.
+
+    With a verdict nothing is tried out: not even compiled, if there is a complaint.
+    """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], clock: Clock = datetime.now
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        clock: Clock = datetime.now,
+        verdict: Verdict | None = None,
     ) -> None:
         self._special_tokens = dict(special_tokens)
-        self._templates = {
-            name: _CompiledTemplate(source, self._special_tokens, clock) for name, source in sources.items()
-        }
+        self._complaint = MISSING if verdict is None or verdict.complaint is None else verdict.complaint
+        self._templates: dict[str, _CompiledTemplate] = {}
+        if verdict is not None and verdict.complaint is not None:
+            return
+        for name, source in sources.items():
+            trial = _try_out(source, special_tokens) if verdict is None else verdict.trials[name]
+            self._templates[name] = _CompiledTemplate(source, trial, clock)
 
     @classmethod
-    def from_bundle(cls, bundle: TokenizerBundle, clock: Clock = datetime.now) -> "ChatTemplate":
+    def from_bundle(
+        cls, bundle: TokenizerBundle, clock: Clock = datetime.now, *, verdict: Verdict | None = None
+    ) -> "ChatTemplate":
         config = _tokenizer_config(bundle)
-        return cls(_sources(bundle, config), _special_tokens(config), clock)
+        return cls(_sources(bundle, config), _special_tokens(config), clock, verdict)
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict({name: template.trial for name, template in self._templates.items()})
 
     @property
     def is_missing(self) -> bool:
@@ -59,7 +105,7 @@ class ChatTemplate:
     @property
     def engine(self) -> str | None:
         """Which engine renders: minijinja or jinja2; None without a template."""
-        return None if self.is_missing else self._choose(has_tools=False).engine
+        return None if self.is_missing else self._choose(has_tools=False).trial.engine
 
     def render(
         self,
@@ -70,12 +116,29 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Raises TemplateError. `arguments` are further template variables (`enable_thinking`, …)."""
-        if self.is_missing:
-            raise TemplateError(
-                "this model has no chat template; use /v1/completions, or add a chat_template to the"
-                " checkpoint's tokenizer_config.json (or a chat_template.jinja) and restart its replicas"
-            )
-        variables: dict[str, Any] = {
+        template = self._choose(has_tools=tools is not None)
+        return template.render(self._variables(messages, tools, add_generation_prompt, arguments))
+
+    def render_bounded(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As `render`, but raises TooMuchWork where that might take long."""
+        template = self._choose(has_tools=tools is not None)
+        return template.render_bounded(self._variables(messages, tools, add_generation_prompt, arguments))
+
+    def _variables(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        arguments: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        return {
             **self._special_tokens,
             **(arguments or {}),
             "messages": messages,
@@ -83,127 +146,52 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._choose(has_tools=tools is not None).render(variables)
 
     def _choose(self, *, has_tools: bool) -> "_CompiledTemplate":
+        if self.is_missing:
+            raise TemplateError(self._complaint)
         if has_tools and TOOL_USE_NAME in self._templates:
             return self._templates[TOOL_USE_NAME]
         return self._templates.get(DEFAULT_NAME) or next(iter(self._templates.values()))
 
 
 class _CompiledTemplate:
-    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock) -> None:
-        self._reference = _compile_jinja2(source, clock)
-        fast = _compile_minijinja(source, clock)
-        if fast is not None and not _render_alike(source, special_tokens):
-            fast = None
-        self._fast = fast
-        self.engine = "jinja2" if fast is None else "minijinja"
+    def __init__(self, source: str, trial: Trial, clock: Clock) -> None:
+        self.trial = trial
+        self._reference = compile_reference(source, clock)
+        self._fast = compile_fast(source, clock) if trial.engine == MINIJINJA else None
+
+    def render_bounded(self, variables: Mapping[str, Any]) -> str:
+        if self._fast is None or not self.trial.is_bounded:
+            raise TooMuchWork
+        try:
+            return self._fast.render_within(FUEL, variables)
+        except Refusal as error:
+            raise _refused(str(error)) from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
         if self._fast is not None:
             try:
-                return self._fast(variables)
+                return self._fast.render(variables)
             except (minijinja.TemplateError, TypeError, ValueError, RecursionError):
                 pass  # the reference has the last word, and the better sentence
         try:
             return self._reference(variables)
         except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template refused these messages: {error.message}") from error
+            raise _refused(error.message) from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
 
 
-def _render_alike(source: str, special_tokens: Mapping[str, str]) -> bool:
-    """Whether both engines give the same text, or both refuse, for every probe conversation."""
-    moment = datetime(2024, 7, 26, 13, 5)
-    reference, fast = _compile_jinja2(source, lambda: moment), _compile_minijinja(source, lambda: moment)
-    assert fast is not None
-
-    def outcome(render: Render, variables: Mapping[str, Any]) -> str | None:
-        try:
-            return render(variables)
-        except (jinja2.TemplateError, minijinja.TemplateError, TypeError, ValueError, KeyError):
-            return None
-
-    for probe in PROBE_CONVERSATIONS:
-        variables = {**special_tokens, "documents": None, **probe}
-        if outcome(reference, variables) != outcome(fast, variables):
-            return False
-    return True
+def _refused(message: str | None) -> TemplateError:
+    return TemplateError(f"the chat template refused these messages: {message}")
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trainer learns from; for serving it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile_jinja2(source: str, clock: Clock) -> Render:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: clock().strftime(pattern)
-    try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        message = f"the model's chat template cannot be compiled: {error.message}"
-
-        def refuse(variables: Mapping[str, Any]) -> str:
-            raise jinja2.TemplateError(message)
-
-        return refuse
-    return lambda variables: template.render(variables)
-
-
-def _compile_minijinja(source: str, clock: Clock) -> Render | None:
-    def to_json(value: Any, **options: Any) -> str:
-        return minijinja.safe(_to_json(value, **options))
-
-    environment = minijinja.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        filters={"tojson": to_json},
-        globals={
-            "strftime_now": lambda pattern: clock().strftime(pattern),
-            "raise_exception": _raise_plainly,
-        },
-    )
-    try:
-        environment.add_template("chat", source)
-    except minijinja.TemplateError:
-        return None
-    return lambda variables: environment.render_template("chat", **variables)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    separators = None if separators is None else (separators[0], separators[1])
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-def _raise_plainly(message: str) -> str:
-    raise ValueError(message)
+def _try_out(source: str, special_tokens: Mapping[str, str]) -> Trial:
+    fast = compile_fast(source, datetime.now)
+    if fast is None or not render_alike(source, special_tokens):
+        return Trial(JINJA2, is_bounded=False)
+    return Trial(MINIJINJA, is_bounded(source))
 
 
 def _tokenizer_config(bundle: TokenizerBundle) -> Mapping[str, Any]:

@@ -33,6 +33,9 @@ FAST_INLINE_CHARACTERS = 32_000
 LOOK_CHARACTERS = 1_000_000
 """In texts beyond this it is not even counted how much is new."""
 
+PIECE_CHARACTERS = 500_000
+"""Of longer texts the tokens are counted before they are kept."""
+
 DEFAULT_CACHE_BYTES = 64 * 2**20
 
 MAX_COMPOSED = 4
@@ -119,6 +122,23 @@ class Tokenizer:
                     put(piece, known)
                 token_ids += known
         return token_ids
+
+    def encode_within(
+        self, most: int, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False
+    ) -> list[int] | None:
+        """As `encode`; None, long before the end of a long text, if there will be more than `most` or so.
+
+        A piece's tokens are those of the whole but at its two ends, and no piece is short.
+        """
+        if len(text) > max(most, PIECE_CHARACTERS):
+            num_tokens = 0
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                piece = text[start : start + PIECE_CHARACTERS]
+                num_tokens += len(self._encode_plain(unquote(piece, gap=" ") if is_quoted else piece))
+                if num_tokens > most:
+                    return None
+        token_ids = self.encode(text, add_special_tokens=add_special_tokens, is_quoted=is_quoted)
+        return None if len(token_ids) > most else token_ids
 
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False

@@ -14,12 +14,14 @@ from starlette.types import ASGIApp
 from replicas.protocol.settings import build
 from router.api.context import ApiContext
 from router.api.live import Fleet
+from router.api.prepared import Bounds
 from router.app import create_apps
 from router.config import RouterConfig
 from router.connections import Connections
 from router.http_protocol import protocol_of
 from router.listeners import SEND_BUFFER_BYTES
 from router.metrics import RouterMetrics
+from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
 
@@ -51,20 +53,27 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def http_server(
-    fleet: Fleet | None = None, *, drain_seconds: int = 2, **settings: object
+    fleet: Fleet | None = None,
+    *,
+    drain_seconds: int = 2,
+    catalog: ModelCatalog | None = None,
+    bounds: Bounds | None = None,
+    **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
     context = ApiContext(
         config=build(RouterConfig, settings),
-        catalog=tiny_model.catalog(),
+        catalog=catalog or tiny_model.catalog(),
         dispatcher=dispatcher,
         metrics=RouterMetrics(CollectorRegistry()),
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
+        bounds=bounds or Bounds(),
     )
     apps = create_apps(context, fleet)
     async with listening(apps.main, context.connections, drain_seconds) as port:
         yield HttpServer(port, context, dispatcher)
+    await context.offload.close()
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,162 @@
+"""Bodies that cost a server the most for the bytes that they take, for every route that reads one.
+
+Owns the corpus: each body by name, at whatever size is asked for. Knows nothing of what is expected of them.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+
+HI = b'{"role":"user","content":"hi"}'
+
+
+@dataclass(frozen=True, slots=True)
+class WorstBody:
+    name: str
+    route: str
+    content: bytes
+
+
+def worst_bodies(size: int, *, model: str = "toy") -> Iterator[WorstBody]:
+    """Of about `size` bytes each."""
+    prefix = b'{"model":' + json.dumps(model).encode() + b',"max_tokens":1,'
+    for route, shapes in SHAPES.items():
+        for name, shape in shapes.items():
+            yield WorstBody(name, route, prefix + shape(size) + b"}")
+    for route in SHAPES:
+        yield WorstBody("no JSON", route, b"\x00" * size)
+        yield WorstBody("never closed", route, b'{"a":[' + b"1," * (size // 2))
+        yield WorstBody("invalid UTF-8 at the end", route, prefix + b'"prompt":"' + b"a" * size + b'\xff"}')
+        yield WorstBody("duplicate keys", route, prefix + b'"stop":null,' * (size // 12) + b'"seed":1}')
+        yield WorstBody("white space", route, prefix + b" " * size + b'"seed":1}')
+        yield WorstBody("a huge number", route, prefix + b'"seed":' + b"9" * size + b"}")
+
+
+Shape = Callable[[int], bytes]
+"""Size → fields of an object, as JSON."""
+
+
+def _list_of(item: bytes, size: int) -> bytes:
+    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
+
+
+def _repeated(text: bytes, size: int) -> bytes:
+    return text * (size // len(text))
+
+
+def _nested(depth: int, size: int) -> bytes:
+    return _list_of(b"[" * depth + b"]" * depth, size)
+
+
+def _message(content: Callable[[int], bytes]) -> Shape:
+    return lambda size: b'"messages":[{"role":"user","content":"' + content(size) + b'"}]'
+
+
+def _beside(name: bytes, value: Callable[[int], bytes]) -> Shape:
+    """A message that is harmless, and a field that is not."""
+    return lambda size: b'"messages":[' + HI + b'],"' + name + b'":' + value(size)
+
+
+def _tools(parameters: Callable[[int], bytes]) -> Shape:
+    return _beside(
+        b"tools",
+        lambda size: (
+            b'[{"type":"function","function":{"name":"<|im_end|>","parameters":{"a":'
+            + parameters(size)
+            + b"}}}]"
+        ),
+    )
+
+
+def _prompt(value: Callable[[int], bytes]) -> Shape:
+    return lambda size: b'"prompt":' + value(size)
+
+
+def _text(piece: bytes) -> Callable[[int], bytes]:
+    return lambda size: _repeated(piece, size)
+
+
+def _quoted(piece: bytes) -> Callable[[int], bytes]:
+    return lambda size: b'"' + _repeated(piece, size) + b'"'
+
+
+TEXTS: Mapping[str, bytes] = {
+    "one letter": b"a",
+    "words": b"cache block prefix ",
+    "beginnings of special tokens": b"<|",
+    "special tokens": b"<|im_end|>",
+    "escapes": rb"\u00e9",
+    "surrogate pairs": rb"\ud83d\ude00",
+    "quotes": rb"\"",
+    "backslashes": rb"\\",
+    "marks": "\ufdd0".encode(),
+    "spaces": b" ",
+    "new lines": rb"\n",
+    "digits": b"0123456789",
+    "commas": b",",
+}
+
+VALUES: Mapping[str, Callable[[int], bytes]] = {
+    "empty lists": lambda size: _list_of(b"[]", size),
+    "lists 400 deep": lambda size: _nested(400, size),
+    "lists without end": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+    "objects": lambda size: _list_of(b'{"a":1}', size),
+    "numbers": lambda size: _list_of(b"1", size),
+    "floats": lambda size: _list_of(b"1e300", size),
+    "empty strings": lambda size: _list_of(b'""', size),
+    "one object of many keys": lambda size: (
+        b"{" + b",".join(b'"%d":1' % number for number in range(size // 10)) + b"}"
+    ),
+}
+
+SHAPES: Mapping[str, Mapping[str, Shape]] = {
+    CHAT: {
+        **{f"text: {name}": _message(_text(piece)) for name, piece in TEXTS.items()},
+        **{f"tools: {name}": _tools(value) for name, value in VALUES.items()},
+        **{f"unknown field: {name}": _beside(b"metadata", value) for name, value in VALUES.items()},
+        "kwargs: empty lists": _beside(
+            b"chat_template_kwargs", lambda size: b'{"a":' + _list_of(b"[]", size) + b"}"
+        ),
+        "messages: empty lists": lambda size: b'"messages":' + _list_of(b"[]", size),
+        "many messages": lambda size: b'"messages":' + _list_of(HI, size),
+        "many parts": lambda size: (
+            b'"messages":[{"role":"user","content":' + _list_of(b'{"type":"text","text":"a"}', size) + b"}]"
+        ),
+        "many tools": _beside(
+            b"tools", lambda size: _list_of(b'{"type":"function","function":{"name":"f"}}', size)
+        ),
+        "arguments in a string": lambda size: (
+            b'"messages":['
+            + HI
+            + b',{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\\"a\\":'
+            + _list_of(b"[]", size)
+            + b'}"}}]}]'
+        ),
+        "many stop strings": _beside(b"stop", lambda size: _list_of(b'"a"', size)),
+        "a long stop string": _beside(b"stop", _quoted(b"a")),
+        "many biases": _beside(b"logit_bias", VALUES["one object of many keys"]),
+        "many stop tokens": _beside(b"stop_token_ids", lambda size: _list_of(b"1", size)),
+        "a long user": _beside(b"user", _quoted(b"a")),
+        "a long key": _beside(b"prompt_cache_key", _quoted(b"a")),
+    },
+    COMPLETIONS: {
+        **{f"text: {name}": _prompt(_quoted(piece)) for name, piece in TEXTS.items()},
+        **{f"prompt: {name}": _prompt(value) for name, value in VALUES.items()},
+        "many texts": _prompt(lambda size: _list_of(b'"hello"', size)),
+        "128 lists of ids": _prompt(lambda size: _list_of(_list_of(b"300", size // 128 - 4), size)),
+    },
+    TOKENIZE: {
+        **{f"text: {name}": _prompt(_quoted(piece)) for name, piece in TEXTS.items()},
+        **{f"messages, text: {name}": _message(_text(piece)) for name, piece in TEXTS.items()},
+        **{f"messages, tools: {name}": _tools(value) for name, value in VALUES.items()},
+    },
+    DETOKENIZE: {
+        "ids": lambda size: b'"tokens":' + _list_of(b"300", size),
+        "small ids": lambda size: b'"tokens":' + _list_of(b"1", size),
+        "huge ids": lambda size: b'"tokens":' + _list_of(b"9" * 200, size),
+        "empty lists": lambda size: b'"tokens":' + _list_of(b"[]", size),
+    },
+}

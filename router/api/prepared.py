@@ -1,0 +1,110 @@
+"""What travels between a router and the process that prepares large bodies, as data.
+
+Owns the shapes. A job's body follows it as it came from the client; token ids come back packed.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import NewType
+
+import msgspec
+
+from router.errors import ContextLengthExceeded, InvalidRequest, RouterError, UnknownModel
+
+Digest = NewType("Digest", bytes)
+"""Of a model's tokenizer files."""
+
+_ID_TYPE = "I"
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """What preparing one body may take: processor time, time, and memory on top of what is shared. Eight MiB
+    of honest text take a few tenths of each."""
+
+    cpu_seconds: float = 10.0
+    seconds: float = 60.0
+    num_bytes: int = 512 * 2**20
+
+    def __str__(self) -> str:
+        return f"{self.cpu_seconds:g} s of processor time or {self.num_bytes // 2**20} MiB of memory"
+
+
+class ModelWindow(msgspec.Struct, frozen=True):
+    """A name that can be asked for: whose text side it has, and what bounds its prompts."""
+
+    digest: Digest
+    context_length: int
+    vocab_size: int
+    is_adapter: bool = False
+
+
+class Job(msgspec.Struct, frozen=True):
+    """`kind` is a key of `router.api.preparing.KINDS`."""
+
+    kind: str
+    max_choices: int
+    max_prompts: int
+    models: dict[str, ModelWindow]
+
+
+class EncodedPrompt(msgspec.Struct, frozen=True):
+    """`echo` is the prompt's text, where the answer is to begin with it."""
+
+    token_ids: bytes
+    echo: str = ""
+    num_stable_tokens: int | None = None
+
+    def ids(self) -> list[int]:
+        ids: array[int] = array(_ID_TYPE)
+        ids.frombytes(self.token_ids)
+        return ids.tolist()
+
+
+class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
+    """`fields` are those of the request that say how to continue its prompts, as MessagePack."""
+
+    fields: bytes
+    prompts: list[EncodedPrompt]
+
+
+class WrittenAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The whole answer, as JSON."""
+
+    body: bytes
+
+
+class RefusedRequest(msgspec.Struct, frozen=True, tag=True):
+    """A RouterError; `kind` is the name of its class."""
+
+    kind: str
+    message: str
+    parameter: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: RouterError) -> "RefusedRequest":
+        if isinstance(error, InvalidRequest):
+            return cls(type(error).__name__, error.message, error.parameter, error.code)
+        return cls(type(error).__name__, error.message)
+
+    def error(self) -> RouterError:
+        match self.kind:
+            case ContextLengthExceeded.__name__:
+                return ContextLengthExceeded(self.message, parameter=self.parameter)
+            case UnknownModel.__name__:
+                return UnknownModel(self.message)
+            case _:
+                return InvalidRequest(self.message, parameter=self.parameter, code=self.code)
+
+
+class CrashedJob(msgspec.Struct, frozen=True, tag=True):
+    """Our own mistake; for the router's log."""
+
+    traceback: str
+
+
+Outcome = PreparedRequest | WrittenAnswer | RefusedRequest | CrashedJob
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    return array(_ID_TYPE, token_ids).tobytes()

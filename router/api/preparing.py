@@ -1,0 +1,101 @@
+"""A large body → what is left to do with it: token ids and the fields that say how to continue them.
+
+Owns what becomes of a body of each kind where nobody waits for the processor. Everything here may take
+seconds and hundreds of megabytes, or never end; its caller sees to that.
+"""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from router.api.chat_prompt import ChatRequest, check_chat, encode_chat, num_stable_tokens, render_chat
+from router.api.completion_prompt import (
+    CompletionRequest,
+    check_completion,
+    check_prompt,
+    check_tokens,
+    prompts_of,
+)
+from router.api.openai_shared import decode_body
+from router.api.prepared import (
+    EncodedPrompt,
+    Job,
+    Outcome,
+    PreparedRequest,
+    RefusedRequest,
+    WrittenAnswer,
+    packed,
+)
+from router.api.sampling import most_tokens, too_many_tokens
+from router.api.token_counts import detokenize, tokenize
+from router.errors import RouterError
+from router.prompt.text_model import TextModel, TextModels
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def prepare(job: Job, models: TextModels, body: bytes) -> Outcome:
+    try:
+        return KINDS[job.kind](job, models, body)
+    except RouterError as error:
+        return RefusedRequest.of(error)
+
+
+def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
+    request = decode_body(_chat_decoder, body)
+    model = models.get(request.model)
+    check_chat(request, job.max_choices)
+    chat = render_chat(model, request)
+    token_ids = encode_chat(model, chat)
+    prompt = EncodedPrompt(packed(token_ids), "", num_stable_tokens(model.tokenizer, chat))
+    fields = msgspec.structs.replace(
+        request,
+        messages=[],
+        tools=None,
+        functions=None,
+        chat_template_kwargs=None,
+        tool_choice=None,
+        function_call=None,
+        response_format=None,
+    )
+    return PreparedRequest(msgspec.msgpack.encode(fields), [prompt])
+
+
+def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
+    request = decode_body(_completion_decoder, body)
+    model = models.get(request.model)
+    check_completion(request, job.max_choices)
+    prompts = prompts_of(request.prompt, job.max_prompts)
+    encoded = [_encoded(model, prompt, bool(request.echo)) for prompt in prompts]
+    fields = msgspec.structs.replace(request, prompt="", suffix=None)
+    return PreparedRequest(msgspec.msgpack.encode(fields), encoded)
+
+
+def _encoded(model: TextModel, prompt: str | list[object], echo: bool) -> EncodedPrompt:
+    check_prompt(model, prompt)
+    if isinstance(prompt, str):
+        token_ids = model.tokenizer.encode_within(most_tokens(model), prompt, add_special_tokens=True)
+        if token_ids is None:
+            raise too_many_tokens(model, "prompt")
+        check_tokens(token_ids)
+        return EncodedPrompt(packed(token_ids), prompt if echo else "")
+    ids: list[int] = prompt  # type: ignore[assignment]
+    check_tokens(ids)
+    return EncodedPrompt(packed(ids), model.tokenizer.decode(ids) if echo else "")
+
+
+def _tokenize(job: Job, models: TextModels, body: bytes) -> Outcome:
+    return WrittenAnswer(tokenize(models, body, is_bounded=False))
+
+
+def _detokenize(job: Job, models: TextModels, body: bytes) -> Outcome:
+    return WrittenAnswer(detokenize(models, body, is_bounded=False))
+
+
+KINDS: Mapping[str, Callable[[Job, TextModels, bytes], Outcome]] = {
+    "chat": _chat,
+    "completion": _completion,
+    "tokenize": _tokenize,
+    "detokenize": _detokenize,
+}

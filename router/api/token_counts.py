@@ -1,0 +1,83 @@
+"""POST /tokenize and /detokenize: their fields, and their answers in vLLM's shape.
+
+Owns both. Runs beside the event loop for small bodies, and in a process of its own for others.
+"""
+
+from typing import Any
+
+import msgspec
+
+from router.api.chat_prompt import ChatPrompt, encode_chat, render_chat
+from router.api.openai_shared import decode_body, encode_json
+from router.api.sampling import check_text_length, check_token_ids, most_tokens, too_many_tokens
+from router.errors import InvalidRequest
+from router.prompt.text_model import TextModel, TextModels
+
+
+class _TokenizeText(msgspec.Struct, kw_only=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class _TokenizeOptions(msgspec.Struct, kw_only=True):
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    return_token_strs: bool | None = None
+
+
+class _Detokenize(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+_text_decoder = msgspec.json.Decoder(_TokenizeText)
+_chat_decoder = msgspec.json.Decoder(ChatPrompt)
+_options_decoder = msgspec.json.Decoder(_TokenizeOptions)
+_detokenize_decoder = msgspec.json.Decoder(_Detokenize)
+
+
+def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
+    """Raises InvalidRequest or UnknownModel, and TooMuchWork if it is to be bounded and is not."""
+    options = decode_body(_options_decoder, body)
+    if bytes(options.messages) == b"null":
+        plain = decode_body(_text_decoder, body)
+        model = _named(models, plain.model)
+        check_text_length(model, plain.prompt, "prompt")
+        token_ids = model.tokenizer.encode_within(
+            most_tokens(model), plain.prompt, add_special_tokens=plain.add_special_tokens
+        )
+        if token_ids is None:
+            raise too_many_tokens(model, "prompt")
+    else:
+        chat = decode_body(_chat_decoder, body)
+        model = _named(models, chat.model)
+        token_ids = encode_chat(model, render_chat(model, chat, is_bounded=is_bounded))
+    content: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": model.card.context_length,
+        "tokens": token_ids,
+        "token_strs": model.tokenizer.token_strings(token_ids) if options.return_token_strs else None,
+    }
+    return encode_json(content)
+
+
+def detokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
+    """Raises InvalidRequest or UnknownModel."""
+    asked = decode_body(_detokenize_decoder, body)
+    model = _named(models, asked.model)
+    if len(asked.tokens) > most_tokens(model):
+        raise too_many_tokens(model, "tokens")
+    token_ids = check_token_ids(asked.tokens, model, "tokens")
+    return encode_json({"prompt": model.tokenizer.decode(token_ids)})
+
+
+def _named(models: TextModels, name: str | None) -> TextModel:
+    """The model that was asked for; without a name, the only one."""
+    if name is not None:
+        return models.get(name)
+    names = models.names()
+    if len(names) == 1:
+        return models.get(names[0])
+    raise InvalidRequest(
+        "Missing required parameter: 'model'.", parameter="model", code="missing_required_parameter"
+    )

@@ -1,0 +1,209 @@
+"""The process beside a router that prepares large bodies, each in a child of its own.
+
+Owns a copy of every model's tokenizer and template, which its children share, and the bounds that a child
+works under: processor time, time, memory. Knows nothing of routing; whatever happens to a child happens to
+nobody else. It ends when its router does.
+
+A job comes as one byte and a socket. For a job this process only forks: the child reads the job there,
+answers there and ends, and what it took goes back with it. A child ends by itself when its time is over
+(the kernel's signal does not wait for Python), or when the router hangs up.
+"""
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from replicas.protocol.status import TokenizerBundle
+from router.api.prepared import Bounds, CrashedJob, Digest, Job, ModelWindow, Outcome
+from router.api.preparing import prepare
+from router.errors import UnknownModel
+from router.prompt.quoting import Quoter
+from router.prompt.template import ChatTemplate, Verdict
+from router.prompt.tokenizer import Tokenizer, TokenizerError
+
+LOAD, PREPARE = b"L", b"P"
+
+NICENESS = 5
+"""The router's own streams come first."""
+
+LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class _TextSide:
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    quoter: Quoter
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A TextModel."""
+
+    card: ModelWindow
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    quoter: Quoter
+
+
+class _Names:
+    """TextModels of one job."""
+
+    def __init__(self, windows: dict[str, ModelWindow], text_sides: dict[Digest, _TextSide]) -> None:
+        self._windows = windows
+        self._text_sides = text_sides
+
+    def get(self, name: str) -> _Named:
+        window = self._windows.get(name)
+        side = None if window is None else self._text_sides.get(window.digest)
+        if window is None or side is None:
+            raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
+        return _Named(window, side.tokenizer, side.template, side.quoter)
+
+    def names(self) -> Sequence[str]:
+        return sorted(name for name, window in self._windows.items() if not window.is_adapter)
+
+
+class Load(msgspec.Struct, frozen=True):
+    digest: Digest
+    files: dict[str, bytes]
+
+
+class _Preparer:
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._text_sides: dict[Digest, _TextSide] = {}
+
+    def serve(self, control: socket.socket) -> None:
+        """Until the router is gone."""
+        while True:
+            kind, handles, _, _ = socket.recv_fds(control, 1, 1)
+            if not kind:
+                return
+            with socket.socket(fileno=handles[0]) as peer, suppress(OSError, EOFError):
+                if kind == PREPARE:
+                    self._fork(peer, lambda: self._prepare(peer), control)
+                else:
+                    self._load(peer, control)
+
+    def _prepare(self, peer: socket.socket) -> None:
+        job = msgspec.msgpack.decode(receive(peer), type=Job)
+        body = receive(peer)
+        _end_when_left(peer, True)
+        outcome: Outcome
+        try:
+            outcome = prepare(job, _Names(job.models, self._text_sides), body)
+        except MemoryError:
+            raise
+        except Exception:  # the outermost frame of a job
+            outcome = CrashedJob(traceback.format_exc())
+        _end_when_left(peer, False)  # from here on it is also told that there is room to write
+        send(peer, msgspec.msgpack.encode(outcome))
+
+    def _load(self, peer: socket.socket, control: socket.socket) -> None:
+        """Answers with a Verdict. The template is tried out by a child, and never run here."""
+        load = msgspec.msgpack.decode(receive(peer), type=Load)
+        bundle = TokenizerBundle(load.files)
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._fork(theirs, lambda: _try_out(theirs, bundle), control)
+            try:
+                answer = receive(ours)
+            except (OSError, EOFError):
+                answer = msgspec.msgpack.encode(Verdict(complaint=_NEVER_ENDS.format(bounds=self._bounds)))
+        verdict = msgspec.msgpack.decode(answer, type=Verdict)
+        with suppress(TokenizerError):  # the router finds out by itself
+            tokenizer = Tokenizer(bundle)
+            template = ChatTemplate.from_bundle(bundle, verdict=verdict)
+            self._text_sides[load.digest] = _TextSide(tokenizer, template, Quoter(tokenizer.special_tokens))
+        send(peer, answer)
+
+    def _fork(self, peer: socket.socket, work: Callable[[], None], control: socket.socket) -> None:
+        if os.fork() != 0:
+            return
+        status = 1
+        try:
+            control.close()
+            _keep_to(self._bounds)
+            work()
+            status = 0
+        except (OSError, EOFError, MemoryError):  # the router has hung up, or a bound is reached
+            pass
+        finally:
+            peer.close()
+            os._exit(status)  # nothing of the parent's may be cleaned up here
+
+
+_NEVER_ENDS = (
+    "this model's chat template takes more than {bounds} for a few short conversations, if it ends at all;"
+    " use /v1/completions, or mend the checkpoint's chat_template and restart its replicas"
+)
+
+
+def _try_out(peer: socket.socket, bundle: TokenizerBundle) -> None:
+    send(peer, msgspec.msgpack.encode(ChatTemplate.from_bundle(bundle).verdict))
+
+
+def _keep_to(bounds: Bounds) -> None:
+    os.nice(NICENESS)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with open("/proc/self/statm") as file:
+        num_pages = int(file.read().split()[5])
+    most = num_pages * resource.getpagesize() + bounds.num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, bounds.cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, bounds.seconds)
+
+
+def _end_when_left(peer: socket.socket, is_on: bool) -> None:
+    """Have the kernel end this process when the other end is closed: a signal whose default is that."""
+    fcntl.fcntl(peer, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(peer, fcntl.F_GETFL)
+    fcntl.fcntl(peer, fcntl.F_SETFL, flags | os.O_ASYNC if is_on else flags & ~os.O_ASYNC)
+
+
+def send(peer: socket.socket, message: bytes) -> None:
+    peer.sendall(LENGTH.pack(len(message)))
+    peer.sendall(message)
+
+
+def receive(peer: socket.socket) -> bytes:
+    """Raises EOFError if the other end is closed before the message's end."""
+    (length,) = LENGTH.unpack(_receive(peer, LENGTH.size))
+    return bytes(_receive(peer, length))
+
+
+def _receive(peer: socket.socket, length: int) -> bytearray:
+    message = bytearray(length)
+    rest = memoryview(message)
+    while rest:
+        count = peer.recv_into(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return message
+
+
+def main(handle: int, bounds: Bounds) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the router decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child has ended
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # for what is not Python: threads do not survive a fork
+    with socket.socket(fileno=handle) as control:
+        _Preparer(bounds).serve(control)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Bounds))

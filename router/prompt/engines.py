@@ -1,0 +1,178 @@
+"""The two engines that render chat templates: jinja2's sandbox, the reference, and minijinja, the fast one.
+
+Owns what templates may call, and how much the fast engine may do before it gives up. Knows nothing of models
+or of messages.
+
+minijinja counts its instructions, so a loop without end costs it a few milliseconds. One instruction may
+still do a lot: `"x" * 10**9`, or a filter that pads. Templates with such instructions are not *bounded*, nor
+is anything that jinja2 renders: those are for a process that can be ended (`router/offload.py`).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import minijinja
+
+from router.prompt.probes import PROBE_CONVERSATIONS
+
+Render = Callable[[Mapping[str, Any]], str]
+Clock = Callable[[], datetime]
+
+FUEL = 500_000
+"""Instructions that one conversation may take where others wait for it: 20 ms. A message takes dozens."""
+
+_GROWING_FILTERS = frozenset({"batch", "slice", "format", "indent", "center", "wordwrap", "xmlattr"})
+"""Their output can be any size, whatever goes in."""
+
+
+class TooMuchWork(Exception):
+    """The conversation takes more than may be done while others wait."""
+
+
+class Refusal(ValueError):
+    """The template has called `raise_exception`."""
+
+
+class FastEngine:
+    """One template under minijinja. Raises minijinja.TemplateError, TypeError, ValueError, RecursionError,
+    or Refusal. For one thread."""
+
+    def __init__(self, source: str, clock: Clock) -> None:
+        self._environment = environment = minijinja.Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            filters={"tojson": _to_safe_json},
+            globals={
+                "strftime_now": lambda pattern: clock().strftime(pattern),
+                "raise_exception": _raise_plainly,
+            },
+        )
+        environment.add_template("chat", source)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        self._environment.fuel = None
+        return self._environment.render_template("chat", **variables)
+
+    def render_within(self, fuel: int, variables: Mapping[str, Any]) -> str:
+        """Raises TooMuchWork for whatever else than a Refusal goes wrong."""
+        self._environment.fuel = fuel
+        try:
+            return self._environment.render_template("chat", **variables)
+        except Refusal:
+            raise
+        except (minijinja.TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise TooMuchWork from error
+
+
+def compile_fast(source: str, clock: Clock) -> FastEngine | None:
+    """None for a template that minijinja does not understand."""
+    try:
+        return FastEngine(source, clock)
+    except minijinja.TemplateError:
+        return None
+
+
+def compile_reference(source: str, clock: Clock) -> Render:
+    """By jinja2. One that cannot be compiled refuses every conversation."""
+    environment = _reference_environment()
+    environment.globals["strftime_now"] = lambda pattern: clock().strftime(pattern)
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        message = f"the model's chat template cannot be compiled: {error.message}"
+
+        def refuse(variables: Mapping[str, Any]) -> str:
+            raise jinja2.TemplateError(message)
+
+        return refuse
+    return lambda variables: template.render(variables)
+
+
+def is_bounded(source: str) -> bool:
+    """Whether each instruction of the template makes little more than it is given."""
+    try:
+        tree = _reference_environment().parse(source)
+    except (jinja2.TemplateError, RecursionError):
+        return False
+    if next(tree.find_all((jinja2.nodes.Mul, jinja2.nodes.Pow)), None) is not None:
+        return False
+    return not any(_may_grow(used) for used in tree.find_all(jinja2.nodes.Filter))
+
+
+def _may_grow(used: jinja2.nodes.Filter) -> bool:
+    if used.name in ("replace", "join"):  # by as much as the template itself says
+        return not all(isinstance(argument, jinja2.nodes.Const) for argument in used.args)
+    return used.name in _GROWING_FILTERS
+
+
+def render_alike(source: str, special_tokens: Mapping[str, str]) -> bool:
+    """Whether both engines give the same text, or both refuse, for every probe conversation."""
+    moment = datetime(2024, 7, 26, 13, 5)
+    reference, fast = compile_reference(source, lambda: moment), compile_fast(source, lambda: moment)
+    assert fast is not None
+
+    def outcome(render: Render, variables: Mapping[str, Any]) -> str | None:
+        try:
+            return render(variables)
+        except (jinja2.TemplateError, minijinja.TemplateError, TypeError, ValueError, KeyError):
+            return None
+
+    for probe in PROBE_CONVERSATIONS:
+        variables = {**special_tokens, "documents": None, **probe}
+        if outcome(reference, variables) != outcome(fast.render, variables):
+            return False
+    return True
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what a trainer learns from; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _reference_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    separators = None if separators is None else (separators[0], separators[1])
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _to_safe_json(value: Any, **options: Any) -> str:
+    return minijinja.safe(_to_json(value, **options))
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _raise_plainly(message: str) -> str:
+    raise Refusal(message)

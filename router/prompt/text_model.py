@@ -1,0 +1,39 @@
+"""TextModel: what checking, rendering and encoding a prompt needs of a model.
+
+Two things are one: a router's ServedModel, and what the process that prepares large bodies has of it.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.prompt.quoting import Quoter
+from router.prompt.template import ChatTemplate
+from router.prompt.tokenizer import Tokenizer
+
+
+class Window(Protocol):
+    """The part of a model's card that bounds prompts."""
+
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class TextModel(Protocol):
+    @property
+    def card(self) -> Window: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def template(self) -> ChatTemplate: ...
+    @property
+    def quoter(self) -> Quoter: ...
+
+
+class TextModels(Protocol):
+    """By the name that a client asks for."""
+
+    def get(self, name: str) -> TextModel: ...
+
+    def names(self) -> Sequence[str]: ...

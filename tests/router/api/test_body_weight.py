@@ -1,0 +1,39 @@
+"""What is prepared on the event loop is bounded in bytes and in values, whatever its shape."""
+
+import json
+
+import pytest
+
+from router.api.body_weight import MOST_BYTES, MOST_VALUES, SMALL_BYTES, is_light_chat, is_light_completion
+
+
+def _chat(content: str, **fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+def test_long_honest_texts_are_light_however_many_commas_and_quotes_they_hold() -> None:
+    assert is_light_chat(_chat('x = ["a", {"b": 1}], "\\\\"\n' * 2000))
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1", '""', "[[1]]", '{"a":1}', "null", '"\\\\"', '"\\""'])
+def test_many_values_are_not(value: str) -> None:
+    body = b'{"messages":[' + b",".join([value.encode()] * (MOST_VALUES + 1)) + b"]}"
+    assert len(body) > SMALL_BYTES
+    assert not is_light_chat(body)
+
+
+def test_quotes_in_strings_hide_no_values() -> None:
+    for text in ('"', "\\", '\\"', '"\\'):
+        few = _chat(text * 2000, tools=[1])
+        assert is_light_chat(few)
+        assert not is_light_chat(_chat(text * 2000, tools=[1] * MOST_VALUES))
+
+
+def test_token_ids_are_cheap_and_nested_lists_are_not() -> None:
+    assert is_light_completion(json.dumps({"prompt": [1000] * 30_000}).encode())
+    assert not is_light_completion(json.dumps({"prompt": [[1]] * (MOST_VALUES + 1)}).encode())
+
+
+def test_what_is_long_is_never_light() -> None:
+    for is_light in (is_light_chat, is_light_completion):
+        assert not is_light(b'"' + b"a" * MOST_BYTES)

@@ -1,0 +1,96 @@
+"""Bodies of the worst shapes on every route get a clear answer, and no work in the router itself."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtests.worst_bodies import SHAPES, WorstBody, worst_bodies
+from router.api.body_weight import MOST_BYTES
+from router.prompt.quoting import Quoter
+from router.prompt.template import ChatTemplate
+from router.prompt.tokenizer import Tokenizer
+from tests.router import tiny_model
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import says
+
+LARGE = [*worst_bodies(MOST_BYTES * 5 // 4, model="tiny")]
+MEDIUM = [*worst_bodies(20_000, model="tiny")]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters this process has tokenised, quoted and rendered, call by call."""
+    lengths: list[int] = []
+
+    def watch(owner: type, name: str, length_of: Callable[..., int]) -> None:
+        original = getattr(owner, name)
+
+        def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+            lengths.append(length_of(*arguments))
+            return original(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Tokenizer, "encode", len)
+    watch(Tokenizer, "decode", len)
+    watch(Quoter, "is_needed", lambda value: len(repr(value)))
+    watch(ChatTemplate, "render", lambda messages: len(repr(messages)))
+    watch(ChatTemplate, "render_bounded", lambda messages: len(repr(messages)))
+    return lengths
+
+
+async def test_large_bodies_of_every_shape_get_a_clear_answer_and_no_work_here(seen: list[int]) -> None:
+    async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        server.dispatcher.script = says([tiny_model.END_OF_TURN])
+        for body in LARGE:
+            await _check(client, body)
+        assert seen == []
+        await server.wait_idle()
+        statistics = server.context.offload.statistics()
+        assert (statistics.num_working, statistics.num_waiting, statistics.num_refused) == (0, 0, 0)
+        assert statistics.num_done + statistics.num_ended == len(LARGE)
+
+
+async def test_what_is_done_here_for_a_smaller_body_is_bounded(seen: list[int]) -> None:
+    async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        server.dispatcher.script = says([tiny_model.END_OF_TURN])
+        for body in MEDIUM:
+            seen.clear()
+            await _check(client, body)
+            assert sum(seen) < 10 * len(body.content)
+
+
+async def _check(client: httpx.AsyncClient, body: WorstBody) -> None:
+    response = await client.post(body.route, content=body.content)
+    assert response.status_code in (200, 400), (body.route, body.name, response.text[:300])
+    if response.status_code == 400:
+        error = json.loads(response.content)["error"]
+        assert error["type"] == "invalid_request_error" and len(error["message"]) < 1000
+
+
+def test_the_corpus_is_for_every_route_that_reads_a_body() -> None:
+    assert SHAPES.keys() == {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
+    for body in LARGE:
+        assert MOST_BYTES < len(body.content) < 2 * MOST_BYTES, (body.route, body.name)
+
+
+async def test_a_prompt_that_fits_is_never_refused_for_its_length(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    """The longest text that the context holds, with so much around it that it is prepared elsewhere."""
+    server.dispatcher.script = says([tiny_model.END_OF_TURN])
+    model = tiny_model.catalog().get("tiny")
+    longest = max(range(len(model.tokenizer._token_bytes.with_special)), key=_length_of(model.tokenizer))  # type: ignore[union-attr]
+    text = model.tokenizer.decode([longest]) * (tiny_model.CONTEXT_LENGTH - 1)
+    ids = model.tokenizer.encode(text)
+    for padding in ("", " " * MOST_BYTES):
+        for prompt in (text, ids) if len(ids) < tiny_model.CONTEXT_LENGTH else (ids[:511],):
+            body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 1}) + padding
+            assert (await http.post("/v1/completions", content=body)).status_code == 200
+
+
+def _length_of(tokenizer: Tokenizer) -> Callable[[int], int]:
+    return lambda token_id: len(tokenizer.token_text(token_id)[1])
