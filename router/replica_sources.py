@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError, WatchError
 
 from replicas.protocol.complaints import Complaints
 from replicas.protocol.frames import LoadSnapshot
@@ -44,9 +44,6 @@ MAX_NAMES_PER_LOOK = 4096
 """Of models, and of replicas for each: names without end must not keep a look from ending."""
 
 Name = TypeVar("Name", bound=str)
-
-# Atomic, so that a replica which registers again at this very moment keeps its place.
-FORGET_SCRIPT = "if redis.call('EXISTS', KEYS[1]) == 0 then return redis.call('SREM', KEYS[2], ARGV[1]) end"
 
 
 class ReplicaSource(Protocol):
@@ -176,9 +173,23 @@ class RegistrySource:
         now = asyncio.get_running_loop().time()
         due = [name for name, since in self._absent_since.items() if now - since >= self._forget_seconds]
         for model, replica_id in due[:MAX_FORGOTTEN_PER_POLL]:
-            keys = (replica_key(model, replica_id), replicas_key(model))
-            await redis.eval(FORGET_SCRIPT, 2, *keys, replica_id)
+            await forget(redis, model, replica_id)
             del self._absent_since[model, replica_id]
+
+
+async def forget(redis: "Redis", model: str, replica_id: ReplicaId) -> None:
+    """Take an id without a lease out of the set. A replica that registers at this very moment stays in.
+
+    Not by a script: with a lease's name among its keys, Redis would ask for the right to write leases.
+    """
+    async with redis.pipeline() as pipeline:
+        await pipeline.watch(replica_key(model, replica_id))
+        if await pipeline.exists(replica_key(model, replica_id)):
+            return
+        pipeline.multi()  # type: ignore[no-untyped-call]
+        pipeline.srem(replicas_key(model), replica_id)
+        with contextlib.suppress(WatchError):
+            await pipeline.execute()
 
 
 class StaticSource:

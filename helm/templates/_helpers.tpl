@@ -188,6 +188,23 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* The cluster secret as a file: what a container mounts, and the volume. */}}
+{{- define "kvasir.clusterSecretMount" -}}
+- name: secret
+  mountPath: /etc/kvasir/secret
+  readOnly: true
+{{- end -}}
+
+{{- define "kvasir.clusterSecretVolume" -}}
+- name: secret
+  secret:
+    secretName: {{ include "kvasir.clusterSecretName" . }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.clusterSecret.key }}
+        path: secret
+{{- end -}}
+
 {{- define "kvasir.clusterSecretName" -}}
 {{- default (printf "%s-secret" (include "kvasir.fullname" .)) .Values.clusterSecret.existingSecret -}}
 {{- end -}}

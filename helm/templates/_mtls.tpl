@@ -1,10 +1,24 @@
+{{/* Whether there is TLS between routers and replicas: "yes" or nothing. Unless the values say, where cert-manager is;
+but an upgrade turns nothing on that was off, since for a while some pods would have it and others not. */}}
+{{- define "kvasir.mtls" -}}
+{{- $said := .Values.mtls.enabled -}}
+{{- if not (kindIs "invalid" $said) -}}
+{{- if $said -}}yes{{- end -}}
+{{- else if .Values.mtls.existingSecrets.router -}}
+yes
+{{- else if .Capabilities.APIVersions.Has "cert-manager.io/v1" -}}
+{{- $certificate := printf "%s-router-tls" (include "kvasir.fullname" .) -}}
+{{- if or .Release.IsInstall (lookup "cert-manager.io/v1" "Certificate" .Release.Namespace $certificate) -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Secret with ca.crt, tls.crt and tls.key of one side: dict "root" $ "side" "router". */}}
 {{- define "kvasir.mtlsSecret" -}}
 {{- default (printf "%s-%s-tls" (include "kvasir.fullname" .root) .side) (get .root.Values.mtls.existingSecrets .side) -}}
 {{- end -}}
 
 {{- define "kvasir.mtlsMounts" -}}
-{{- if .Values.mtls.enabled }}
+{{- if include "kvasir.mtls" . }}
 - name: tls
   mountPath: /etc/kvasir/tls
   readOnly: true
@@ -13,7 +27,7 @@
 
 {{/* Mounted as a whole: a file mounted by its own name would not change when its Secret does. */}}
 {{- define "kvasir.mtlsVolumes" -}}
-{{- if .root.Values.mtls.enabled }}
+{{- if include "kvasir.mtls" .root }}
 - name: tls
   secret:
     secretName: {{ include "kvasir.mtlsSecret" . }}
@@ -22,7 +36,7 @@
 {{- end -}}
 
 {{- define "kvasir.mtlsRouterSettings" -}}
-{{- if .Values.mtls.enabled }}
+{{- if include "kvasir.mtls" . }}
 {{- include "kvasir.settings" (dict "prefix" "KVASIR_ROUTER_" "settings" (dict
     "replica_tls_ca" "/etc/kvasir/tls/ca.crt"
     "replica_tls_certificate" "/etc/kvasir/tls/tls.crt"
@@ -33,7 +47,7 @@
 
 {{/* Settings of a replica, as YAML. */}}
 {{- define "kvasir.mtlsReplicaSettings" -}}
-{{- if .Values.mtls.enabled -}}
+{{- if include "kvasir.mtls" . -}}
 tls_certificate: /etc/kvasir/tls/tls.crt
 tls_key: /etc/kvasir/tls/tls.key
 tls_client_ca: /etc/kvasir/tls/ca.crt
@@ -42,7 +56,7 @@ tls_client_ca: /etc/kvasir/tls/ca.crt
 
 {{/* How a replica is asked for its health. Kubernetes' own gRPC probe has no certificate to show. */}}
 {{- define "kvasir.replicaProbe" -}}
-{{- if .Values.mtls.enabled -}}
+{{- if include "kvasir.mtls" . -}}
 exec:
   command: [python, /app/deploy/check_replica.py]
 {{- else -}}

@@ -120,6 +120,7 @@ dict "root" $ "pool" $pool. */}}
 {{- define "kvasir.poolMounts" -}}
 - name: tmp
   mountPath: /tmp
+{{ include "kvasir.clusterSecretMount" .root }}
 {{- if has .pool.model.source (list "hub" "claim") }}
 - name: models
   mountPath: /models
@@ -136,6 +137,7 @@ dict "root" $ "pool" $pool. */}}
 {{- define "kvasir.poolVolumes" -}}
 - name: tmp
   emptyDir: {}
+{{ include "kvasir.clusterSecretVolume" .root }}
 {{- if eq .pool.model.source "claim" }}
 - name: models
   persistentVolumeClaim:

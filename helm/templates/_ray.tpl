@@ -32,7 +32,7 @@ of them can have the same ports. */}}
 {{- $pools = append $pools $entry -}}
 {{- $longest = max $longest (int $pool.drainSeconds) -}}
 {{- end -}}
-{{- $fleet := dict "log_format" $values.logFormat "metrics_host" "0.0.0.0" "metrics_port" 9100 "drain_seconds" $longest "pools" $pools -}}
+{{- $fleet := dict "secret_file" "/etc/kvasir/secret/secret" "log_format" $values.logFormat "metrics_host" "0.0.0.0" "metrics_port" 9100 "drain_seconds" $longest "pools" $pools -}}
 {{- if include "kvasir.rayScales" . -}}{{- $_ := set $fleet "ray_autoscaler" true -}}{{- end -}}
 {{- toYaml $fleet -}}
 {{- end -}}
@@ -134,11 +134,13 @@ autoscalerOptions:
 {{- $external := .Values.redis.external -}}
 {{- if eq .Values.redis.mode "builtin" -}}
 redisAddress: {{ include "kvasir.fullname" . }}-redis:6379
+redisUsername:
+  value: ray
 redisPassword:
   valueFrom:
     secretKeyRef:
       name: {{ include "kvasir.fullname" . }}-redis
-      key: password
+      key: ray-password
 {{- else if $external.urlSecret -}}
 {{- fail "ray.faultTolerance needs redis.external.host and its fellows: from redis.external.urlSecret Ray cannot read where Redis is" -}}
 {{- else -}}

@@ -1,4 +1,29 @@
-{{/* How Redis is reached: environment variables, dict "root" $ "prefix" "KVASIR_ROUTER_". Kubernetes puts the
+{{/* Who the built-in Redis lets in: dict user → password. Routers read, and take ids of replicas that are gone from
+the list; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; nobody may change the
+server, or empty it. */}}
+{{- define "kvasir.redisAccess" -}}
+user default off
+{{- with .router }}
+user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info
+{{- end }}
+{{- with .replica }}
+user replica on >{{ . }} resetchannels ~kvasir:* +@read +@write +@connection +@transaction +eval +evalsha +script|load -@dangerous +info
+{{- end }}
+{{- with .ray }}
+user ray on >{{ . }} resetchannels ~RAY* ~DUMMY +@all -@admin -@dangerous +info +keys
+{{- end }}
+{{- end -}}
+
+{{/* The users that there are, as a YAML list. */}}
+{{- define "kvasir.redisUsers" -}}
+- router
+- replica
+{{- if and (eq .Values.fleet.mode "kuberay") .Values.ray.faultTolerance }}
+- ray
+{{- end }}
+{{- end -}}
+
+{{/* How Redis is reached: environment variables, dict "root" $ "user" "router" "prefix" "KVASIR_ROUTER_". Kubernetes puts the
 password into the address, so that the address is in no object but the Secret. */}}
 {{- define "kvasir.redisEnvironment" -}}
 {{- $redis := .root.Values.redis -}}
@@ -8,9 +33,9 @@ password into the address, so that the address is in no object but the Secret. *
   valueFrom:
     secretKeyRef:
       name: {{ include "kvasir.fullname" .root }}-redis
-      key: password
+      key: {{ .user }}-password
 - name: {{ .prefix }}REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "kvasir.fullname" .root }}-redis:6379/0
+  value: redis://{{ .user }}:$(REDIS_PASSWORD)@{{ include "kvasir.fullname" .root }}-redis:6379/0
 {{- else if $external.urlSecret -}}
 - name: {{ .prefix }}REDIS_URL
   valueFrom:

@@ -13,7 +13,7 @@ from tests.helm.chart import chart, objects_in, values_of
 
 pytestmark = pytest.mark.timeout(60)
 
-LAPTOP = dict(values_of("laptop"))
+LAPTOP: dict[str, Any] = {**values_of("laptop"), "mtls": {"enabled": False}}
 CHANGED: dict[str, Any] = {
     **LAPTOP,
     "pools": {"one": {}, "two": {"replicas": 3}},
@@ -95,7 +95,12 @@ def test_a_release_of_another_name_has_secrets_of_its_own(
     helm.install(chart(), "two", LAPTOP, namespace="llm")
     secrets = secrets_in(server.installed())
     assert secrets["one-kvasir-secret"] != secrets["two-kvasir-secret"]
-    assert secrets["one-kvasir-redis"]["password"] != secrets["two-kvasir-redis"]["password"]
+    passwords = [
+        secrets[f"{release}-kvasir-redis"][f"{user}-password"]
+        for release in ("one", "two")
+        for user in ("router", "replica")
+    ]
+    assert len(set(passwords)) == 4
 
 
 def test_where_prometheus_operator_is_missing_nothing_is_installed(
@@ -105,3 +110,38 @@ def test_where_prometheus_operator_is_missing_nothing_is_installed(
     with pytest.raises(helm_python.HelmError, match="could not find the requested resource"):
         helm.install(chart(), "demo", CHANGED, namespace="llm")
     assert server.objects == {}
+
+
+def has_tls(server: ApiServer) -> bool:
+    certificates = {name for kind, name in server.installed() if kind == "Certificate"}
+    router = str(server.installed()["Deployment", "demo-kvasir-router"])
+    assert bool(certificates) == ("KVASIR_ROUTER_REPLICA_TLS_CERTIFICATE" in router)
+    return bool(certificates)
+
+
+UNSAID: dict[str, Any] = {**LAPTOP, "mtls": {}}
+
+
+@pytest.mark.parametrize("said", [None, False])
+def test_where_cert_manager_is_tls_is_the_default_and_stays_so(
+    server: ApiServer, helm: helm_python.Config, said: bool | None
+) -> None:
+    values = UNSAID if said is None else {**LAPTOP, "mtls": {"enabled": said}}
+    helm.install(chart(), "demo", values, namespace="llm")
+    assert has_tls(server) == (said is None)
+    helm.upgrade(chart(), "demo", {**values, "logLevel": "debug"}, namespace="llm")
+    assert has_tls(server) == (said is None)
+
+
+def test_where_cert_manager_comes_later_an_upgrade_turns_tls_on_only_if_it_is_told(
+    server: ApiServer, helm: helm_python.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = KINDS["cert-manager.io/v1"]
+    monkeypatch.delitem(KINDS, "cert-manager.io/v1")
+    helm.install(chart(), "demo", UNSAID, namespace="llm")
+    assert not has_tls(server)
+    monkeypatch.setitem(KINDS, "cert-manager.io/v1", kinds)
+    helm.upgrade(chart(), "demo", {**UNSAID, "logLevel": "debug"}, namespace="llm")
+    assert not has_tls(server)
+    helm.upgrade(chart(), "demo", {**UNSAID, "mtls": {"enabled": True}}, namespace="llm")
+    assert has_tls(server)

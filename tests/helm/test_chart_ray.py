@@ -167,8 +167,30 @@ def test_another_fleet_is_applied_at_once_and_an_equal_one_is_left_alone() -> No
     assert len({template(), *(template(**values) for values in changes)}) == len(changes) + 1
 
 
-def test_rays_state_is_in_the_same_redis() -> None:
-    assert cluster_of("KubeRay")["gcsFaultToleranceOptions"]["redisAddress"] == "demo-kvasir-redis:6379"
+def test_rays_state_is_in_the_same_redis_and_in_the_builtin_one_under_a_user_of_its_own() -> None:
+    builtin = cluster_of("KubeRay")["gcsFaultToleranceOptions"]
+    assert builtin["redisAddress"] == "demo-kvasir-redis:6379"
+    assert builtin["redisUsername"] == {"value": "ray"}
+    password = builtin["redisPassword"]["valueFrom"]["secretKeyRef"]
+    assert password["key"] in named("Secret", password["name"], rendered("KubeRay"))["stringData"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_fleets_secret_file_is_in_every_pod_that_has_to_do_with_it(case: str) -> None:
+    text = named("ConfigMap", "demo-kvasir-fleet", rendered(case))["data"]["fleet.yaml"]
+    file = parse_fleet(text, redis_url="redis://redis").secret_file
+    assert file is not None
+    with_secret = set()
+    for _, pod in pods(rendered(case)):
+        for container in pod["spec"]["containers"]:
+            for mount in container["volumeMounts"]:
+                if file.startswith(mount["mountPath"] + "/secret"):
+                    assert mount["readOnly"] is True
+                    with_secret.add(component_of(pod))
+    assert with_secret == {"ray-head", "replica", "fleet", "router"}
+
+
+def test_rays_state_is_in_the_external_redis_that_the_values_name() -> None:
     external = cluster_of("KubeRay, external Redis")
     options = external["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "rediss://redis.example:6379"

@@ -32,7 +32,8 @@ FLEET_IS_READY = ["test", "-e", "/tmp/fleet-is-ready"]
 def test_routers_and_replicas_take_every_setting_that_they_are_given_and_mean_the_same(case: str) -> None:
     router = router_config(case)
     for replica in replica_configs(case):
-        assert replica.redis_url == router.redis_url
+        assert replica.redis_url.replace("//replica:", "//router:") == router.redis_url
+        assert replica.secret_file == router.secret_file == "/etc/kvasir/secret/secret"
         assert replica.index_stride == router.index_stride
         assert (replica.replica_id, replica.host) == ("pod-0", "10.1.2.3")
 
@@ -83,7 +84,7 @@ def test_settings_arrive_as_they_were_written() -> None:
 
 
 def test_redis_is_found_where_the_values_say() -> None:
-    assert router_config("nothing set").redis_url == "redis://:pass@demo-kvasir-redis:6379/0"
+    assert router_config("nothing set").redis_url == "redis://router:pass@demo-kvasir-redis:6379/0"
     assert router_config("external Redis").redis_url == "redis://:pass@redis.example:6379/0"
     assert router_config("external Redis without password").redis_url == "redis://redis.example:6379/0"
     assert router_config("external Redis by address").redis_url == "redis://given"

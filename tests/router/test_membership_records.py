@@ -8,7 +8,7 @@ import pytest
 from replicas.protocol.keys import replica_key, replicas_key
 from replicas.protocol.status import Adapter, Epoch, ReplicaId, ReplicaState
 from router.membership import RegistrySource, StaticSource
-from router.replica_sources import FORGET_SCRIPT
+from router.replica_sources import forget
 from tests.router.scripted_replica import CARD, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
 
@@ -164,11 +164,10 @@ async def test_ids_without_a_lease_are_taken_out_of_the_set_after_a_while(
 async def test_an_id_that_registers_again_at_the_last_moment_stays(registry: Registry, start: Start) -> None:
     replica = await start()
     await registry.put(replica)
-    keys = (replica_key("toy", replica.replica_id), replicas_key("toy"))
-    await registry.redis.eval(FORGET_SCRIPT, 2, *keys, replica.replica_id)
+    await forget(registry.redis, "toy", replica.replica_id)
     assert await registry.redis.smembers(replicas_key("toy")) == {b"r0"}
     await registry.end_lease(replica)
-    await registry.redis.eval(FORGET_SCRIPT, 2, *keys, replica.replica_id)
+    await forget(registry.redis, "toy", replica.replica_id)
     assert await registry.redis.smembers(replicas_key("toy")) == set()
 
 

