@@ -26,7 +26,7 @@ from cluster.processes import Service, kill_marked
 from cluster.ray_head import RayHead, start_ray, stop_ray
 from cluster.redis_server import PrivateRedis, free_ports_in_a_row
 from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
-from cluster.scrape_targets import scrape_targets
+from cluster.state_writer import StateWriter
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import without_password
 
@@ -61,6 +61,7 @@ class LocalCluster:
         self._directory = options.run_directory
         self._say = say
         self._state: ClusterState | None = None
+        self._writer = StateWriter(options.run_directory, say)
 
     async def run(self, on_ray_started: Callable[[], None]) -> None:
         """Start everything, say when it serves, keep it alive until cancelled, leave nothing behind.
@@ -68,16 +69,32 @@ class LocalCluster:
         `on_ray_started` is called when Ray has been started, which takes signal handlers away.
         Raises AlreadyRunning or StartFailed.
         """
-        with self._directory.claim():
+        with self._claimed():
             kill_marked(self._directory.path, self._directory.ray_directory)
             port = take_port(self._options.host, self._options.port)
-            self._directory.renew()
+            with self._writable():
+                self._directory.renew()
             try:
                 await self._run(port, on_ray_started)
             finally:
                 kill_marked(self._directory.path, self._directory.ray_directory)
                 shutil.rmtree(self._directory.ray_directory, ignore_errors=True)
                 self._directory.forget()
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with self._writable():
+                stack.enter_context(self._directory.claim())
+            yield
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Without a run directory nothing is begun; one that fills up later ends nothing."""
+        try:
+            yield
+        except OSError as error:
+            raise StartFailed(f"cannot write to {self._directory.path}: {error.strerror}") from error
 
     async def _run(self, port: int, on_ray_started: Callable[[], None]) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -104,6 +121,7 @@ class LocalCluster:
             stack.push_async_callback(watch.stop, FLEET_STOP_SECONDS)
             async with _one_error(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch.keep(self._say))
+                tasks.create_task(self._writer.keep())
                 await self._wait_ready(watch, router, router_url)
                 for service in filter(None, (redis, router)):
                     tasks.create_task(self._keep(service))
@@ -203,8 +221,7 @@ class LocalCluster:
 
     def _write(self, state: ClusterState) -> None:
         self._state = state
-        self._directory.write_state(state)
-        self._directory.write_targets(scrape_targets(state))
+        self._writer.write(state)
 
     async def _keep(self, service: Service) -> None:
         backoff = BackoffSpec()
@@ -217,7 +234,11 @@ class LocalCluster:
             self._say(f"{service.name} ended with code {code} (log: {service.log}); starting it again")
             service.kill_group()
             await asyncio.sleep(backoff.delay_seconds(num_early_deaths))
-            await service.start()
+            try:
+                await service.start()
+            except StartFailed as error:
+                self._say(str(error))
+                continue
             assert self._state is not None
             if service.name == ROUTER:
                 self._write(replace(self._state, router_pid=service.pid))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from cluster.errors import StartFailed
 
@@ -35,7 +36,8 @@ class Service:
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        with await asyncio.to_thread(self.log.open, "ab") as log:
+        """Raises StartFailed. A log that cannot be opened is no reason: what it would hold is lost then."""
+        with await asyncio.to_thread(self._open_log) as log:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command,
@@ -48,6 +50,12 @@ class Service:
                 )
             except OSError as error:
                 raise StartFailed(f"cannot start {self.name}: {error}") from error
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            return self.log.open("ab")
+        except OSError:
+            return Path(os.devnull).open("ab")
 
     async def wait(self) -> int:
         assert self._process is not None, "start it first"
@@ -76,7 +84,10 @@ class Service:
 
     async def complaint(self) -> str:
         """The last lines of its log, for a message about why it ended."""
-        text = await asyncio.to_thread(self.log.read_text, encoding="utf-8", errors="replace")
+        try:
+            text = await asyncio.to_thread(self.log.read_text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"its log cannot be read: {error}"
         return "\n".join(text.strip().splitlines()[-5:])
 
 

@@ -140,13 +140,17 @@ class RunDirectory:
 
 
 def _replace(path: Path, content: Any, mode: int) -> None:
-    """Whoever reads it finds the old content or the new."""
+    """Whoever reads it finds the old content or the new, whole. Raises OSError."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-    fresh.replace(path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def _lock_within(descriptor: int, seconds: float) -> bool:

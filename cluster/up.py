@@ -5,6 +5,7 @@ Owns the reading of options and the signals. What is started, and how, is `local
 
 import argparse
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,10 +46,16 @@ def options_from(
 
 def serve(options: LocalOptions, say: Callable[[str], None]) -> int:
     """Run the cluster until SIGINT, SIGTERM or SIGHUP. Returns the exit code."""
+
+    def tell(sentence: str) -> None:
+        # Where it goes may be gone or full: no reason for a cluster to end.
+        with contextlib.suppress(OSError):
+            say(sentence)
+
     try:
-        asyncio.run(_serve(LocalCluster(options, say)))
+        asyncio.run(_serve(LocalCluster(options, tell)))
     except asyncio.CancelledError:
-        say("Everything is stopped.")
+        tell("Everything is stopped.")
     return 0
 
 

@@ -38,14 +38,21 @@ def set_up_logs(
     fields: Mapping[str, str] | None = None,
     text_format: str = TEXT_FORMAT,
 ) -> None:
-    """Send this process's log to `file`, or to standard error. Called again, the last call counts.
+    """Send this process's log to `file`, or to standard error, as where the file cannot be opened. Called
+    again, the last call counts.
 
     `fields` are of the process, and in each of its JSON objects.
     """
     handler: logging.Handler
-    handler = _StandardError() if file is None else logging.FileHandler(file)
+    unopened: OSError | None = None
+    try:
+        handler = _StandardError() if file is None else logging.FileHandler(file)
+    except OSError as error:
+        handler, unopened = _StandardError(), error
     handler.setFormatter(JsonFormatter(fields or {}) if log_format == "json" else TextFormatter(text_format))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    if unopened is not None:
+        logging.getLogger(__name__).warning("cannot log to %s: %s", file, unopened.strerror)
 
 
 class _StandardError(logging.Handler):

@@ -142,3 +142,10 @@ def test_a_service_dies_with_its_parent_even_if_that_is_killed(tmp_path: Path) -
         parent.kill()
     while runs(child):  # the test's own timeout is the limit
         time.sleep(0.01)
+
+
+async def test_a_log_that_cannot_be_opened_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    service = Service("it", ["true"], tmp_path / "gone" / "log", {})
+    await service.start()
+    assert await service.wait() == 0
+    assert "cannot be read" in await service.complaint()

@@ -123,3 +123,16 @@ def test_a_wrong_log_setting_is_one_sentence(module: str) -> None:
     command = [sys.executable, "-m", module, "--log-format=xml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (2, "setting log_format is text or json, not xml\n")
+
+
+def test_a_log_file_that_cannot_be_opened_leaves_standard_error() -> None:
+    program = (
+        "import logging, pathlib; from replicas.protocol.logs import set_up_logs;"
+        "set_up_logs(file=pathlib.Path('/nowhere/x.log')); logging.getLogger('x').info('still said')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot log to /nowhere/x.log" in done.stderr
+    assert "still said" in done.stderr
