@@ -83,7 +83,14 @@ class ReplicaConfig:
         "hardware does with simulated",
     )
     max_running: int = setting(DEFAULT_MAX_RUNNING, help="most requests in one batch")
-    max_waiting: int = setting(1024, help="most requests that wait; beyond, they are refused as overloaded")
+    max_waiting: int = setting(
+        1024, help="most sequences (requests times n) that wait; beyond, they are refused as overloaded"
+    )
+    max_open_tokens: int | None = setting(
+        None,
+        help="most tokens of requests that run or wait (prompts once, up to 1,024 of each answer); beyond, "
+        "they are refused as overloaded; none means 16 times what the KV cache holds",
+    )
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
     adapters: Mapping[str, str] | None = setting(
         None, help="LoRA adapters, NAME=DIRECTORY,NAME=DIRECTORY or a mapping; vllm only"
@@ -145,6 +152,7 @@ class ReplicaConfig:
             "max_batched_tokens",
             "max_running",
             "max_waiting",
+            "max_open_tokens",
             "index_stride",
             "events_stream_bytes",
         ):

@@ -116,8 +116,8 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
     loop.start()
     while (message := _next(connection)) != Close():
         match message:
-            case Submit(requests):
-                loop.submit(requests)
+            case Submit():
+                loop.submit(message.requests())
             case Abort(key):
                 loop.abort(key)
             case _:

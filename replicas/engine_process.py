@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
@@ -61,7 +62,17 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    requests: list[EngineRequest]
+    """The choices of one request. The prompt, which they share, travels once and is in none of them."""
+
+    token_ids: list[int]
+    choices: list[EngineRequest]
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest]) -> "Submit":
+        return cls(list(requests[0].token_ids), [replace(request, token_ids=()) for request in requests])
+
+    def requests(self) -> list[EngineRequest]:
+        return [replace(choice, token_ids=self.token_ids) for choice in self.choices]
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):

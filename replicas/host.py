@@ -23,16 +23,17 @@ from replicas.engines import build_engine
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
 from replicas.frame_bridge import FrameBridge
 from replicas.index_writer import IndexWriter
+from replicas.intake import Intake
 from replicas.metrics import ReplicaMetrics, metrics_endpoint
+from replicas.openings import open_secret, open_tls, open_tracing
 from replicas.ports import host_port
 from replicas.process_loop import drive
 from replicas.proof import prove_hashes
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
-from replicas.protocol.secret_file import read_secret
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
-from replicas.protocol.tls import FollowedFiles, TlsFiles, server_credentials
+from replicas.protocol.tls import FollowedFiles, server_credentials
 from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
 from replicas.registration import Registration
 from replicas.server import Identity, ReplicaServer
@@ -42,6 +43,10 @@ from replicas.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 Build = Callable[[ReplicaConfig], tuple[Engine, TokenizerBundle]]
+
+OPEN_CACHES = 16
+"""Requests are taken whose tokens would fill the KV cache so many times: what waits longer than that for its
+turn is better off elsewhere."""
 
 LEASES_PER_SET = 20
 """The blocks set outlives the lease by so much: a pause costs no rewrite, a dead replica's set goes."""
@@ -98,14 +103,14 @@ class ReplicaHost:
         Redis may be away: the replica serves all the same, and registers when it is back.
         """
         assert self._supervisor is None, "a replica starts once"
-        tls = self._tls = await asyncio.to_thread(_open_tls, self._config)
-        self._secret = await asyncio.to_thread(_open_secret, self._config)
+        tls = self._tls = await asyncio.to_thread(open_tls, self._config)
+        self._secret = await asyncio.to_thread(open_secret, self._config)
         engine, bundle = await asyncio.to_thread(self._build, self._config)
         try:
             started_proof = time.monotonic()
             num_tokens = await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
             token_seconds = (time.monotonic() - started_proof) / num_tokens
-            tracing = await asyncio.to_thread(_open_tracing, self._config, self.epoch, engine.card.name)
+            tracing = await asyncio.to_thread(open_tracing, self._config, self.epoch, engine.card.name)
             self._parts = _Parts(
                 self._config, self.epoch, engine, bundle, self, tracing, self._secret, token_seconds
             )
@@ -295,7 +300,7 @@ class _Parts:
             on_drain=host.begin_drain,
             metrics=self.metrics,
             heartbeat_seconds=config.heartbeat_seconds,
-            max_open_requests=config.max_running + config.max_waiting,
+            intake=_intake(config, self.card),
             call_keys=() if secret is None else secret.keys(Purpose.CALLS),
             tracing=tracing,
         )
@@ -360,37 +365,15 @@ class _Parts:
         host.fail(lost)
 
 
+def _intake(config: ReplicaConfig, card: ModelCard) -> Intake:
+    return Intake(
+        max_sequences=config.max_running + config.max_waiting,
+        max_tokens=config.max_open_tokens or OPEN_CACHES * card.num_blocks * card.block_size,
+    )
+
+
 def _metrics_of(config: ReplicaConfig, card: ModelCard, tracing: Tracing) -> ReplicaMetrics:
     metrics = ReplicaMetrics(CollectorRegistry())
     metrics.info.labels(config.replica_id, card.name, card.engine).set(1)
     metrics.dropped_spans.read = lambda: tracing.num_dropped
     return metrics
-
-
-def _open_tls(config: ReplicaConfig) -> FollowedFiles | None:
-    if config.tls_certificate is None:
-        return None
-    return FollowedFiles(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
-
-
-def _open_secret(config: ReplicaConfig) -> ClusterSecret | None:
-    secret = read_secret(config.secret, config.secret_file)
-    if secret is None:
-        logger.warning(
-            "there is no cluster secret: whoever reaches the port may call; set secret_file, as for routers"
-        )
-    return secret
-
-
-def _open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
-    if config.otlp_endpoint is None:
-        return Tracing()
-    from replicas.tracing import SpanTracing  # here, since a replica without traces must not load the SDK
-
-    return SpanTracing(
-        config.otlp_endpoint,
-        config.trace_sample_ratio,
-        replica_id=config.replica_id,
-        epoch=epoch,
-        model=model,
-    )

@@ -85,6 +85,7 @@ class ReplicaMetrics:
         self.total_blocks = Gauge("replica_total_blocks", "KV blocks that there are", registry=registry)
         self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
         self._add_request_metrics(registry)
+        self._add_engine_metrics(registry)
         self._add_cache_metrics(registry)
         self._add_index_metrics(registry)
         # vLLM's names for the same two numbers, so that its dashboards work unchanged.
@@ -93,6 +94,29 @@ class ReplicaMetrics:
         )
         self._vllm_hits = Counter(
             "vllm:prefix_cache_hits_total", "Prompt tokens found in the cache", registry=registry
+        )
+
+    def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
+        """What it has been given, and whether it goes on."""
+        self.arrived = Gauge(
+            "replica_arrived_requests",
+            "Requests that have come and that the engine has not counted yet",
+            registry=registry,
+        )
+        self.open_sequences = Gauge(
+            "replica_open_sequences",
+            "Sequences (requests times n) that were taken and have not ended",
+            registry=registry,
+        )
+        self.open_tokens = Gauge(
+            "replica_open_tokens",
+            "Tokens of these: prompts once, and as far as they count against max_open_tokens, answers",
+            registry=registry,
+        )
+        self.engine_silence = Gauge(
+            "replica_engine_silence_ratio",
+            "Time for which the engine has had work and ended no step, as a share of what counts as hung",
+            registry=registry,
         )
 
     def _add_request_metrics(self, registry: CollectorRegistry) -> None:
@@ -106,11 +130,6 @@ class ReplicaMetrics:
             "replica_queue_seconds",
             "From a request's arrival here to the first step that computes anything of it",
             buckets=WAIT_SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.engine_silence = Gauge(
-            "replica_engine_silence_ratio",
-            "Time for which the engine has had work and ended no step, as a share of what counts as hung",
             registry=registry,
         )
         self.submits = Counter("replica_submits_total", "Requests that routers have sent", registry=registry)
@@ -128,11 +147,6 @@ class ReplicaMetrics:
         self.frames = Counter("replica_frames_total", "Frames sent to routers", registry=registry)
         self.dropped_spans = DroppedSpans()
         registry.register(self.dropped_spans)
-        self.arrived = Gauge(
-            "replica_arrived_requests",
-            "Requests that have come and that the engine has not counted yet",
-            registry=registry,
-        )
         self.lease_renewals = Counter(
             "replica_lease_renewals_total", "Heartbeats that renewed the lease", registry=registry
         )

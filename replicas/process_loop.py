@@ -60,11 +60,11 @@ class ProcessLoop:
         self._writer.start()
 
     def submit(self, requests: Sequence[EngineRequest]) -> bool:
-        """Give requests to the engine: False if it has ended and took none. From any thread."""
+        """Give a request's choices to the engine: False if it has ended and took none. From any thread."""
         with self._door:
             if not self._ended:
                 self._live.update(request.key for request in requests)
-                self._outbox.put(Submit(list(requests)))
+                self._outbox.put(Submit.of(requests))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:

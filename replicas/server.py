@@ -22,6 +22,7 @@ import grpc
 from replicas.arrivals import Arrivals
 from replicas.caller_check import CallerCheck
 from replicas.engine import EngineRequest, expand
+from replicas.intake import Intake
 from replicas.loop import ENGINE_FAILED
 from replicas.metrics import ReplicaMetrics
 from replicas.ports import Ports
@@ -102,7 +103,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         on_drain: Callable[[], None],
         metrics: ReplicaMetrics,
         heartbeat_seconds: float,
-        max_open_requests: int,
+        intake: Intake,
         call_keys: Sequence[bytes] = (),
         tracing: Tracing | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +116,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._metrics = metrics
         self._waits = Waits(metrics, clock)
         self._heartbeat_seconds = heartbeat_seconds
-        self._max_open_requests = max_open_requests
+        self._intake = intake
         self._tracing = tracing or Tracing()
         self._clock = clock
         self._request_ids = itertools.count(1)
@@ -124,6 +125,8 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         self._streams: list[RouterStream] = []
         self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
         metrics.arrived.set_function(lambda: self._arrivals.num_requests)
+        metrics.open_sequences.set_function(lambda: intake.num_sequences)
+        metrics.open_tokens.set_function(lambda: intake.num_tokens)
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -317,6 +320,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
         stream.submitted()
         num_tokens = submit.num_expected_tokens or len(submit.token_ids)
         self._waits.begin(request_id)
+        self._intake.take(request_id, submit)
         self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
         choices = {request.key.choice for request in requests}
         trace = self._tracing.taken(submit, self._num_frames)
@@ -334,11 +338,13 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             return Refusal(RefusalCode.INVALID_REQUEST, f"request id {submit.request_id} is in use")
         if self._is_draining or stream.knows_draining.is_set():
             return Refusal(RefusalCode.DRAINING, "this replica is draining")
-        if len(self._open) >= self._max_open_requests:
-            # The engine counts too, but only between steps: its inbox must not grow meanwhile.
-            return Refusal(RefusalCode.OVERLOADED, "this replica has as many requests as it takes")
         if submit.num_choices > MAX_CHOICES:
             return Refusal(RefusalCode.INVALID_REQUEST, f"a request has at most {MAX_CHOICES} choices")
+        if not self._intake.has_room(submit):
+            # The engine counts too, but only between steps: its inbox must not grow meanwhile.
+            return Refusal(
+                RefusalCode.OVERLOADED, "this replica has as many sequences and tokens as it takes"
+            )
         return None
 
     def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
@@ -382,6 +388,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
 
     def _end_choice(self, request_id: int, request: OpenRequest, choice: int) -> None:
         request.choices.discard(choice)
+        self._intake.end_sequence(request_id)
         if not request.choices:
             self._end_announcement(request)
             request.trace.end(self._num_frames)

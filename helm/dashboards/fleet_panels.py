@@ -98,6 +98,18 @@ LOAD = (
         queries=(Query("replica_waiting_requests{REPLICA}", "{{replica}}"),),
     ),
     Panel(
+        title="Tokens taken and not finished, by replica",
+        description="Prompts, and up to 1,024 tokens of each answer. At max_open_tokens a replica refuses "
+        "more, and routers try another.",
+        queries=(Query("replica_open_tokens{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Sequences taken and not finished, by replica",
+        description="Requests times n, running and waiting. At max_running + max_waiting a replica "
+        "refuses more.",
+        queries=(Query("replica_open_sequences{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
         title="Time in the queue, p99",
         description="From a submit's arrival at a replica to its first step.",
         unit="s",
@@ -125,8 +137,8 @@ LOAD = (
     ),
     Panel(
         title="Refused by replicas",
-        description="overloaded: max_waiting requests wait there already. draining: it is about to leave. "
-        "Routers try another replica before a client hears of either. The rest is refused for good.",
+        description="overloaded: it has as many sequences or tokens as it takes. draining: it is about to "
+        "leave. Routers try another replica before a client hears of either. The rest is refused for good.",
         queries=(
             Query(events("replica_refusals_total", "REPLICA", "replica, code"), "{{replica}} {{code}}"),
         ),

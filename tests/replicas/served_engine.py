@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from replicas.frame_bridge import FrameBridge
+from replicas.intake import Intake
 from replicas.loop import EngineLoop
 from replicas.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
@@ -57,7 +58,7 @@ class Harness:
             on_drain=self._on_drain,
             metrics=metrics,
             heartbeat_seconds=0.05,
-            max_open_requests=300,
+            intake=Intake(max_sequences=300, max_tokens=200_000),
             call_keys=call_keys,
         )
 

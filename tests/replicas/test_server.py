@@ -203,6 +203,41 @@ async def test_requests_beyond_what_the_replica_takes_are_refused_as_overload(
     assert refusal.code is RefusalCode.OVERLOADED
 
 
+@pytest.mark.parametrize(
+    ("num_choices", "max_tokens", "num_tokens", "num_taken"),
+    [(16, 3, 5, 300 // 16), (1, 10**6, 100, 200_000 // 1_124)],
+    ids=["sequences", "tokens"],
+)
+async def test_requests_weigh_as_much_as_their_sequences_and_tokens(
+    client: RouterClient,
+    harness: Harness,
+    num_choices: int,
+    max_tokens: int,
+    num_tokens: int,
+    num_taken: int,
+) -> None:
+    harness.engine.gate.clear()
+    many = range(1, num_taken + 6)
+    await client.send(
+        *(
+            submit(number, range(num_tokens), max_tokens=max_tokens, num_choices=num_choices)
+            for number in many
+        )
+    )
+    found = await client.finish(*((number, 0) for number in many[num_taken:]))
+    refusals = [deltas[-1].refusal for deltas in found.values()]
+    assert [refusal and refusal.code for refusal in refusals] == [RefusalCode.OVERLOADED] * 5
+    assert harness.server.num_requests == num_taken
+    assert harness.sample("replica_open_sequences") == num_taken * num_choices
+    assert harness.sample("replica_open_tokens") == num_taken * (
+        num_tokens + num_choices * min(max_tokens, 1024)
+    )
+    await client.send(*(Abort(number) for number in many))
+    await until(lambda: harness.server.num_requests == 0)
+    assert harness.sample("replica_open_sequences") == harness.sample("replica_open_tokens") == 0
+    harness.engine.gate.set()
+
+
 async def test_a_router_that_does_not_read_is_cut_off_and_its_requests_are_freed(
     client: RouterClient, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

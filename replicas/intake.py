@@ -1,0 +1,71 @@
+"""Intake: how many sequences and tokens a replica has taken and not finished, and whether it takes more.
+
+Owns what is held. A request for sixteen continuations is sixteen sequences: each has a place in the batch,
+and room in the cache for its answer. Knows nothing of streams, and not whether a request can ever run.
+"""
+
+from dataclasses import dataclass
+
+from replicas.protocol.frames import Submit
+
+COUNTED_OUTPUT_TOKENS = 1024
+"""So many of a sequence's `max_tokens` count at most: few answers become longer, and many clients allow as
+many as the context has room for. Routers count so too."""
+
+
+@dataclass(slots=True)
+class _Held:
+    num_sequences: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Of each sequence."""
+
+
+class Intake:
+    """Nothing is refused while nothing is held: what can run at all must not wait for ever."""
+
+    def __init__(self, *, max_sequences: int, max_tokens: int) -> None:
+        self._max_sequences = max_sequences
+        self._max_tokens = max_tokens
+        self._held: dict[int, _Held] = {}
+        self._num_sequences = 0
+        self._num_tokens = 0
+
+    @property
+    def num_sequences(self) -> int:
+        return self._num_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def has_room(self, submit: Submit) -> bool:
+        """Whether what is held leaves room for its sequences and tokens."""
+        if not self._held:
+            return True
+        demand = _demand(submit)
+        num_tokens = demand.num_prompt_tokens + demand.num_sequences * demand.num_output_tokens
+        return (
+            self._num_sequences + demand.num_sequences <= self._max_sequences
+            and self._num_tokens + num_tokens <= self._max_tokens
+        )
+
+    def take(self, request_id: int, submit: Submit) -> None:
+        demand = self._held[request_id] = _demand(submit)
+        self._num_sequences += demand.num_sequences
+        self._num_tokens += demand.num_prompt_tokens + demand.num_sequences * demand.num_output_tokens
+
+    def end_sequence(self, request_id: int) -> None:
+        """One of the request's has ended; the prompt's tokens are held until the last one has."""
+        held = self._held[request_id]
+        held.num_sequences -= 1
+        self._num_sequences -= 1
+        self._num_tokens -= held.num_output_tokens
+        if held.num_sequences == 0:
+            self._num_tokens -= held.num_prompt_tokens
+            del self._held[request_id]
+
+
+def _demand(submit: Submit) -> _Held:
+    num_output_tokens = min(submit.sampling.max_tokens, COUNTED_OUTPUT_TOKENS)
+    return _Held(submit.num_choices, len(submit.token_ids), num_output_tokens)

@@ -1,0 +1,44 @@
+"""What a replica opens before it starts, if its settings say so: TLS files, cluster secret, traces.
+
+Owns what is said where a setting is missing. Knows nothing of the parts that use them.
+"""
+
+import logging
+
+from replicas.config import ReplicaConfig
+from replicas.protocol.cluster_secret import ClusterSecret
+from replicas.protocol.secret_file import read_secret
+from replicas.protocol.status import Epoch
+from replicas.protocol.tls import FollowedFiles, TlsFiles
+from replicas.trace_points import Tracing
+
+logger = logging.getLogger(__name__)
+
+
+def open_tls(config: ReplicaConfig) -> FollowedFiles | None:
+    if config.tls_certificate is None:
+        return None
+    return FollowedFiles(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
+
+
+def open_secret(config: ReplicaConfig) -> ClusterSecret | None:
+    secret = read_secret(config.secret, config.secret_file)
+    if secret is None:
+        logger.warning(
+            "there is no cluster secret: whoever reaches the port may call; set secret_file, as for routers"
+        )
+    return secret
+
+
+def open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
+    if config.otlp_endpoint is None:
+        return Tracing()
+    from replicas.tracing import SpanTracing  # here, since a replica without traces must not load the SDK
+
+    return SpanTracing(
+        config.otlp_endpoint,
+        config.trace_sample_ratio,
+        replica_id=config.replica_id,
+        epoch=epoch,
+        model=model,
+    )
