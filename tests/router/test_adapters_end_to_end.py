@@ -20,7 +20,7 @@ from router.assembly import Router
 from router.config import RouterConfig
 from tests.router import tiny_model
 from tests.router.http_server import listening
-from tests.router.scripted_replica import ScriptedReplica
+from tests.router.scripted_replica import CARD, ScriptedReplica
 
 OLD_SQL, SQL = Adapter("sql", "a1" * 16), Adapter("sql", "b2" * 16)
 POETRY = Adapter("poetry", "c3" * 16)
@@ -92,7 +92,9 @@ async def world(redis_url: str) -> AsyncIterator[World]:
     replicas: dict[str, ScriptedReplica] = {}
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         for name, adapters in loaded.items():
-            replica = ScriptedReplica(name, f"epoch-{name}", replace(tiny_model.card(), adapters=adapters))
+            # As large a vocabulary as the tokens come from that such replicas make up.
+            card = replace(tiny_model.card(), adapters=adapters, vocab_size=CARD.vocab_size)
+            replica = ScriptedReplica(name, f"epoch-{name}", card)
             replica.files = dict(tiny_model.bundle().files)
             await replica.start()
             stack.push_async_callback(replica.kill)

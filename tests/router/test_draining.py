@@ -107,6 +107,7 @@ async def test_replicas_that_drain_under_load_cost_no_request_a_second_attempt_a
     hosts = [replica(redis_url, f"r{number}") for number in range(6)]
     routers = [Router(redis_url, seed) for seed in range(2)]
     async with started(*hosts), under_load(routers, len(hosts)):
+        caplog.clear()  # they have started, and said that they have no secret
         for host in hosts[1:]:
             begun = [router.num_answered for router in routers]
             await eventually(

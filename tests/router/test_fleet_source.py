@@ -51,9 +51,9 @@ async def test_a_replica_that_became_somebody_else_says_so(
     replica = await start("r0")
     await registry.put(replica)
     await eventually(lambda: is_connected(world))
-    replica.script.describes_as = ("somebody else", "e9")
+    replica.script.describes_as = ("somebody-else", "e9")
     replica.script.die_after_tokens = 0
-    await eventually(lambda: complains_of(world, "is replica somebody else with epoch e9"))
+    await eventually(lambda: complains_of(world, "is replica somebody-else with epoch e9"))
 
 
 async def test_a_lease_that_ran_out_is_complained_of_until_it_is_back(
