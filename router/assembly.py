@@ -31,6 +31,7 @@ from router.index_mirror import IndexMirror
 from router.loop_lag import LoopLag
 from router.membership import Membership, RegistrySource
 from router.metrics import RouterMetrics
+from router.overdue import OverdueWatch
 from router.part_metrics import PartMetrics
 from router.prompt.catalog import ModelCatalog, bundle_digest
 from router.retries import RetryPolicy
@@ -126,6 +127,8 @@ class Router:
             self._tasks = tasks
             tasks.create_task(self._membership.run(), name="membership")
             tasks.create_task(self._lag.run(), name="loop lag")
+            watch = OverdueWatch(self._dispatcher.state, self._config.overdue_seconds)
+            tasks.create_task(watch.run(), name="overdue requests")
             if self._tls is not None:
                 tasks.create_task(self._tls.follow(), name="TLS files")
 

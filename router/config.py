@@ -89,6 +89,11 @@ class RouterConfig:
     wait_seconds: float = setting(
         15.0, help="longest wait for a replica while a model has none but some are coming; beyond, 503"
     )
+    overdue_seconds: float = setting(
+        60.0,
+        help="a request moves elsewhere if a replica computes nothing for so long, or for twenty of its"
+        " steps, whichever is longer",
+    )
     max_waiting: int = setting(2048, help="most requests that wait so; beyond, 503")
     max_waiting_bytes: int = setting(
         256 * 2**20, help="memory for the prompts of those that wait; beyond, 503"
@@ -177,6 +182,7 @@ class RouterConfig:
                 raise SettingsError(f"setting {name} must not be negative")
         for name in (
             "poll_seconds",
+            "overdue_seconds",
             "upload_seconds",
             "head_seconds",
             "write_seconds",

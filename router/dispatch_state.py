@@ -41,6 +41,7 @@ class DispatchStatistics:
     num_retries: int = 0
     num_resumes: int = 0
     num_lost: int = 0
+    num_overdue: int = 0
     retries_left: float = 0.0
     num_retries_refused: int = 0
     suspects: SuspectStatistics = NO_SUSPECTS
@@ -102,6 +103,7 @@ class DispatchState:
         self.num_retries = 0
         self.num_resumes = 0
         self.num_lost = 0
+        self.num_overdue = 0
         self._num_runs = 0
         self._in_flight: WeakKeyDictionary[ReplicaClient, _InFlight] = WeakKeyDictionary()
         table.on_change = room.call
@@ -140,8 +142,21 @@ class DispatchState:
         there.is_dead = True
         if self.clients(client.replica_id) is client:
             self.table.set_draining(client.replica_id)  # its engine is gone, and its stream will be
-        if client.is_draining:
-            return  # it was told to leave and has not waited for the last of its requests
+        if not client.is_draining:  # else it was told to leave, and has not waited for its last requests
+            self._blame(there)
+
+    def blame_those_at(self, client: ReplicaClient) -> None:
+        """It lives, but is as good as dead."""
+        self._blame(self._in_flight[client])
+
+    def streams(self) -> list[ReplicaClient]:
+        """Over which something was ever sent."""
+        return list(self._in_flight)
+
+    def attempts_at(self, client: ReplicaClient) -> list[Attempt]:
+        return list(self._in_flight[client].attempts)
+
+    def _blame(self, there: _InFlight) -> None:
         now = self.clock()
         present = [(presence, prompt) for left, presence, prompt in there.left if now - left < LEFT_SECONDS]
         present += [(attempt.presence(), attempt.prompt) for attempt in there.attempts]
@@ -192,6 +207,7 @@ class DispatchState:
             num_retries=self.num_retries,
             num_resumes=self.num_resumes,
             num_lost=self.num_lost,
+            num_overdue=self.num_overdue,
             retries_left=self.budget.left(now),
             num_retries_refused=self.budget.num_refused,
             suspects=self.suspects.statistics(),

@@ -75,6 +75,10 @@ class PartMetrics:
         self._retries = self._counter("router_retries_total", "Submissions repeated before the first token")
         self._resumes = self._counter("router_resumes_total", "Submissions that continued elsewhere")
         self._lost_attempts = self._counter("router_lost_attempts_total", "Submissions lost")
+        self._overdue_attempts = self._counter(
+            "router_overdue_attempts_total",
+            "Submissions that moved elsewhere since a living replica got nowhere with them",
+        )
         self._runs = self._gauge("router_runs", "Generations in dispatch")
         self._retry_budget = self._gauge(
             "router_retry_budget", "Retries at living replicas that may still be made just now"
@@ -190,6 +194,7 @@ class PartMetrics:
         self._retries.of().value = statistics.num_retries
         self._resumes.of().value = statistics.num_resumes
         self._lost_attempts.of().value = statistics.num_lost
+        self._overdue_attempts.of().value = statistics.num_overdue
         self._runs.of().value = statistics.num_running
         self._retry_budget.of().value = statistics.retries_left
         self._retries_refused.of().value = statistics.num_retries_refused

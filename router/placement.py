@@ -117,7 +117,7 @@ class Placement:
         """Seconds until the next try is due, if nobody calls before; 0 when it has waited enough."""
         state, now = self._state, self._state.clock()
         is_trial = obstacle in (Obstacle.TRIALS, Obstacle.OWN_TRIAL)
-        is_coming = obstacle is Obstacle.NONE_READY and state.outlook(self._generation.model).is_coming
+        is_coming = obstacle is Obstacle.NONE_READY and self._is_coming()
         if not (is_trial or is_coming or obstacle is Obstacle.LINE):
             self._leave_line()
             if not self.patience.wait_for_all(now, state.rng.random()):
@@ -215,6 +215,11 @@ class Placement:
         ):
             return Obstacle.TRIALS
         return Obstacle.ALL_REFUSED
+
+    def _is_coming(self) -> bool:
+        """A replica that gets nowhere will move again, or be replaced."""
+        model = self._generation.model
+        return self._state.outlook(model).is_coming or self._state.table.has_stalled(model)
 
     def _lane(self, *, is_trial: bool) -> Lane:
         return Lane(self._generation.model, self._generation.adapter, is_trial)

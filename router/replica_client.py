@@ -71,6 +71,7 @@ class ReplicaClient:
         self.lost: ReplicaLost | None = None
         self.is_draining = False  # so it says
         self.num_frames = 0
+        self.num_deltas = 0
         self._on_load = on_load
         self._on_lost = on_lost
         self._on_draining = on_draining
@@ -227,6 +228,7 @@ class ReplicaClient:
             self.is_draining = self._owes_answer = True
             self._on_draining(self.replica_id)
             self._outbox_filled.set()
+        self.num_deltas += len(message.deltas)
         inflights = self._inflight
         for wire in message.deltas:
             request_id, choice = wire.request_id, wire.choice

@@ -134,7 +134,8 @@ class Run:
                     self._receive(attempt, index, delta, batch)
             if attempt.inflight.lost is not None and attempt.num_open:
                 self._state.num_lost += 1
-                self._state.replica_died(attempt.client)
+                if attempt.client.lost is not None:  # else that one request alone has come to nothing
+                    self._state.replica_died(attempt.client)
                 self._abandon(attempt, RefusalCode.INTERNAL)
         return batch
 

@@ -59,6 +59,7 @@ TRAFFIC = (
         "continued elsewhere after it. Clients saw nothing of them but time.",
         queries=(
             Query(events("router_lost_attempts_total", "ROUTER"), "lost"),
+            Query(events("router_overdue_attempts_total", "ROUTER"), "overdue"),
             Query(events("router_retries_total", "ROUTER"), "retried"),
             Query(events("router_resumes_total", "ROUTER"), "resumed"),
         ),

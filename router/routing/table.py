@@ -40,6 +40,8 @@ class _Model:
     """With the adapters that each has loaded."""
     cards: dict[ReplicaId, ModelCard] = field(default_factory=dict)
     draining: set[ReplicaId] = field(default_factory=set)
+    stalled: set[ReplicaId] = field(default_factory=set)
+    """Alive, but getting nowhere."""
     ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
     """Those that may serve, by the adapter that is asked for. Emptied when one comes, goes or drains."""
 
@@ -160,6 +162,7 @@ class RoutingTable:
         model.replicas[replica_id] = frozenset(card.adapters)
         model.cards[replica_id] = card
         model.draining.discard(replica_id)
+        model.stalled.discard(replica_id)
         model.ready.clear()
         self._model_of[replica_id] = card.name
         self.on_change(card.name)
@@ -172,6 +175,7 @@ class RoutingTable:
         model = self._models[name]
         del model.replicas[replica_id], model.cards[replica_id]
         model.draining.discard(replica_id)
+        model.stalled.discard(replica_id)
         model.ready.clear()
         model.index.forget(replica_id)
         self.loads.forget(replica_id)
@@ -182,6 +186,15 @@ class RoutingTable:
         if name is not None:
             self._models[name].draining.add(replica_id)
             self._models[name].ready.clear()
+
+    def set_stalled(self, replica_id: ReplicaId, *, is_stalled: bool) -> None:
+        """The replica gets nothing new while it gets nowhere. Unknown ones are ignored."""
+        name = self._model_of.get(replica_id)
+        if name is not None:
+            model = self._models[name]
+            (model.stalled.add if is_stalled else model.stalled.discard)(replica_id)
+            model.ready.clear()
+            self.on_change(name)
 
     def update_load(
         self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int = 0
@@ -216,6 +229,10 @@ class RoutingTable:
         return fleet is not None and any(
             replica_id not in exclude for replica_id in self._ready(fleet, adapter)
         )
+
+    def has_stalled(self, model: str) -> bool:
+        fleet = self._models.get(model)
+        return fleet is not None and bool(fleet.stalled)
 
     def has_room(
         self, model: str, *, adapter: Adapter | None = None, exclude: Collection[ReplicaId] = ()
@@ -350,7 +367,9 @@ class RoutingTable:
             replica_ids = (
                 replica_id
                 for replica_id, adapters in fleet.replicas.items()
-                if replica_id not in fleet.draining and (adapter is None or adapter in adapters)
+                if replica_id not in fleet.draining
+                and replica_id not in fleet.stalled
+                and (adapter is None or adapter in adapters)
             )
             ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view)
         return ready

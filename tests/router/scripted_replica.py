@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -63,7 +63,7 @@ class Script:
     die_after_tokens: int | None = None  # the stream breaks once that many tokens were sent
     deadly_token: int | None = None  # whoever sends it in a prompt that makes progress kills the replica
     dies_at_position: int | None = None  # so does whoever has got so many tokens in all
-    num_pending_tokens: int = 0  # so it says
+    load: LoadSnapshot = field(default_factory=LoadSnapshot)  # so it says, but for what runs
     describes_as: tuple[str, str] | None = None  # replica id and epoch
     alter: Callable[[pb.ServerFrame], object] | None = None  # what becomes of each frame before it is sent
 
@@ -236,9 +236,7 @@ class ScriptedReplica(ReplicaServicer):
             if finished:
                 del stream.choices[key]
             deltas.append(TokenDelta(key, (token_id,), FinishReason.LENGTH if finished else None, usage))
-        load = LoadSnapshot(
-            num_running=len(stream.choices), num_pending_tokens=self.script.num_pending_tokens
-        )
+        load = replace(self.script.load, num_running=len(stream.choices))
         return ServerFrame(tuple(deltas), load, stream.num_submits)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.protocol.frames import RefusalCode
+from replicas.protocol.frames import LoadSnapshot, RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.errors import Overloaded
 from router.retries import Patience, RetryBudget, RetryPolicy
@@ -82,7 +82,7 @@ async def test_a_refusal_says_how_long_the_idlest_replica_has_to_compute(fleet: 
     for number, pending in enumerate((300_000, 200_000)):
         replica = await fleet.add(f"r{number}")
         replica.script.refusal = RefusalCode.OVERLOADED
-        replica.script.num_pending_tokens = pending
+        replica.script.load = LoadSnapshot(num_pending_tokens=pending)
     await eventually(lambda: fleet.table.backlog_seconds("toy") == pytest.approx(20.0))
     with pytest.raises(Overloaded) as refused:
         await generate(fleet)

@@ -1,0 +1,80 @@
+"""Pulse: whether a replica that is alive gets anywhere, and whether it has forgotten a request.
+
+Owns what was seen of one replica, from one look to the next. Knows neither streams nor clocks: it is told.
+
+    no token for anybody, nothing computed, for long   it hangs: all that runs there is overdue
+    no token for one request, for long, while nothing  it has forgotten that one: whoever runs gets a token
+    waits and no prompt is left to compute             with every step
+    a queue, or a prompt under way                     that is honest work, however long it takes
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from replicas.protocol.frames import LoadSnapshot
+
+STEPS_OF_PATIENCE = 20
+"""A step takes as long as it takes; so many times what the measured speed makes of it is no step any more."""
+
+UNMEASURED_FACTOR = 10
+"""Before the first step that was measured, a model may be compiled."""
+
+
+@dataclass(slots=True)
+class _Quiet:
+    num_tokens: int
+    since: float
+
+
+class Pulse:
+    """`seconds` is the shortest time in which something must have come."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.has_moved = False
+        """Whether something had been computed since the look before the last."""
+        self._sign: Hashable = None
+        self._moved = 0.0
+        self._idle_since: float | None = None
+        self._quiet: dict[int, _Quiet] = {}
+
+    def look(
+        self, load: LoadSnapshot, num_deltas: int, num_tokens: dict[int, int], now: float
+    ) -> tuple[bool, set[int]]:
+        """Whether it hangs, and which requests are overdue. `num_tokens` is what has come for each so far."""
+        sign = (
+            num_deltas,
+            load.num_used_blocks,
+            load.num_context_tokens,
+            load.prefill_seconds_per_token,
+            load.decode_step_seconds,
+        )
+        self.has_moved = sign != self._sign
+        if self.has_moved or not num_tokens:
+            self._sign, self._moved = sign, now
+        has_queue = bool(load.num_waiting or load.num_pending_tokens)
+        if has_queue:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        self._note(num_tokens, now)
+        patience = self.patience(load)
+        silent = {number for number, quiet in self._quiet.items() if now - quiet.since >= patience}
+        hangs = bool(silent) and now - self._moved >= patience
+        if hangs or (self._idle_since is not None and now - self._idle_since >= patience):
+            return hangs, silent
+        return False, set()
+
+    def patience(self, load: LoadSnapshot) -> float:
+        if not load.prefill_seconds_per_token and not load.decode_step_seconds:
+            return UNMEASURED_FACTOR * self._seconds
+        step = max(load.decode_step_seconds, load.num_pending_tokens * load.prefill_seconds_per_token)
+        return max(self._seconds, STEPS_OF_PATIENCE * step)
+
+    def _note(self, num_tokens: dict[int, int], now: float) -> None:
+        quiet = self._quiet
+        self._quiet = {}
+        for number, count in num_tokens.items():
+            before = quiet.get(number)
+            is_new = before is None or before.num_tokens != count
+            self._quiet[number] = _Quiet(count, now) if before is None or is_new else before
