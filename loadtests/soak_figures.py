@@ -24,6 +24,7 @@ RAISED_AT_REST = frozenset(
         "router_replicas",
         "router_replicas_known",
         "router_index_connected",
+        "router_retry_budget",
         "router_index_entries",
         "router_hash_cache_bytes",
         "router_token_cache_bytes",
