@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,16 +24,19 @@ from cluster.fleet_watch import FleetWatch
 from cluster.members import FleetView
 from cluster.processes import Service, kill_marked
 from cluster.ray_head import RayHead, start_ray, stop_ray
+from cluster.raylet import Raylet
 from cluster.redis_server import PrivateRedis, free_ports_in_a_row
 from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.state_writer import StateWriter
 from replicas.config import ReplicaConfig
 from replicas.protocol.settings import without_password
+from replicas.protocol.status import ReplicaState
 
 ROUTER_START_SECONDS = 60.0
 ROUTER_STOP_SECONDS = 2.0
 FLEET_STOP_SECONDS = 4.0
 ROUTER = "the router"
+REDIS = "Redis"
 RAY_CPUS = 64
 """Ray's idea of this machine. Replicas ask for a hundredth each, so it never stands in their way."""
 
@@ -125,6 +128,7 @@ class LocalCluster:
                 await self._wait_ready(watch, router, router_url)
                 for service in filter(None, (redis, router)):
                     tasks.create_task(self._keep(service))
+                tasks.create_task(self._keep_raylet(stack, head))
 
     async def _start_redis(self, stack: contextlib.AsyncExitStack) -> tuple[Service | None, str]:
         if self._options.redis_url is not None:
@@ -242,8 +246,33 @@ class LocalCluster:
             assert self._state is not None
             if service.name == ROUTER:
                 self._write(replace(self._state, router_pid=service.pid))
-            else:
+            elif service.name == REDIS:
                 self._write(replace(self._state, redis_pid=service.pid))
+
+    async def _keep_raylet(self, stack: contextlib.AsyncExitStack, head: RayHead) -> None:
+        """Ray's own processes end with Ray; this one is started again, since replicas need it to be."""
+        log = self._directory.logs / "raylet.log"
+        raylet = Raylet(head, self._directory.ray_directory, log, self._options.environment)
+        await raylet.wait_first_dead()
+        self._say(
+            "Ray's raylet ended; starting another, whose replicas will take over from those that serve on"
+        )
+        stack.push_async_callback(raylet.service.stop, ROUTER_STOP_SECONDS)
+        await raylet.service.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep(raylet.service))
+            tasks.create_task(raylet.end_orphans(self._directory.path, self._has_others_than))
+
+    def _has_others_than(self, pids: Collection[int]) -> bool:
+        """Whether the whole fleet is ready, and in other processes."""
+        assert self._state is not None
+        replicas = self._state.replicas
+        is_ready = all(replica.state == ReplicaState.READY.value for replica in replicas)
+        return (
+            is_ready
+            and len(replicas) >= self._options.num_replicas
+            and not any(replica.pid in pids for replica in replicas)
+        )
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:

@@ -25,6 +25,8 @@ RAISED_AT_REST = frozenset(
         "router_replicas_known",
         "router_index_connected",
         "router_retry_budget",
+        "router_connections_limit",
+        "replica_redis_memory_ratio",
         "router_index_entries",
         "router_hash_cache_bytes",
         "router_token_cache_bytes",

@@ -98,14 +98,14 @@ async def run(cluster: RunningCluster, arguments: argparse.Namespace) -> int:
         patience_seconds=arguments.patience,
         seed=arguments.seed,
     )
+    at_rest = await asyncio.to_thread(AtRest, cluster)
     await clients.take_references()
     calm_until = clients.now() + arguments.calm_seconds
     await clients.run(arguments.clients, lambda: clients.now() > calm_until, arguments.seed)
     calm, clients.requests = clients.requests, []
-    before = Counter(cluster.processes().values())
     with Freezer() as freezer:
         faults = await blow(cluster, clients, freezer, arguments)
-    left = await left_behind(cluster, before)
+    left = await left_behind(cluster, at_rest)
     verdict = judge([*calm, *clients.requests], clients.references, faults, left)
     print_report(calm, clients.requests, faults, verdict, clients.references)
     return 1 if verdict.is_broken else 0
@@ -158,23 +158,32 @@ async def one_fault(
     return Fault(name, target, began, ended, healthy)
 
 
-async def left_behind(cluster: RunningCluster, before: Counter[str]) -> list[str]:
+class AtRest:
+    """What was there before anything was asked: gauges that are never at zero, and all processes."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        self.gauges = {gauge for gauge, _ in cluster.raised_gauges()}
+        self.processes = Counter(cluster.processes().values())
+
+
+async def left_behind(cluster: RunningCluster, at_rest: AtRest) -> list[str]:
     """What is still there some time after the last request; none ends the wait."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + LEFT_SECONDS
     while True:
-        left = await asyncio.to_thread(_left_behind, cluster, before)
+        left = await asyncio.to_thread(_left_behind, cluster, at_rest)
         if not left or loop.time() > deadline:
             return left
         await asyncio.sleep(1.0)
 
 
-def _left_behind(cluster: RunningCluster, before: Counter[str]) -> list[str]:
+def _left_behind(cluster: RunningCluster, at_rest: AtRest) -> list[str]:
     try:
-        gauges = cluster.raised_gauges()
+        raised = sorted(cluster.raised_gauges())
+        gauges = [f"{gauge} of {name}" for gauge, name in raised if gauge not in at_rest.gauges]
     except (httpx.HTTPError, OSError, RuntimeError) as error:
         gauges = [f"no metrics: {error}"]
-    now = Counter(cluster.processes().values())
+    now, before = Counter(cluster.processes().values()), at_rest.processes
     more = [
         f"{now[title]} processes {title}, {before[title]} before"
         for title in now

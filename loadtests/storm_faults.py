@@ -103,8 +103,8 @@ class RunningCluster:
                 return f"{page} knows {answer.json().get('num_replicas')} replicas"
         return None
 
-    def raised_gauges(self) -> list[str]:
-        """What routers and replicas count as under way."""
+    def raised_gauges(self) -> set[tuple[str, str]]:
+        """What routers and replicas count as under way, with who does."""
         state = self.state()
         addresses = {page: f"{page}/metrics" for page in state.router_pages}
         addresses |= {
@@ -112,10 +112,10 @@ class RunningCluster:
             for each in state.replicas
             if each.metrics_address
         }
-        found = []
+        found = set()
         for name, address in addresses.items():
             text = httpx.get(address, timeout=ASK_SECONDS, trust_env=False).text
-            found += [f"{name}: {gauge} is {value:g}" for gauge, value in raised_gauges(text).items()]
+            found |= {(gauge, name) for gauge in raised_gauges(text)}
         return found
 
     def processes(self) -> dict[int, str]:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -74,6 +75,34 @@ def test_a_killed_router_is_replaced_and_requests_go_on_meanwhile(running: Kvasi
         lambda: str(routers(running)),
     )
     assert routers(running)["router-0"] == before["router-0"]
+
+
+def test_a_killed_raylet_comes_back_and_new_replicas_take_over_from_those_that_serve_on(
+    running: KvasirCommand,
+) -> None:
+    (before,) = running.state().replicas
+    raylet = named_children(running.state().pid)["raylet"]
+    os.kill(raylet, signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        assert complete(running) == 200, "somebody serves all the while"
+        (now,) = running.state().replicas
+        return now.state == "ready" and now.pid != before.pid
+
+    said = running.directory.path.parent / "up.out"
+    wait_until(is_replaced, lambda: said.read_text(), 300)
+    assert "Ray's raylet ended" in said.read_text()
+    assert before.pid is not None
+    wait_until(lambda: not Path(f"/proc/{before.pid}").exists(), lambda: "the old replica is still there")
+    (now,) = running.state().replicas
+    assert now.pid is not None
+    os.kill(now.pid, signal.SIGKILL)
+    wait_until(
+        lambda: (
+            [each.pid for each in running.state().replicas if each.state == "ready"] not in ([], [now.pid])
+        ),
+        lambda: said.read_text(),
+    )
 
 
 def test_the_parent_of_the_routers_may_die_too(running: KvasirCommand) -> None:
