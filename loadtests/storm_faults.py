@@ -26,6 +26,10 @@ FREEZE_SECONDS = (1.0, 6.0)
 LOOK_SECONDS = 0.25
 ASK_SECONDS = 5.0
 
+BEYOND_REPAIR = ("gcs-kill",)
+"""Ray's control service keeps all that it knows in memory: what runs serves on, and none that dies is started
+again. Only done if it is named."""
+
 
 class RunningCluster:
     """What `kvasir up` keeps in `directory`. `num_replicas` are as many as were ready at first."""
@@ -90,6 +94,9 @@ class RunningCluster:
         for name, pid in {**ready, **self.redis()}.items():
             if not _lives(pid):
                 return f"{name} has died, and nobody has noticed yet"
+        for name, pid in ready.items():
+            if not _is_child_of_raylet(pid):
+                return f"{name} has lost its raylet"
         registry = read_registry(state.redis_url)
         if registry.complaint is not None:
             return f"Redis: {registry.complaint}"
@@ -181,8 +188,12 @@ class Faults:
         self.names = [f"{part}-{what}" for part in parts for what in ("kill", "freeze")] + ["redis-cut"]
 
     def possible(self) -> list[str]:
-        """Those whose part is there."""
-        return [name for name in self.names if self._parts[name.rpartition("-")[0]]()]
+        """Those whose part is there, and after which `kvasir up` puts all in order again."""
+        return [
+            name
+            for name in self.names
+            if name not in BEYOND_REPAIR and self._parts[name.rpartition("-")[0]]()
+        ]
 
     async def do(self, name: str) -> str | None:
         """None if the part is not there just now."""
@@ -234,6 +245,13 @@ def _lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_child_of_raylet(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid).parent()
+        return parent is not None and parent.name() == "raylet"
+    return False
 
 
 def _title(pid: int) -> str:
