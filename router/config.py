@@ -22,6 +22,7 @@ AT_LEAST_ONE = (
     "max_sequences",
     "max_tokens_in_flight",
     "max_connections",
+    "upload_bytes_per_second",
     "max_choices",
     "max_prompts",
     "index_stride",
@@ -75,6 +76,12 @@ class RouterConfig:
 
     max_body_bytes: int = setting(8 * 2**20, help="longest request body; beyond, 413")
     upload_seconds: float = setting(60.0, help="longest time for a request to arrive; slower bodies get 408")
+    upload_bytes_per_second: int = setting(
+        1024, help="slowest pace of a request body, after its first five seconds; slower ones get 408"
+    )
+    body_memory_bytes: int = setting(
+        256 * 2**20, help="memory for all request bodies that are read or prepared; beyond, 503"
+    )
     stream_comment_seconds: float = setting(
         15.0, help="longest silence of a stream; then it gets a comment, which readers skip and proxies see"
     )
@@ -101,8 +108,8 @@ class RouterConfig:
     max_connections: int = setting(8192, help="most connections of clients at a time; beyond, 503")
     address_share: float = setting(
         0.5,
-        help="share of the connections that may be those of one client address; 1 where all clients come"
-        " from one, as behind a load balancer",
+        help="share of the connections, and of what is read of bodies, that one client address may take; 1"
+        " where all clients come from one, as behind a load balancer",
     )
     head_seconds: float = setting(
         10.0, help="longest time for a request's headers, and for a new connection to send any"
@@ -194,6 +201,8 @@ class RouterConfig:
             raise SettingsError(
                 f"setting address_share must be above 0 and at most 1, not {self.address_share}"
             )
+        if self.body_memory_bytes * self.address_share < self.max_body_bytes:
+            raise SettingsError("setting body_memory_bytes, times address_share, must allow max_body_bytes")
         if (self.replica_tls_certificate is None) != (self.replica_tls_key is None):
             raise SettingsError("settings replica_tls_certificate and replica_tls_key go together")
         if self.replica_tls_certificate is not None and self.replica_tls_ca is None:

@@ -5,6 +5,7 @@
     │   └── ContextLengthExceeded
     ├── UnknownModel              no replica serves that model
     ├── BodyTooLarge
+    ├── BodiesFull                all bodies that are read take too much memory; try again
     ├── UploadTooSlow             the body did not arrive in time
     ├── Overloaded                full queues; try again after `retry_after_seconds`
     ├── RouterBusy                the router itself has as much to do as it can; as Overloaded
@@ -79,6 +80,11 @@ class UnknownModel(RouterError):
 
 class BodyTooLarge(RouterError):
     kind = ErrorKind.TOO_LARGE
+
+
+class BodiesFull(RouterError):
+    kind = ErrorKind.OVERLOADED
+    retry_after_seconds = 1.0
 
 
 class UploadTooSlow(RouterError):

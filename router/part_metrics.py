@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
 from router.admission import AdmissionStatistics
+from router.body_budget import BodyStatistics
 from router.connections import ConnectionStatistics
 from router.dispatch_state import DispatchStatistics
 from router.index_mirror import MirrorStatistics
@@ -41,6 +42,13 @@ class PartMetrics:
             "router_ended_connections_total",
             "Connections that the router ended, or did not take, by what was wrong",
             "reason",
+        )
+        self._body_bytes = self._gauge(
+            "router_body_bytes", "Memory of request bodies that are read or prepared"
+        )
+        self._max_body_bytes = self._gauge("router_body_bytes_limit", "Memory that such bodies may take")
+        self._refused_bodies = self._counter(
+            "router_refused_bodies_total", "Request bodies refused for the memory of all of them"
         )
         self._lag = self._gauge(
             "router_event_loop_lag_seconds",
@@ -183,6 +191,11 @@ class PartMetrics:
             ("refused", statistics.num_refused),
         ):
             self._large.of(outcome).value = number
+
+    def read_bodies(self, statistics: BodyStatistics) -> None:
+        self._body_bytes.of().value = statistics.num_bytes
+        self._max_body_bytes.of().value = statistics.max_bytes
+        self._refused_bodies.of().value = statistics.num_refused
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds

@@ -5,8 +5,8 @@ Owns the count of requests in flight. Knows no dialect; the parts that it names 
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -18,8 +18,9 @@ from replicas.protocol.status import ReplicaId
 from router.admission import Admission, demand_of
 from router.api.http import read_body
 from router.api.prepared import Bounds
+from router.body_budget import BodyBudget, BodyHold
 from router.config import RouterConfig
-from router.connections import Connections
+from router.connections import Connections, address_of
 from router.dispatch_state import DispatchStatistics
 from router.errors import Overloaded
 from router.generation import Generation
@@ -83,6 +84,7 @@ class ApiContext:
     """Weighs requests once they have been read."""
     connections: Connections = field(init=False)
     """Of the clients' listener."""
+    bodies: BodyBudget = field(init=False)
 
     def __post_init__(self) -> None:
         self.offload = Offload(
@@ -97,6 +99,8 @@ class ApiContext:
         )
         self.metrics.watch(lambda parts: parts.read_admission(self.admission.statistics()))
         self.connections = Connections.of(self.config)
+        self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
+        self.metrics.watch(lambda parts: parts.read_bodies(self.bodies.statistics()))
         self.observers.append(self.metrics.observe)
         self.metrics.watch(lambda parts: parts.read_connections(self.connections.statistics()))
         self.metrics.watch(lambda parts: parts.read_in_flight(self.num_in_flight))
@@ -120,11 +124,29 @@ class ApiContext:
         model = generations[0].model
         return self.admission.hold(demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model))
 
-    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises BodyTooLarge, UploadTooSlow or ClientGone."""
+    def hold_body(self, scope: Scope) -> AbstractContextManager[BodyHold]:
+        """For the memory of a request's body, until it is prepared."""
+        return self.bodies.hold(address_of(scope.get("client")))
+
+    async def read_body(self, scope: Scope, receive: Receive, held: BodyHold) -> bytes:
+        """Raises BodyTooLarge, BodiesFull, UploadTooSlow or ClientGone."""
+        config = self.config
         return await read_body(
-            scope, receive, max_bytes=self.config.max_body_bytes, max_seconds=self.config.upload_seconds
+            scope,
+            receive,
+            held,
+            max_bytes=config.max_body_bytes,
+            max_seconds=config.upload_seconds,
+            bytes_per_second=config.upload_bytes_per_second,
         )
+
+    @asynccontextmanager
+    async def body(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+        """A request's body and its place among those in flight, for routes that answer at once."""
+        with self.hold_body(scope) as held:
+            body = await self.read_body(scope, receive, held)
+            with self.in_flight():
+                yield body
 
     def priority(self, asked: int | None) -> int:
         """What a client's wish to go first comes to."""

@@ -90,8 +90,7 @@ class ControlRoutes:
     async def _answer(self, request: Request, kind: str, answer: _Answer) -> Response:
         """Small bodies here and now, others where nobody waits for them."""
         context = self._context
-        with context.in_flight():
-            body = await context.read_body(request.scope, request.receive)
+        async with context.body(request.scope, request.receive) as body:
             if len(body) <= SMALL_BYTES:
                 with contextlib.suppress(TooMuchWork):
                     written = answer(context.catalog, body, is_bounded=True)

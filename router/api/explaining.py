@@ -37,8 +37,7 @@ class ExplainRoutes:
         context = self._context
 
         async def explain(request: Request) -> Response:
-            with context.in_flight():
-                body = await context.read_body(request.scope, request.receive)
+            async with context.body(request.scope, request.receive) as body:
                 answer = await prepare(context, body)
             explanations = [
                 explanation(

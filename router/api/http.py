@@ -13,11 +13,15 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from replicas.protocol.trace_parent import TraceParent, parse_trace_parent
-from router.errors import BodyTooLarge, UploadTooSlow
+from router.body_budget import BodyHold
+from router.errors import BodiesFull, BodyTooLarge, UploadTooSlow
 
 Header = tuple[bytes, bytes]
 
 DISCARD_SECONDS = 1.0
+
+UPLOAD_GRACE_SECONDS = 5.0
+"""Before a body's pace counts."""
 
 _SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
@@ -88,40 +92,72 @@ def client_trace_parent(scope: Scope) -> TraceParent | None:
     return parse_trace_parent(value.decode("latin-1"), states.decode("latin-1"))
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, max_seconds: float) -> bytes:
-    """The whole body. Raises BodyTooLarge (before reading, if the client announces it), UploadTooSlow or
-    ClientGone."""
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    held: BodyHold,
+    *,
+    max_bytes: int,
+    max_seconds: float,
+    bytes_per_second: int,
+) -> bytes:
+    """The whole body. Raises BodyTooLarge or BodiesFull (before reading, if the client announces it),
+    UploadTooSlow or ClientGone."""
+    started = asyncio.get_running_loop().time()
+    last = started + max_seconds
     try:
-        async with asyncio.timeout(max_seconds):
-            return await _read(scope, receive, max_bytes)
+        async with asyncio.timeout_at(min(last, started + UPLOAD_GRACE_SECONDS)) as deadline:
+
+            def arrived(num_bytes: int) -> None:
+                seconds = UPLOAD_GRACE_SECONDS + num_bytes / bytes_per_second
+                deadline.reschedule(min(last, started + seconds))
+
+            return await _read(scope, receive, held, max_bytes, arrived)
     except TimeoutError as error:
-        raise UploadTooSlow(f"The request body did not arrive within {max_seconds:g} seconds.") from error
+        raise UploadTooSlow(
+            f"The request body did not arrive within {max_seconds:g} seconds, or came more slowly than"
+            f" {bytes_per_second} bytes per second."
+        ) from error
 
 
-async def _read(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+async def _read(
+    scope: Scope, receive: Receive, held: BodyHold, max_bytes: int, arrived: Callable[[int], None]
+) -> bytes:
     announced = header(scope, b"content-length")
-    if announced is not None and announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(max_bytes)
+    if announced is not None and announced.isdigit():
+        if int(announced) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            held.expect(int(announced))
+        except BodiesFull:
+            if header(scope, b"expect") is None:
+                await _discard(receive, max_bytes)
+            raise
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body", False):
         body: bytes = message.get("body", b"")
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
+        held.take(len(body))
         return body
-    parts: list[bytes] = []
-    num_bytes = 0
+    content = bytearray()
     while True:
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            parts.clear()
+        try:
+            if len(content) + len(part) > max_bytes:
+                raise _too_large(max_bytes)
+            held.take(len(part))
+        except (BodyTooLarge, BodiesFull):
+            content.clear()
+            held.give_back()
             await _discard(receive, max_bytes)
-            raise _too_large(max_bytes)
-        parts.append(part)
+            raise
+        content += part
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return bytes(content)
+        arrived(len(content))
         message = await receive()
 
 

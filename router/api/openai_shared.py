@@ -14,6 +14,7 @@ import msgspec
 
 from replicas.protocol.frames import PromptUsage
 from router.errors import (
+    BodiesFull,
     BodyTooLarge,
     GenerationFailed,
     InvalidRequest,
@@ -63,7 +64,9 @@ class HttpError:
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_seconds is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_seconds))))
-        if self.status in (408, 413):  # the rest of the body would be taken for the next request
+        if (
+            self.status in (408, 413) or self.code == "bodies_full"
+        ):  # the rest of the body would be taken for the next request
             headers.append((b"connection", b"close"))
         return headers
 
@@ -78,6 +81,10 @@ def http_error(error: RouterError) -> HttpError:
             return HttpError(404, error.message, "invalid_request_error", "model", "model_not_found")
         case BodyTooLarge():
             return HttpError(413, error.message, "invalid_request_error", None, "request_too_large")
+        case BodiesFull():
+            return HttpError(
+                503, error.message, "server_error", None, "bodies_full", error.retry_after_seconds
+            )
         case UploadTooSlow():
             return HttpError(408, error.message, "invalid_request_error", None, "request_timeout")
         case Overloaded():

@@ -69,13 +69,16 @@ class GenerationEndpoint:
     async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
         context = self._context
         try:
-            with context.in_flight():
-                body = await context.read_body(scope, receive)
+            with context.hold_body(scope) as held:
+                body = await context.read_body(scope, receive, held)
                 exchange.has_read()
-                async with exchange.while_connected(receive):
-                    answer = await self._prepare(context, body)
-                    with context.hold([prompt.generation for prompt in answer.prompts]):
-                        await exchange.run(answer)
+                with context.in_flight():
+                    async with exchange.while_connected(receive):
+                        answer = await self._prepare(context, body)
+                        del body
+                        held.give_back()
+                        with context.hold([prompt.generation for prompt in answer.prompts]):
+                            await exchange.run(answer)
             await exchange.finish(answer)
         except ClientGone as error:
             exchange.status = CLIENT_GONE

@@ -38,7 +38,11 @@ class HttpServer:
 
     @property
     def is_idle(self) -> bool:
-        return self.context.num_in_flight == 0 and self.dispatcher.num_open == 0
+        return (
+            self.context.num_in_flight == 0
+            and self.context.bodies.statistics().num_bytes == 0
+            and self.dispatcher.num_open == 0
+        )
 
     async def wait_idle(self) -> None:
         while not self.is_idle:  # noqa: ASYNC110 (nobody else can tell)

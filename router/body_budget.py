@@ -1,0 +1,86 @@
+"""BodyBudget: the memory of all request bodies, from their first byte until they have been prepared.
+
+Owns the counts. Bytes count as they come, and where there is no room for more the body is refused. How much
+the values in a body may take is bounded where it is taken apart (`offload.py`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from router.errors import BodiesFull
+
+
+@dataclass(frozen=True, slots=True)
+class BodyStatistics:
+    """`num_refused` counts since the start."""
+
+    num_bytes: int
+    max_bytes: int
+    num_refused: int
+
+
+class BodyBudget:
+    """`address_share` of it may be one address's."""
+
+    def __init__(self, max_bytes: int, *, address_share: float) -> None:
+        self._max_bytes = max_bytes
+        self._max_of_address = int(max_bytes * address_share)
+        self._num_bytes = 0
+        self._of_address: Counter[str] = Counter()
+        self._num_refused = 0
+
+    @contextmanager
+    def hold(self, address: str | None) -> Iterator["BodyHold"]:
+        """For one body. Whatever it has taken is given back at the end, if not before."""
+        held = BodyHold(self, address)
+        try:
+            yield held
+        finally:
+            held.give_back()
+
+    def statistics(self) -> BodyStatistics:
+        return BodyStatistics(self._num_bytes, self._max_bytes, self._num_refused)
+
+    def check(self, address: str | None, num_bytes: int) -> None:
+        """Raises BodiesFull where so much would not fit now."""
+        is_full = self._num_bytes + num_bytes > self._max_bytes
+        if address is not None:
+            is_full = is_full or self._of_address[address] + num_bytes > self._max_of_address
+        if is_full:
+            self._num_refused += 1
+            raise BodiesFull("The router is reading as many request bodies as it has memory for.")
+
+    def change(self, address: str | None, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if address is not None:
+            self._of_address[address] += num_bytes
+            if not self._of_address[address]:
+                del self._of_address[address]
+
+
+class BodyHold:
+    """What one body has taken."""
+
+    __slots__ = ("_address", "_budget", "_num_bytes")
+
+    def __init__(self, budget: BodyBudget, address: str | None) -> None:
+        self._budget = budget
+        self._address = address
+        self._num_bytes = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Raises BodiesFull before anything is read, where all of it would not fit now."""
+        self._budget.check(self._address, num_bytes)
+
+    def take(self, num_bytes: int) -> None:
+        """For bytes that have come. Raises BodiesFull."""
+        self._budget.check(self._address, num_bytes)
+        self._budget.change(self._address, num_bytes)
+        self._num_bytes += num_bytes
+
+    def give_back(self) -> None:
+        """All of it; there may be nothing."""
+        self._budget.change(self._address, -self._num_bytes)
+        self._num_bytes = 0
