@@ -15,7 +15,9 @@
 HTTP status codes stand in `app.py` and `api/`, nowhere here.
 """
 
+import contextlib
 import enum
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -50,10 +52,22 @@ class RouterError(Exception):
     """Base of the tree. `message` is fit for the client."""
 
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
+    model: str | None = None
+    """Whom the request asked for, where that is known. Nobody has looked whether it is served."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+@contextlib.contextmanager
+def about_model(name: str) -> Iterator[None]:
+    """What goes wrong inside was asked of this model."""
+    try:
+        yield
+    except RouterError as error:
+        error.model = name
+        raise
 
 
 class InvalidRequest(RouterError):

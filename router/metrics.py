@@ -70,12 +70,14 @@ class RouterMetrics(Collector):
     def observe(self, served: ServedRequest) -> None:
         """Take in one request, at its end."""
         name = served.model or UNKNOWN_MODEL
+        model = None
+        if served.model is not None:
+            model = self._of_model.get(name) or self._add_model(name)
         self._count_outcome(name, served.route, served.status)
         if served.error_kind is not None:
             self._errors.of(name, served.error_kind).value += 1
-        if served.model is None:
+        if model is None or not served.prompts:
             return
-        model = self._of_model.get(name) or self._add_model(name)
         tenant = self._tenant(served.prompts[0].generation.tenant)
         tenant.requests.value += 1
         self._observe_times(served, model, tenant)

@@ -58,10 +58,10 @@ class ServedPrompt:
 class ServedRequest:
     """Durations are in seconds and count from the request's arrival; None: it did not come to that.
 
-    `model` is the name of the model or adapter, None where none was recognised. `status` is the one that the
-    client got, or CLIENT_GONE; a stream that broke off has that of its error. `error` is the name of the
-    error's class, `error_kind` what it comes down to. `token_gaps` are known of answers with one continuation
-    of one prompt.
+    `model` is the name of the model or adapter, None where none was recognised; `prompts` are missing where
+    what was asked of it was refused. `status` is the one that the client got, or CLIENT_GONE; a stream that
+    broke off has that of its error. `error` is the name of the error's class, `error_kind` what it comes down
+    to. `token_gaps` are known of answers with one continuation of one prompt.
     """
 
     request_id: str

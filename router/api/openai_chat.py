@@ -18,6 +18,7 @@ from router.api.openai_shared import decode_body, encode_json
 from router.api.prepared import PreparedRequest
 from router.api.sampling import check_text_length, sampling_params, stop_strings
 from router.api.sse import DONE, ChunkWriter
+from router.errors import about_model
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
 
@@ -34,6 +35,13 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
             request, token_ids, num_stable = await _offload(context, body)
     else:
         request, token_ids, num_stable = await _offload(context, body)
+    with about_model(request.model):
+        return _answer(context, request, token_ids, num_stable)
+
+
+def _answer(
+    context: ApiContext, request: ChatRequest, token_ids: list[int], num_stable_tokens: int | None
+) -> Answer:
     model = context.catalog.get(request.model)
     sampling = sampling_params(
         request,
@@ -55,7 +63,7 @@ async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
         prompt_cache_key=request.prompt_cache_key,
         priority=context.priority(request.priority),
         user=context.catalog.user_tag(request.end_user),
-        num_stable_tokens=num_stable,
+        num_stable_tokens=num_stable_tokens,
     )
     dialect = _ChatDialect(context, request, model, prompt)
     return Answer(model, [prompt], bool(request.stream), dialect)
@@ -65,10 +73,11 @@ async def _encode(context: ApiContext, body: bytes) -> tuple[ChatRequest, list[i
     """Here and now; only what is long and new is encoded in a thread. Raises TooMuchWork."""
     request = decode_body(_decoder, body)
     model = context.catalog.get(request.model)
-    check_chat(request, context.config.max_choices)
-    chat = render_chat(model, request, is_bounded=True)
-    check_text_length(model, chat.text, "messages")
-    token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
+    with about_model(request.model):
+        check_chat(request, context.config.max_choices)
+        chat = render_chat(model, request, is_bounded=True)
+        check_text_length(model, chat.text, "messages")
+        token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
     return request, token_ids, num_stable_tokens(model.tokenizer, chat)
 
 

@@ -26,6 +26,7 @@ from router.api.openai_shared import decode_body, encode_json
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.sampling import sampling_params, stop_strings
 from router.api.sse import DONE, ChunkWriter
+from router.errors import about_model
 from router.prompt.catalog import ServedModel
 
 LONG_PROMPT_TOKENS = 4096
@@ -43,15 +44,17 @@ async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
     if is_light_completion(body):
         request = decode_body(_decoder, body)
         model = context.catalog.get(request.model)
-        check_completion(request, context.config.max_choices)
-        encoded = _encode(model, request, prompts_of(request.prompt, context.config.max_prompts))
+        with about_model(request.model):
+            check_completion(request, context.config.max_choices)
+            encoded = _encode(model, request, prompts_of(request.prompt, context.config.max_prompts))
     else:
         prepared = await context.offload.prepare("completion", body)
         assert isinstance(prepared, PreparedRequest)
         request = _fields_decoder.decode(prepared.fields)
         model = context.catalog.get(request.model)
         encoded = _unpack(prepared.prompts)
-    prompts = await _make_prompts(context, request, model, encoded)
+    with about_model(request.model):
+        prompts = await _make_prompts(context, request, model, encoded)
     dialect = _CompletionDialect(context, request, model, prompts)
     return Answer(model, prompts, bool(request.stream), dialect)
 

@@ -28,6 +28,15 @@ from router.errors import (
 
 Request = TypeVar("Request")
 
+
+class _Asked(msgspec.Struct):
+    """A body of which only this is of use."""
+
+    model: str
+
+
+_asked_decoder = msgspec.json.Decoder(_Asked)
+
 encode_json = msgspec.json.Encoder().encode
 
 MAX_SALT_CHARACTERS = 128
@@ -125,7 +134,9 @@ def decode_body(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Reques
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from error
+        refusal = _wrong_field(str(error))
+        refusal.model = _asked_model(body)
+        raise refusal from error
     except UnicodeDecodeError as error:
         raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from error
     except ValueError as error:
@@ -133,6 +144,13 @@ def decode_body(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Reques
         raise InvalidRequest(what, code="invalid_json") from error
     except RecursionError as error:
         raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from error
+
+
+def _asked_model(body: bytes) -> str | None:
+    try:
+        return _asked_decoder.decode(body).model
+    except (ValueError, RecursionError):
+        return None
 
 
 def _wrong_field(message: str) -> InvalidRequest:

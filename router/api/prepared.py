@@ -80,14 +80,21 @@ class RefusedRequest(msgspec.Struct, frozen=True, tag=True):
     message: str
     parameter: str | None = None
     code: str | None = None
+    model: str | None = None
 
     @classmethod
     def of(cls, error: RouterError) -> "RefusedRequest":
+        kind = type(error).__name__
         if isinstance(error, InvalidRequest):
-            return cls(type(error).__name__, error.message, error.parameter, error.code)
-        return cls(type(error).__name__, error.message)
+            return cls(kind, error.message, error.parameter, error.code, error.model)
+        return cls(kind, error.message, model=error.model)
 
     def error(self) -> RouterError:
+        error = self._error()
+        error.model = self.model
+        return error
+
+    def _error(self) -> RouterError:
         match self.kind:
             case ContextLengthExceeded.__name__:
                 return ContextLengthExceeded(self.message, parameter=self.parameter)

@@ -28,7 +28,7 @@ from router.api.prepared import (
 )
 from router.api.sampling import most_tokens, too_many_tokens
 from router.api.token_counts import detokenize, tokenize
-from router.errors import RouterError
+from router.errors import RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -45,9 +45,10 @@ def prepare(job: Job, models: TextModels, body: bytes) -> Outcome:
 def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
     request = decode_body(_chat_decoder, body)
     model = models.get(request.model)
-    check_chat(request, job.max_choices)
-    chat = render_chat(model, request)
-    token_ids = encode_chat(model, chat)
+    with about_model(request.model):
+        check_chat(request, job.max_choices)
+        chat = render_chat(model, request)
+        token_ids = encode_chat(model, chat)
     prompt = EncodedPrompt(packed(token_ids), "", num_stable_tokens(model.tokenizer, chat))
     fields = msgspec.structs.replace(
         request,
@@ -65,9 +66,10 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
 def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
     request = decode_body(_completion_decoder, body)
     model = models.get(request.model)
-    check_completion(request, job.max_choices)
-    prompts = prompts_of(request.prompt, job.max_prompts)
-    encoded = [_encoded(model, prompt, bool(request.echo)) for prompt in prompts]
+    with about_model(request.model):
+        check_completion(request, job.max_choices)
+        prompts = prompts_of(request.prompt, job.max_prompts)
+        encoded = [_encoded(model, prompt, bool(request.echo)) for prompt in prompts]
     fields = msgspec.structs.replace(request, prompt="", suffix=None)
     return PreparedRequest(msgspec.msgpack.encode(fields), encoded)
 

@@ -75,6 +75,7 @@ class GenerationEndpoint:
                 with context.in_flight():
                     async with exchange.while_connected(receive):
                         answer = await self._prepare(context, body)
+                        exchange.has_prepared(answer)
                         del body
                         held.give_back()
                         with context.hold([prompt.generation for prompt in answer.prompts]):
@@ -84,7 +85,7 @@ class GenerationEndpoint:
             exchange.status = CLIENT_GONE
             exchange.end_with(type(error).__name__, ErrorKind.CLIENT_GONE)
         except RouterError as error:
-            exchange.end_with(type(error).__name__, error.kind)
+            exchange.end_with(type(error).__name__, error.kind, error.model)
             await exchange.fail(http_error(error))
         except Exception:  # the outermost frame of a request: whatever it is, the client gets an answer
             exchange.end_with("InternalError", ErrorKind.INTERNAL)
@@ -116,6 +117,7 @@ class _Exchange:
         self._num_sent = 0
         self._num_sent_before = 0
         self._answer: Answer | None = None
+        self._model: str | None = None
         self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
         self._read_seconds: float | None = None
@@ -132,12 +134,18 @@ class _Exchange:
     def has_read(self) -> None:
         self._read_seconds = self._context.clock() - self._arrived
 
-    def end_with(self, error: str, kind: ErrorKind) -> None:
+    def has_prepared(self, answer: Answer) -> None:
+        self._answer = answer
+        self._model = answer.model.name
+        self._prepared_seconds = self._context.clock() - self._arrived
+
+    def end_with(self, error: str, kind: ErrorKind, model: str | None = None) -> None:
+        """`model` is whom the client asked for; it counts if that is served."""
         self._error, self._error_kind = error, kind
+        if self._model is None and model is not None and self._context.catalog.is_served(model):
+            self._model = model
 
     async def run(self, answer: Answer) -> None:
-        self._answer = answer
-        self._prepared_seconds = self._context.clock() - self._arrived
         if len(answer.prompts) == 1:
             await self._run_prompt(answer, answer.prompts[0])
             return
@@ -266,7 +274,7 @@ class _Exchange:
             request_id=self.request_id,
             trace_id=self.trace.trace_id,
             route=route,
-            model=None if answer is None else answer.model.name,
+            model=self._model,
             status=self.status,
             error=self._error,
             error_kind=self._error_kind,

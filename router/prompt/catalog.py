@@ -181,6 +181,9 @@ class ModelCatalog:
                     "serving adapter=%s model=%s fingerprint=%s", name, found[0], found[1].fingerprint
                 )
 
+    def is_served(self, name: str) -> bool:
+        return name in self._models or self._get_adapted(name) is not None
+
     def get(self, name: str) -> ServedModel:
         """The model or adapter of that name. Raises UnknownModel; NoReplicaAvailable while no model at all
         is known, so that a router that has just started sends nobody away for good.

@@ -120,7 +120,7 @@ async def test_metrics_count_requests_tokens_and_decisions_with_closed_labels(
     }
     assert samples["router_requests_total", "200", "chat_completions", "tiny"] == 2
     assert samples["router_requests_total", "404", "chat_completions", "unknown"] == 1
-    assert samples["router_requests_total", "400", "chat_completions", "unknown"] == 1
+    assert samples["router_requests_total", "400", "chat_completions", "tiny"] == 1
     assert samples["router_output_tokens_total", "tiny"] == 4
     assert samples["router_cached_tokens_total", "tiny"] == 32
     assert samples["router_cross_user_cached_tokens_total", "tiny"] == 10

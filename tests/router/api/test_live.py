@@ -1,6 +1,7 @@
 """The page at `/` and its data over a real socket: what was served shows, capped, and not what was said."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from replicas.protocol.frames import LoadSnapshot
 from router import live_view
+from router.api.live import PREFIXES_SECONDS
 from router.api.page import FILES
 from router.errors import GenerationFailed
 from tests.router.http_server import HttpServer, http_server
@@ -200,12 +202,10 @@ async def test_bad_questions_are_refused_in_openais_shape(
 
 async def test_many_watchers_cost_what_one_does(http: httpx.AsyncClient, fleet: QuietFleet) -> None:
     await ask(http, "one")
-    await live(http, "prefixes")
-    num_lookups = fleet.num_lookups
-    assert num_lookups == 1
+    started = time.monotonic()
     for _ in range(20):
         await live(http, "prefixes")
-    assert fleet.num_lookups == num_lookups
+    assert 1 <= fleet.num_lookups <= 1 + (time.monotonic() - started) / PREFIXES_SECONDS
 
 
 async def test_nothing_is_looked_up_while_nobody_watches(http: httpx.AsyncClient, fleet: QuietFleet) -> None:

@@ -10,7 +10,17 @@ import pytest
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.errors import ErrorKind, GenerationFailed, InvalidRequest, NoReplicaAvailable, Overloaded
+from router.api.prepared import RefusedRequest
+from router.errors import (
+    ContextLengthExceeded,
+    ErrorKind,
+    GenerationFailed,
+    InvalidRequest,
+    NoReplicaAvailable,
+    Overloaded,
+    RouterError,
+    about_model,
+)
 from router.generation import Generation
 from router.routing.decision import Decision, DecisionReason
 from router.served import CLIENT_GONE, ServedRequest
@@ -128,22 +138,42 @@ async def test_a_resumed_answers_decision_is_that_of_who_answered_first(watched:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "kind"),
+    ("body", "status", "kind", "model"),
     [
-        ({**CHAT, "model": "nobody's"}, 404, ErrorKind.UNKNOWN_MODEL),
-        ({**CHAT, "n": 0}, 400, ErrorKind.INVALID),
-        ({"model": "tiny"}, 400, ErrorKind.INVALID),
-        ({"model": "tiny", "messages": [{"role": "user", "content": "x " * 40_000}]}, 400, None),
-        ({**CHAT, "padding": "x" * 200_000}, 413, ErrorKind.TOO_LARGE),
+        ({**CHAT, "model": "nobody's"}, 404, ErrorKind.UNKNOWN_MODEL, None),
+        ({**CHAT, "model": 3}, 400, ErrorKind.INVALID, None),
+        ({**CHAT, "model": "nobody's", "n": "x"}, 400, ErrorKind.INVALID, None),
+        ({**CHAT, "n": 0}, 400, ErrorKind.INVALID, "tiny"),
+        ({**CHAT, "n": "x"}, 400, ErrorKind.INVALID, "tiny"),
+        ({**CHAT, "messages": []}, 400, ErrorKind.INVALID, "tiny"),
+        ({**CHAT, "logit_bias": {"x": 1}}, 400, ErrorKind.INVALID, "tiny"),
+        ({"model": "tiny"}, 400, ErrorKind.INVALID, "tiny"),
+        ({**CHAT, "max_tokens": 10**6}, 400, None, "tiny"),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "x " * 40_000}]}, 400, None, "tiny"),
+        ({**CHAT, "padding": "x" * 200_000}, 413, ErrorKind.TOO_LARGE, None),
     ],
 )
-async def test_what_is_refused_before_it_runs(
-    watched: Watched, body: dict[str, Any], status: int, kind: ErrorKind | None
+async def test_what_is_refused_before_it_runs_counts_for_the_model_that_was_asked_for(
+    watched: Watched, body: dict[str, Any], status: int, kind: ErrorKind | None, model: str | None
 ) -> None:
     await post(watched, body)
     served = await watched.one()
     assert (served.status, served.error_kind) == (status, kind or ErrorKind.CONTEXT_LENGTH)
-    assert (served.model, served.prompts, served.first_token_seconds) == (None, (), None)
+    assert (served.model, served.prompts, served.first_token_seconds) == (model, (), None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompt": []}, {"prompt": [True]}, {"n": 0}, {"best_of": 3}, {"max_tokens": 10**6}, {"prompt": None}],
+)
+async def test_refused_completions_count_for_their_model_too(
+    watched: Watched, change: dict[str, Any]
+) -> None:
+    await post(watched, {"model": "tiny", "prompt": "Hello", **change}, "/v1/completions")
+    served = await watched.one()
+    assert (served.status, served.model) == (400, "tiny")
+    metrics = watched.server.context.metrics.render().decode()
+    assert 'router_requests_total{model="tiny",route="completions",code="400"} 1' in metrics
 
 
 async def test_a_wrong_method(watched: Watched) -> None:
@@ -251,3 +281,10 @@ async def test_a_stop_string_ends_the_tokens_that_are_counted(watched: Watched) 
     served = await watched.one()
     assert served.prompts[0].num_output_tokens == 2
     assert served.error is None
+
+
+def test_a_refusal_by_the_process_beside_the_loop_still_says_whom_it_was_asked_of() -> None:
+    with pytest.raises(RouterError) as caught, about_model("tiny"):
+        raise ContextLengthExceeded("too long", parameter="messages")
+    error = RefusedRequest.of(caught.value).error()
+    assert (type(error), error.message, error.model) == (ContextLengthExceeded, "too long", "tiny")
