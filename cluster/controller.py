@@ -31,7 +31,7 @@ from cluster.members import FleetView, Member, first_end, mark_waiting, pool_vie
 from cluster.metrics import FleetMetrics
 from cluster.model_check import check_models
 from cluster.plan import Action, ActionKind, count_early_deaths, plan
-from cluster.status import read_registry
+from cluster.status import read_signed_registry
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.logs import set_up_logs
 from replicas.protocol.settings import SettingsError
@@ -359,7 +359,7 @@ class FleetController:
         redis_url = self._spec.redis_url
         if redis_url is None:
             return None
-        registry = await asyncio.to_thread(read_registry, redis_url)
+        registry = await asyncio.to_thread(read_signed_registry, redis_url, self._spec.secret_file)
         if registry.complaint is not None:
             self._loads.forget_all()
             return f"Redis does not answer: {registry.complaint}"

@@ -21,7 +21,9 @@ from replicas.protocol.keys import (
     replica_key,
     replicas_key,
 )
-from replicas.protocol.settings import without_password
+from replicas.protocol.lease_seal import LeaseSeal
+from replicas.protocol.secret_file import read_secret
+from replicas.protocol.settings import SettingsError, without_password
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SILENT = "silent"
@@ -42,7 +44,8 @@ class Registry:
     refused: Sequence[str] = ()
 
 
-def read_registry(redis_url: str) -> Registry:
+def read_registry(redis_url: str, seal: LeaseSeal | None = None) -> Registry:
+    """With a seal, only leases that were signed under the cluster secret count."""
     records: dict[ReplicaId, ReplicaRecord] = {}
     refused: list[str] = []
     try:
@@ -53,12 +56,24 @@ def read_registry(redis_url: str) -> Registry:
                 try:
                     values = client.hmget(replica_key(model, replica_id), RECORD_FIELDS)
                     if any(values):
-                        records[replica_id] = decode_record(replica_id, record_fields(values))
+                        fields = record_fields(values)
+                        if seal is not None:
+                            seal.check(replica_key(model, replica_id), fields)
+                        records[replica_id] = decode_record(replica_id, fields)
                 except (redis.ResponseError, ValueError) as error:
-                    refused.append(str(error))
+                    refused.append(f"replica {replica_id}: {error}")
     except redis.RedisError as error:
         return Registry({}, str(error))
-    return Registry(records, refused=refused[:MOST_REFUSED])
+    return Registry(records, refused=tuple(refused[:MOST_REFUSED]))
+
+
+def read_signed_registry(redis_url: str, secret_file: str | None) -> Registry:
+    """With a secret file, only leases that were signed under the cluster secret count."""
+    try:
+        secret = read_secret(None, secret_file)
+    except SettingsError as error:
+        return Registry({}, f"leases cannot be checked: {error}")
+    return read_registry(redis_url, None if secret is None else LeaseSeal(secret))
 
 
 def live_names(client: "redis.Redis") -> Iterator[tuple[str, ReplicaId]]:

@@ -32,6 +32,7 @@ from replicas.proof import prove_hashes
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
 from replicas.protocol.tls import FollowedFiles, server_credentials
 from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
@@ -280,10 +281,7 @@ class _Parts:
         replica_id = ReplicaId(config.replica_id)
         self.index = self._index_writer(config, epoch)
         self.registration = Registration(
-            self._lease_redis,
-            self.card.name,
-            replica_id,
-            epoch,
+            *(self._lease_redis, self.card.name, replica_id, epoch),
             record=host.record,
             index=self.index,
             lease_seconds=config.lease_seconds,
@@ -291,6 +289,7 @@ class _Parts:
             set_ttl_seconds=LEASES_PER_SET * config.lease_seconds,
             on_lost=lambda lost: self._step_down(host, lost),
             metrics=self.metrics,
+            seal=None if secret is None else LeaseSeal(secret),
         )
         self.server = ReplicaServer(
             Identity(replica_id, epoch, self.card, bundle),

@@ -6,31 +6,44 @@ of its set and the number of its newest change.
 A record is written only while it is absent or our own: WATCH, read, MULTI. Another epoch in it, once
 we have been registered, means that a newer incarnation has taken our name: then we are the ghost, and
 `on_lost` is called. An epoch that was there before we came is a dead predecessor; its set is removed.
+
+With a seal, leases are signed, and only who can sign takes our name away, or who registered after us: a
+record that somebody has made up or copied back is written over.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import OutOfMemoryError, RedisError, WatchError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError, WatchError
 
 from replicas.errors import LeaseLost
 from replicas.metrics import ReplicaMetrics
+from replicas.protocol.bounds import MAX_NUMBER
 from replicas.protocol.keys import (
     MODELS_KEY,
+    RECORD_FIELDS,
     ReplicaRecord,
     blocks_key,
+    decode_record,
     encode_record,
+    record_fields,
+    registrations_key,
     replica_key,
     replicas_key,
 )
+from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import Epoch, ReplicaId
 
 logger = logging.getLogger(__name__)
+
+
+MOST_REGISTRATIONS = MAX_NUMBER // 2
 
 
 class Index(Protocol):
@@ -61,8 +74,12 @@ class Registration:
         set_ttl_seconds: float,
         on_lost: Callable[[LeaseLost], None],
         metrics: ReplicaMetrics,
+        seal: LeaseSeal | None = None,
     ) -> None:
         self._redis = redis
+        self._seal = seal
+        self._order = 0
+        self._num_beats = 0
         self._model = model
         self._replica_id = replica_id
         self._epoch = epoch
@@ -101,6 +118,10 @@ class Registration:
                 self._on_lost(lost)
                 return
             except (RedisError, OSError) as error:
+                if isinstance(error, ResponseError):
+                    with contextlib.suppress(RedisError, OSError):
+                        async with asyncio.timeout(self._timeout_seconds):
+                            await self._clear_wrong_types()
                 self._metrics.lease_failures.inc()
                 if not self._is_redis_away:
                     logger.warning("cannot reach Redis; serving on without it error=%r", error)
@@ -145,19 +166,25 @@ class Registration:
 
     async def _beat(self) -> bool:
         """One heartbeat; False if the record was touched meanwhile and must be looked at again."""
+        await self._take_number()
         async with self._redis.pipeline(transaction=True) as pipeline:
             holder = await self._begin(pipeline)
             predecessor = None
             if holder is not None and holder != self._epoch:
-                if self._registered.is_set():
+                if self._registered.is_set() and await self._is_newer(holder):
                     raise LeaseLost(
                         f"replica {self._replica_id} is served by another process: epoch {holder} has"
                         f" taken the place of {self._epoch}"
                     )
                 predecessor = Epoch(holder)
-            record = self._record()
+            self._num_beats += 1
+            record = replace(self._record(), order=self._order, beat=self._num_beats)
+            fields = encode_record(record)
+            if self._seal is not None:
+                fields = self._seal.signed(self._key, fields)
             pipeline.scard(self._index.set_key)
-            pipeline.hset(self._key, mapping=encode_record(record))  # type: ignore[arg-type]
+            pipeline.delete(self._key)  # fields of another version would not be signed
+            pipeline.hset(self._key, mapping=fields)  # type: ignore[arg-type]
             pipeline.pexpire(self._key, self._lease_ms)
             pipeline.sadd(replicas_key(self._model), self._replica_id)
             pipeline.pexpire(self._index.set_key, self._set_ttl_ms)
@@ -169,9 +196,52 @@ class Registration:
                 return False
         # Another hash slot than the model's keys, so outside the transaction.
         await self._redis.sadd(MODELS_KEY, self._model)
+        await self._keep_count()
         self._registered.set()
         self._index.check(record.last_change, num_members)
         return True
+
+    async def _take_number(self) -> None:
+        """Once: after whom this incarnation has registered."""
+        if not self._order:
+            order = await self._redis.incr(registrations_key(self._model))
+            if not 0 < order <= MOST_REGISTRATIONS:
+                raise ResponseError(f"a count of registrations is {order}")
+            self._order = order
+
+    async def _keep_count(self) -> None:
+        """A Redis that came back empty goes on from where we are."""
+        counted = await self._redis.get(registrations_key(self._model))
+        if counted is None or not _is_count(counted) or int(counted) < self._order:
+            await self._redis.set(registrations_key(self._model), self._order)
+
+    async def _is_newer(self, holder: str) -> bool:
+        """Whether the record is a later incarnation's; without a seal it is believed."""
+        if self._seal is None:
+            return True
+        fields = record_fields(await self._redis.hmget(self._key, RECORD_FIELDS))
+        try:
+            self._seal.check(self._key, fields)
+            record = decode_record(self._replica_id, fields)
+        except ValueError as error:
+            logger.error("our lease is written over what somebody else has put there: %s", error)
+            return False
+        return record.epoch == holder and record.order > self._order
+
+    async def _clear_wrong_types(self) -> None:
+        """Whatever lies under the names of our keys and is of another type, or no count, is nobody's."""
+        kinds = {
+            self._key: b"hash",
+            replicas_key(self._model): b"set",
+            MODELS_KEY: b"set",
+            registrations_key(self._model): b"string",
+        }
+        for key, kind in kinds.items():
+            found = await self._redis.type(key)
+            is_right = found == kind and (kind != b"string" or _is_count(await self._redis.get(key)))
+            if found != b"none" and not is_right:
+                logger.error("what lay under %s is not what belongs there; it is taken away", key)
+                await self._redis.unlink(key)
 
     async def _begin(self, pipeline: "Pipeline") -> str | None:
         """Whose epoch the record has. What follows is a transaction that fails if that changes."""
@@ -187,4 +257,10 @@ class Registration:
 
 
 def _text(value: object) -> str | None:
-    return value.decode() if isinstance(value, bytes) else None
+    return value.decode(errors="replace") if isinstance(value, bytes) else None
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (
+        isinstance(value, bytes) and len(value) < 20 and value.isdigit() and int(value) < MOST_REGISTRATIONS
+    )

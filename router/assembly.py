@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.secret_file import read_secret
 from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
@@ -84,7 +85,7 @@ class Router:
         )
         self._tls = tls = _open_tls(config)
         self._membership = Membership(
-            RegistrySource(config.redis_url, config.poll_seconds),
+            RegistrySource(config.redis_url, config.poll_seconds, seal=_open_seal(secret)),
             self._table,
             index_stride=config.index_stride,
             on_model=self._add_model,
@@ -190,6 +191,15 @@ def _new_dispatcher(
         outlook=membership.outlook,
         clock=clock,
     )
+
+
+def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:
+    if secret is None:
+        logger.warning(
+            "there is no cluster secret: whoever writes to Redis can be a replica; set secret_file"
+        )
+        return None
+    return LeaseSeal(secret)
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

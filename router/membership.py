@@ -69,7 +69,7 @@ class MembershipStatistics(NamedTuple):
     num_submits: int
     num_aborts: int
     num_malformed: int
-    num_refused_records: int
+    num_refused_records: Mapping[str, int]
 
 
 class _Refused(Exception):
@@ -98,9 +98,9 @@ class Member:
 
 
 def _adapters(members: Sequence[Member]) -> list[Adapter]:
-    """An epoch begins with the time of the replica's start, so every router puts them in the same order."""
+    """In the order in which their replicas registered, which no clock decides and every router knows."""
     ready = [member for member in members if member.record.state is ReplicaState.READY]
-    ready.sort(key=lambda member: member.record.epoch)
+    ready.sort(key=lambda member: (member.record.order, member.record.epoch))
     return [adapter for member in ready if member.card is not None for adapter in member.card.adapters]
 
 

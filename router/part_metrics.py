@@ -124,7 +124,9 @@ class PartMetrics:
         )
         self._refused_records = self._gauge(
             "router_refused_records",
-            "Entries of the registry that the latest look passed over as unreadable or out of bounds",
+            "Entries of the registry that the latest look passed over: malformed, unsigned, signed with"
+            " another cluster secret (other_secret) or wrongly (forged), or copied back from earlier (old)",
+            "reason",
         )
         self._malformed_words = self._counter(
             "router_malformed_messages_total",
@@ -227,7 +229,8 @@ class PartMetrics:
         self._submits.of().value = statistics.num_submits
         self._aborts.of().value = statistics.num_aborts
         self._malformed_words.of().value = statistics.num_malformed
-        self._refused_records.of().value = statistics.num_refused_records
+        for reason, count in statistics.num_refused_records.items():
+            self._refused_records.of(reason).value = count
 
     def read_tls(self, ends: Mapping[str, float]) -> None:
         for file, seconds in ends.items():

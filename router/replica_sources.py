@@ -7,8 +7,9 @@ believes now, and `membership.py` decides what follows from it.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Hashable, Mapping, Sequence
-from typing import Protocol, TypeVar
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -28,7 +29,8 @@ from replicas.protocol.keys import (
     replica_key,
     replicas_key,
 )
-from replicas.protocol.status import ReplicaId, ReplicaState
+from replicas.protocol.lease_seal import MALFORMED, OLD, REASONS, LeaseRefused, LeaseSeal
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 from router.replica_client import ReplicaClient, ReplicaLost
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,18 @@ MAX_FORGOTTEN_PER_POLL = 64
 MAX_NAMES_PER_LOOK = 4096
 """Of models, and of replicas for each: names without end must not keep a look from ending."""
 
+OLD_SECONDS = 10.0
+"""For so long after a replica's newest heartbeat an older one is not believed."""
+
 Name = TypeVar("Name", bound=str)
+
+
+class _Heard(NamedTuple):
+    """The newest that a replica has said: when it was new to this router."""
+
+    epoch: Epoch
+    place: tuple[int, int]
+    at: float
 
 
 class ReplicaSource(Protocol):
@@ -51,16 +64,26 @@ class ReplicaSource(Protocol):
         """A view whenever the source has looked; none while it cannot look."""
 
     @property
-    def num_refused(self) -> int:
-        """Replicas, or names of them, that the latest look passed over as wrong."""
+    def num_refused(self) -> Mapping[str, int]:
+        """Replicas, or names of them, that the latest look passed over, by `lease_seal.REASONS`."""
 
 
 class RegistrySource:
     """Replicas that hold a lease in Redis."""
 
     def __init__(
-        self, redis_url: str, poll_seconds: float = 0.5, *, forget_seconds: float = FORGET_SECONDS
+        self,
+        redis_url: str,
+        poll_seconds: float = 0.5,
+        *,
+        seal: LeaseSeal | None = None,
+        forget_seconds: float = FORGET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With a seal, only leases that were signed under the cluster secret are believed."""
+        self._seal = seal
+        self._clock = clock
+        self._newest: dict[tuple[str, ReplicaId], _Heard] = {}
         self._redis_url = redis_url
         self._poll_seconds = poll_seconds
         self._forget_seconds = forget_seconds
@@ -68,13 +91,12 @@ class RegistrySource:
         self._known: dict[tuple[str, str], frozenset[str]] = {}
         """Names that stood for a lease at the last look."""
         self._num_looks = 0
-        self._num_refused = 0
+        self._num_refused = dict.fromkeys(REASONS, 0)
         self._complaints = Complaints(logger)
         self._is_redis_away = False
 
     @property
-    def num_refused(self) -> int:
-        """Entries of the registry that the latest look passed over."""
+    def num_refused(self) -> Mapping[str, int]:
         return self._num_refused
 
     async def views(self) -> AsyncIterator[FleetView]:
@@ -113,7 +135,7 @@ class RegistrySource:
             await redis.aclose()
 
     async def _read(self, redis: "Redis") -> FleetView:
-        self._num_refused = 0
+        self._num_refused = dict.fromkeys(REASONS, 0)
         models = self._names("models", "", decode_names(await _answer(redis.smembers(MODELS_KEY))))
         async with redis.pipeline(transaction=False) as pipeline:
             for model in models:
@@ -137,6 +159,9 @@ class RegistrySource:
             elif (record := self._decode(model, replica_id, values)) is not None:
                 view[model][replica_id] = record
         self._absent_since = absent
+        for name in absent.keys() & self._newest.keys():
+            if now - absent[name] >= self._forget_seconds:
+                del self._newest[name]
         self._known = {("models", ""): frozenset(model for model in models if view[model])}
         self._known |= {("replicas", model): frozenset(records) for model, records in view.items()}
         return view
@@ -157,15 +182,38 @@ class RegistrySource:
 
     def _decode(self, model: str, replica_id: ReplicaId, values: object) -> ReplicaRecord | None:
         try:
-            record = decode_record(replica_id, record_fields(values))
+            fields = record_fields(values)
+            if self._seal is not None:
+                self._seal.check(replica_key(model, replica_id), fields)
+            record = decode_record(replica_id, fields)
+            if self._seal is not None:
+                self._check_age(model, record)
         except ValueError as error:
-            self._refuse((model, replica_id), f"a replica of {model} is passed over: {error}")
+            reason = error.reason if isinstance(error, LeaseRefused) else MALFORMED
+            message = f"replica {replica_id} of {model} is passed over: {error}"
+            self._refuse((model, replica_id, reason), message, reason)
             return None
-        self._complaints.settle((model, replica_id))
+        for reason in REASONS:
+            self._complaints.settle((model, replica_id, reason))
         return record
 
-    def _refuse(self, subject: Hashable, message: str) -> None:
-        self._num_refused += 1
+    def _check_age(self, model: str, record: ReplicaRecord) -> None:
+        """Raises LeaseRefused if a newer incarnation, or a newer heartbeat of this one, was heard lately.
+
+        Not for ever: a Redis that came back empty may count incarnations from the beginning.
+        """
+        now, name = self._clock(), (model, record.replica_id)
+        heard = self._newest.get(name)
+        place = (record.order, record.beat)
+        if heard is not None and now - heard.at < OLD_SECONDS:
+            if record.epoch == heard.epoch and place == heard.place:
+                return
+            if place < heard.place:
+                raise LeaseRefused(OLD, "its lease is older than one that was heard lately")
+        self._newest[name] = _Heard(record.epoch, place, now)
+
+    def _refuse(self, subject: Hashable, message: str, reason: str = MALFORMED) -> None:
+        self._num_refused[reason] += 1
         self._complaints.say(subject, message)
 
     async def _forget(self, redis: "Redis") -> None:
@@ -198,7 +246,7 @@ class StaticSource:
     def __init__(self, addresses: Sequence[str], poll_seconds: float = 2.0) -> None:
         self._addresses = tuple(dict.fromkeys(addresses))
         self._poll_seconds = poll_seconds
-        self.num_refused = 0
+        self.num_refused: Mapping[str, int] = {}
 
     async def views(self) -> AsyncIterator[FleetView]:
         async with contextlib.AsyncExitStack() as stack:

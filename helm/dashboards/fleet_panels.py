@@ -246,7 +246,7 @@ LIVES = (
         description="Entries of the registry, and words of replicas, that are wrong: unreadable, out of "
         "bounds, for nobody. Nothing but what they say is lost; the routers' logs say what it was.",
         queries=(
-            Query("sum by (router) (router_refused_records{ROUTER})", "{{router}} in the registry"),
+            Query("sum by (router, reason) (router_refused_records{ROUTER})", "{{router}} {{reason}}"),
             Query(events("router_malformed_messages_total", "ROUTER", "router"), "{{router}} from replicas"),
         ),
     ),

@@ -37,8 +37,11 @@ ID_BYTES = 8
 BLOCKS_MARKER = b"\x00"
 """The member of every blocks set that is no hash."""
 
-RECORD_FIELDS = ("epoch", "address", "state", "card_digest", "last_change", "load")
-"""All that is read of a lease."""
+RECORD_FIELDS = (
+    *("epoch", "address", "state", "card_digest", "last_change", "load", "order", "beat"),
+    *("check", "signature"),
+)
+"""All that is read of a lease. The last two are `lease_seal.py`'s."""
 
 MAX_LOAD_BYTES = 4096
 
@@ -61,6 +64,11 @@ def replica_key(model: str, replica_id: ReplicaId) -> str:
 def blocks_key(model: str, replica_id: ReplicaId, epoch: Epoch) -> str:
     """Set of the block hashes that this incarnation holds and the index keeps."""
     return f"{PREFIX}:{{{model}}}:blocks:{replica_id}:{epoch}"
+
+
+def registrations_key(model: str) -> str:
+    """Counter of the incarnations that have registered for this model: see `ReplicaRecord.order`."""
+    return f"{PREFIX}:{{{model}}}:registrations"
 
 
 def events_key(model: str) -> str:
@@ -94,7 +102,8 @@ class ReplicaRecord:
     """What a replica says of itself with each heartbeat.
 
     `last_change` is the number of the newest IndexChange that it has written, so that a reader which
-    missed the end of the stream finds out.
+    missed the end of the stream finds out. `order` says which incarnations registered before which others,
+    by a counter in Redis and no clock; 0 is not known. `beat` counts an incarnation's heartbeats.
     """
 
     replica_id: ReplicaId
@@ -104,6 +113,8 @@ class ReplicaRecord:
     card_digest: str
     last_change: int
     load: LoadSnapshot
+    order: int = 0
+    beat: int = 0
 
 
 def encode_record(record: ReplicaRecord) -> dict[str, str]:
@@ -114,6 +125,8 @@ def encode_record(record: ReplicaRecord) -> dict[str, str]:
         "card_digest": record.card_digest,
         "last_change": str(record.last_change),
         "load": json.dumps(asdict(record.load)),
+        "order": str(record.order),
+        "beat": str(record.beat),
     }
 
 
@@ -128,6 +141,8 @@ def decode_record(replica_id: ReplicaId, fields: Mapping[bytes, bytes]) -> Repli
             card_digest=checked_name(fields[b"card_digest"].decode()),
             last_change=parsed_number(fields[b"last_change"]),
             load=_decode_load(fields[b"load"]),
+            order=parsed_number(fields.get(b"order", b"0")),
+            beat=parsed_number(fields.get(b"beat", b"0")),
         )
     except (KeyError, ValueError) as error:
         raise ValueError(

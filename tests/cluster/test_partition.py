@@ -222,7 +222,9 @@ def cut(fleet: Fleet) -> Iterator[Cut]:
         "settings": {"engine": "simulated", "model": "toy", "model_name": "toy", "num_blocks": 4096},
     }
     file = fleet.first.folder / "fleet.yaml"
-    file.write_text(yaml.safe_dump({"redis_url": fleet.redis_url, "pools": [pool]}))
+    (secret := fleet.first.folder / "fleet-secret").write_text("5e" * 32)
+    spec = {"redis_url": fleet.redis_url, "secret_file": str(secret), "pools": [pool]}
+    file.write_text(yaml.safe_dump(spec))
     assert "ready: toy 2" in fleet.kvasir("apply", "fleet.yaml")
     machine, record = next(
         (machine, record)

@@ -204,7 +204,8 @@ class ScriptedReplica(ReplicaServicer):
     def _admit(self, submit: Submit, stream: _Stream) -> None:
         code = self.script.refusal
         resumed = submit.token_ids[len(submit.token_ids) - submit.num_output_tokens :]
-        if list(resumed) != [token_at(submit.sampling.seed, n) for n in range(submit.num_output_tokens)]:
+        seed, size = submit.sampling.seed, self.card.vocab_size
+        if list(resumed) != [token_at(seed, n) % size for n in range(submit.num_output_tokens)]:
             code = RefusalCode.INVALID_REQUEST
         for choice in range(submit.num_choices):
             key = RequestKey(submit.request_id, choice)
@@ -228,7 +229,7 @@ class ScriptedReplica(ReplicaServicer):
             if self._kills(choice):
                 self.was_killed = True
                 break
-            token_id = token_at(choice.seed, choice.position)
+            token_id = token_at(choice.seed, choice.position) % self.card.vocab_size
             usage = PromptUsage(len(choice.submit.token_ids), 0, 0) if choice.num_sent == 0 else None
             choice.num_sent += 1
             self.num_tokens_sent += 1

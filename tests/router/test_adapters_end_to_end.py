@@ -12,8 +12,10 @@ from openai import APIStatusError, AsyncOpenAI
 from redis.asyncio import Redis
 
 from replicas.protocol.blocks import Namespace, namespace_root
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot, Submit
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
+from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.settings import build
 from replicas.protocol.status import Adapter, ReplicaState
 from router.assembly import Router
@@ -75,10 +77,12 @@ async def register(redis_url: str, replica: ScriptedReplica) -> None:
         last_change=0,
         load=LoadSnapshot(),
     )
+    key = replica_key(model, replica.replica_id)
+    fields = LeaseSeal(ClusterSecret(tiny_model.SECRET)).signed(key, encode_record(record))
     async with Redis.from_url(redis_url, protocol=2) as redis:
         await redis.sadd(MODELS_KEY, model)
         await redis.sadd(replicas_key(model), replica.replica_id)
-        await redis.hset(replica_key(model, replica.replica_id), mapping=encode_record(record))  # type: ignore[arg-type]
+        await redis.hset(key, mapping=fields)  # type: ignore[arg-type]
 
 
 @pytest.fixture

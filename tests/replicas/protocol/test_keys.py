@@ -65,7 +65,7 @@ def test_a_change_survives_the_round_trip(change: keys.IndexChange) -> None:
 @given(RECORDS, st.data())
 def test_a_record_that_lacks_a_field_is_refused(record: keys.ReplicaRecord, data: st.DataObject) -> None:
     fields = as_redis_returns(keys.encode_record(record))
-    del fields[data.draw(st.sampled_from(sorted(fields)))]
+    del fields[data.draw(st.sampled_from(sorted(fields.keys() - {b"order", b"beat"})))]
     with pytest.raises(ValueError, match="replica 'r0' is unreadable"):
         keys.decode_record(record.replica_id, fields)
 
