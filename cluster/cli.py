@@ -220,17 +220,18 @@ def _port(text: str) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     from cluster.processes import MARK
-    from cluster.ray_head import RAY_ENVIRONMENT
-    from cluster.up import options_from, serve
+    from cluster.ray_head import RAY_ENVIRONMENT, TOKEN_PATH
 
     directory = RunDirectory(arguments.run_dir)
-    environment = {**os.environ, **RAY_ENVIRONMENT, MARK: str(directory.path)}
-    environment.pop("RAY_ADDRESS", None)
-    options = options_from(arguments, directory, environment)
-    # Ray takes its settings from here alone, and hands the mark on to its workers.
-    os.environ.pop("RAY_ADDRESS", None)
-    os.environ.update(environment)
-    return serve(options, _say)
+    # Ray takes its settings from here alone, as it is imported, and hands the mark on to its workers.
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name, None)
+    os.environ.update(
+        {**RAY_ENVIRONMENT, TOKEN_PATH: str(directory.ray_token_file), MARK: str(directory.path)}
+    )
+    from cluster.up import options_from, serve
+
+    return serve(options_from(arguments, directory, dict(os.environ)), _say)
 
 
 def _down(arguments: argparse.Namespace) -> int:

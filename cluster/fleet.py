@@ -22,6 +22,7 @@ from cluster.errors import ClusterError, NotRunning
 from cluster.fleet_file import parse_fleet, settings_from
 from cluster.fleet_words import as_plain, is_settled, missing, ready, render, trouble
 from cluster.follow import Look, follow
+from cluster.ray_token import refuse_open
 from cluster.status import Registry, read_registry
 from replicas.protocol.settings import SettingsError
 
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     apply = add("apply", "make the fleet what FILE says, and keep it so")
     apply.add_argument("file", metavar="FILE", type=Path, help="YAML; deploy/fleet.yaml explains every field")
     apply.add_argument("--redis-url", metavar="URL", help="goes before the file's redis_url")
+    apply.add_argument("--without-token", action="store_true", help="even where Ray lets everybody in")
     instead_of_waiting = _add_waiting(apply)
     instead_of_waiting.add_argument(
         "--dry-run", action="store_true", help="only say whether the file would be taken"
@@ -132,6 +134,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
             raise ClusterError("--ready-file goes with --follow")
         spec = _read(arguments)
         with connected(arguments, environment) as ray:
+            if not arguments.without_token:
+                refuse_open(ray.get_runtime_context().gcs_address)
             if arguments.dry_run:
                 return _try(spec, arguments.file, say)
             if arguments.follow:

@@ -137,7 +137,7 @@ class LocalCluster:
         with self._stage("Redis") as stage:
             log = self._directory.logs / "redis.log"
             environment = self._options.environment
-            redis = await asyncio.to_thread(PrivateRedis, self._directory.path, log, environment)
+            redis = await asyncio.to_thread(PrivateRedis, self._directory.socket_directory, log, environment)
             stack.push_async_callback(redis.service.stop, 1.0)
             await redis.start()
             stage.append(f"{redis.url} (pid {redis.service.pid})")

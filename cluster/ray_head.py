@@ -20,7 +20,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Just above Ray's minimum: nothing but small reports goes through it."""
 
 RAY_ENVIRONMENT: Mapping[str, str] = {
-    "RAY_AUTH_MODE": "disabled",  # loopback only, one user; else Ray leaves a token in the home directory
+    "RAY_AUTH_MODE": "token",  # else whoever is on the machine could run code as this user
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_enable_worker_prestart": "0",  # each worker that waits for work costs 50 MB
@@ -35,7 +35,10 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_raylet_client_num_connect_attempts": "30",
 }
-"""Must be in the environment before Ray is imported."""
+"""Must be in the environment before Ray is imported, and TOKEN_PATH besides."""
+
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+"""Variable with the file that holds Ray's token. Without it Ray leaves one in the home directory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A private Redis for one local cluster: in memory, on loopback, gone with the cluster.
+"""A private Redis for one local cluster: in memory, at a socket for this user alone, gone with the cluster.
 
 Owns the choice of the server's binary. Knows nothing of what is stored.
 """
@@ -39,12 +39,14 @@ def redis_binary(environment: Mapping[str, str]) -> str:
 
 
 class PrivateRedis:
-    """The server as a service. Restarted, it comes back empty on the same port."""
+    """The server as a service. Restarted, it comes back empty at the same socket, in `directory`: nobody else
+    may enter that, so it needs no password, and other users of the machine cannot reach it."""
 
     def __init__(self, directory: Path, log: Path, environment: Mapping[str, str]) -> None:
-        self.port = free_port("127.0.0.1")
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        command = [redis_binary(environment), "--bind", "127.0.0.1", "--port", str(self.port)]
+        self._socket = directory / "redis.sock"
+        self.url = f"unix://{self._socket}?db=0"
+        command = [redis_binary(environment), "--port", "0", "--unixsocket", str(self._socket)]
+        command += ["--unixsocketperm", "700"]
         command += ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", "noeviction"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(directory)]
         self.service = Service("Redis", command, log, environment)
@@ -53,7 +55,7 @@ class PrivateRedis:
         await self.service.start()
         try:
             async with asyncio.timeout(START_SECONDS):
-                while not await _answers("127.0.0.1", self.port):
+                while not await _answers(self._socket):
                     if self.service.has_ended():
                         raise StartFailed(f"Redis did not start:\n{await self.service.complaint()}")
                     await asyncio.sleep(0.01)
@@ -61,9 +63,9 @@ class PrivateRedis:
             raise StartFailed(f"Redis did not answer within {START_SECONDS:g} s") from None
 
 
-async def _answers(host: str, port: int) -> bool:
+async def _answers(path: Path) -> bool:
     try:
-        reader, writer = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_unix_connection(path)
     except OSError:
         return False
     try:

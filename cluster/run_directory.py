@@ -1,4 +1,4 @@
-"""The run directory of one local cluster: its lock, its state file, its logs, its secret.
+"""The run directory of one local cluster: its lock, its state file, its logs, its secrets.
 
 Owns the file names and formats. Knows nothing of how the processes named in it are run.
 """
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from typing import Any
 from cluster.errors import AlreadyRunning
 
 LOCK_SECONDS = 0.2
+
+MAX_SOCKET_DIRECTORY_BYTES = 90
+"""Paths of Unix sockets are limited to 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class RunDirectory:
         digest = hashlib.sha256(str(self.path).encode()).hexdigest()[:10]
         # Ray puts Unix sockets under this path, whose length is limited to 107 bytes.
         self.ray_directory = Path("/tmp") / f"kvasir-ray-{digest}"
+        inside = self.path / "sockets"
+        is_short = len(os.fsencode(inside)) <= MAX_SOCKET_DIRECTORY_BYTES
+        self.socket_directory = inside if is_short else Path("/tmp") / f"kvasir-sockets-{digest}"
 
     @property
     def logs(self) -> Path:
@@ -69,6 +76,10 @@ class RunDirectory:
     @property
     def secret_file(self) -> Path:
         return self.path / "secret"
+
+    @property
+    def ray_token_file(self) -> Path:
+        return self.path / "ray-token"
 
     @property
     def targets_file(self) -> Path:
@@ -110,13 +121,19 @@ class RunDirectory:
         return None
 
     def renew(self) -> None:
-        """Forget the previous cluster's logs, and make a cluster secret that only this user can read."""
+        """Forget the previous cluster's logs; make a cluster secret, Ray's token and a directory for sockets.
+
+        All are for this user alone. Raises OSError if somebody else has made that directory.
+        """
         for log in self.logs.glob("*.log"):
             log.unlink()
-        self.secret_file.unlink(missing_ok=True)
-        descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        for file in (self.secret_file, self.ray_token_file):
+            file.unlink(missing_ok=True)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as new:
+                new.write(secrets.token_hex(32) + "\n")
+        shutil.rmtree(self.socket_directory, ignore_errors=True)
+        self.socket_directory.mkdir(mode=0o700)
 
     def write_state(self, state: ClusterState) -> None:
         # Only this user may read it: the URL of Redis may have a password.
@@ -137,6 +154,8 @@ class RunDirectory:
         self._state_file.unlink(missing_ok=True)
         self.targets_file.unlink(missing_ok=True)
         self.secret_file.unlink(missing_ok=True)
+        self.ray_token_file.unlink(missing_ok=True)
+        shutil.rmtree(self.socket_directory, ignore_errors=True)
 
 
 def _replace(path: Path, content: Any, mode: int) -> None:

@@ -10,13 +10,16 @@ from replicas.protocol.settings import SettingsError
 
 
 def read_secret(secret: str | None, secret_file: str | None) -> ClusterSecret | None:
-    """What the settings `secret` and `secret_file` say; None if neither is set. Raises SettingsError."""
+    """What the settings `secret` and `secret_file` say, None if neither is set; a file may begin with `~`.
+
+    Raises SettingsError.
+    """
     if secret is not None:
         return secret_from_text(secret, "setting secret")
     if secret_file is None:
         return None
     try:
-        content = Path(secret_file).read_bytes()
+        content = Path(secret_file).expanduser().read_bytes()
     except OSError as error:
         raise SettingsError(f"cannot read the secret file {secret_file}: {error.strerror}") from error
     return secret_from_bytes(content, f"the secret file {secret_file}")

@@ -37,7 +37,8 @@ NUM_TOKENS = 100
 """Of each answer; at the simulated engine's pace that takes most of a second."""
 
 RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "5e" * 32,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_memory_monitor_refresh_ms": "0",

@@ -54,7 +54,7 @@ def test_ray_that_is_too_slow_for_its_own_patience_is_started_once_more(
     slow.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-c", WITH_A_SLOW_FIRST_RAYLET, str(ray_directory), str(slow)],
-        env=os.environ | RAY_ENVIRONMENT,
+        env=os.environ | RAY_ENVIRONMENT | {"RAY_AUTH_TOKEN": "5e" * 32},
         capture_output=True,
         text=True,
         check=False,

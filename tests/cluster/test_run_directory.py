@@ -80,6 +80,21 @@ def test_the_secret_is_for_this_user_only_and_new_each_time(directory: RunDirect
     assert stat.S_IMODE(directory.secret_file.stat().st_mode) == 0o600
 
 
+def test_sockets_lie_where_nobody_else_may_enter_and_where_their_paths_are_short(tmp_path: Path) -> None:
+    for path in (tmp_path / "run", tmp_path / ("x" * 120)):
+        directory = RunDirectory(path)
+        with directory.claim():
+            directory.renew()
+            (directory.socket_directory / "redis.sock").touch()
+            directory.renew()
+            assert not list(directory.socket_directory.iterdir())
+            assert stat.S_IMODE(directory.socket_directory.stat().st_mode) == 0o700
+            assert len(str(directory.socket_directory / "redis.sock")) < 107
+            directory.forget()
+        assert not directory.socket_directory.exists()
+    assert directory.socket_directory.parent == Path("/tmp")
+
+
 def test_logs_of_the_previous_cluster_go_and_those_of_the_last_one_stay(directory: RunDirectory) -> None:
     with directory.claim():
         (directory.logs / "router.log").write_text("old")

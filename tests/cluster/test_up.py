@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.ray_head import RAY_ENVIRONMENT
+from cluster.ray_head import RAY_ENVIRONMENT, TOKEN_PATH
 from cluster.status import Registry, read_registry
 from tests.cluster.kvasir_command import KvasirCommand, wait_until
 
@@ -168,7 +168,8 @@ assert ray.get(controller.scale.remote("replica", int(sys.argv[2]))) is None
 
 def resize(command: KvasirCommand, num_replicas: int) -> None:
     arguments = [sys.executable, "-P", "-c", RESIZE, command.state().ray_address, str(num_replicas)]
-    subprocess.run(arguments, check=True, env=command.environment | RAY_ENVIRONMENT)
+    token = {TOKEN_PATH: str(command.directory.ray_token_file)}
+    subprocess.run(arguments, check=True, env=command.environment | RAY_ENVIRONMENT | token)
 
 
 def test_a_smaller_fleet_drains_the_surplus_and_a_larger_one_brings_it_back(running: KvasirCommand) -> None:

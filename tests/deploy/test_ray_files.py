@@ -149,7 +149,10 @@ def test_what_pods_mount_is_there() -> None:
 
 def test_the_fleet_is_one_that_fits_the_cluster_and_shares_redis_with_the_routers() -> None:
     (config_map,) = objects("ConfigMap")
-    fleet = parse_fleet(config_map["data"]["fleet.yaml"])
+    (redis_url,) = re.findall(r'--redis-url "([^"]+)"', MANIFEST.read_text(encoding="utf-8"))
+    fleet = parse_fleet(
+        config_map["data"]["fleet.yaml"], redis_url=redis_url.replace("$REDIS_PASSWORD", "pass")
+    )
     (pool,) = fleet.pools
     (group,) = ray_cluster()["spec"]["workerGroupSpecs"]
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
@@ -158,7 +161,10 @@ def test_the_fleet_is_one_that_fits_the_cluster_and_shares_redis_with_the_router
     grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
     assert pool.drain_seconds is not None
     assert pool.drain_seconds < RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S < grace
-    variables = {each["name"]: each["value"] for each in container("kvasir-router")["env"]}
+    variables = {
+        each["name"]: each.get("value", "pass").replace("$(REDIS_PASSWORD)", "pass")
+        for each in container("kvasir-router")["env"]
+    }
     variables |= service_links(pod_specs()["kvasir-router"])
     router = load_settings(
         RouterConfig,
@@ -168,10 +174,13 @@ def test_the_fleet_is_one_that_fits_the_cluster_and_shares_redis_with_the_router
         program="",
         description="",
     )
-    assert pool.replica.redis_url == router.redis_url == "redis://kvasir-redis:6379/0"
+    assert pool.replica.redis_url == router.redis_url == "redis://:pass@kvasir-redis:6379/0"
     (mount,) = container("kvasir-router")["volumeMounts"]
     assert router.secret_file is not None
     assert Path(router.secret_file).parent == Path(mount["mountPath"])
+    assert fleet.secret_file == router.secret_file
+    for name in ("head", "workers"):
+        assert mount in container(name)["volumeMounts"]
     assert f"--from-literal={Path(router.secret_file).name}=" in MANIFEST.read_text(encoding="utf-8")
     sleep = container("kvasir-router")["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert router.drain_seconds + sleep < pod_specs()["kvasir-router"]["terminationGracePeriodSeconds"]

@@ -26,6 +26,12 @@ def test_a_secret_is_hex_or_the_bytes_of_a_file(tmp_path: Path) -> None:
     assert read_secret(None, None) is None
 
 
+def test_a_secret_file_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    read(tmp_path / "secret", b"ab" * 16)
+    assert read_secret(None, "~/secret") == ClusterSecret(OLD)
+
+
 def test_of_several_lines_the_first_is_in_force_and_all_are_believed(tmp_path: Path) -> None:
     secret = read(tmp_path / "secret", f"{NEW.hex()}\n\n{OLD.hex()}\n".encode())
     assert secret == ClusterSecret(NEW, (OLD,))

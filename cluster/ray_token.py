@@ -1,0 +1,31 @@
+"""Whether a Ray cluster asks for a token: without one, whoever reaches its ports runs code on its machines.
+
+Owns the question, which is put as a stranger would. Knows nothing of fleets.
+"""
+
+import grpc
+
+from cluster.errors import ClusterError
+
+METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+TIMEOUT_SECONDS = 10.0
+
+
+def refuse_open(gcs_address: str) -> None:
+    """Raises ClusterError if the Ray cluster lets everybody in."""
+    if not asks_for_token(gcs_address):
+        raise ClusterError(
+            f"the Ray cluster at {gcs_address} asks for no token, so whoever reaches it runs code there: "
+            "start Ray with RAY_AUTH_MODE=token, or say --without-token"
+        )
+
+
+def asks_for_token(gcs_address: str) -> bool:
+    """Whether Ray's control service turns a caller without a token away. Any other answer, or none, is no
+    refusal."""
+    with grpc.insecure_channel(gcs_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(METHOD, None, None)(b"", timeout=TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
