@@ -198,7 +198,7 @@ class Placement:
         """Whether it has to let others go first, or to wait until there is room for those in line."""
         state, generation = self._state, self._generation
         if self._ticket is None:
-            return state.room.is_before(self._lane(is_trial=False), self._order)
+            return not state.room.is_empty and state.room.is_before(self._lane(is_trial=False), self._order)
         if state.clock() >= self._line_ends_at:
             return False  # it may be refused where there is no room, but it is not kept from asking
         model, adapter = generation.model, generation.adapter

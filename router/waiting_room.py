@@ -56,6 +56,10 @@ class WaitingRoom:
         self._num_bytes = 0
         self._num_refused = 0
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._num_waiting
+
     def enter(
         self, lane: Lane, *, order: int, num_bytes: int, now: float, call: Callable[[], None], must: bool
     ) -> Ticket | None:
