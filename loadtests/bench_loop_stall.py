@@ -25,7 +25,7 @@ from loadtests.worst_bodies import WorstBody, worst_bodies
 BIGGEST = 8 * 2**20 - 4096
 """Just under the longest body that routers take."""
 
-REPLICA = {"engine": "simulated"}
+REPLICA = {"engine": "simulated", "model_name": "toy"}
 ALLOWED_SECONDS = 0.05
 
 
@@ -121,7 +121,7 @@ async def watched_memory(pid: int) -> AsyncIterator[list[int]]:
         while True:
             with contextlib.suppress(OSError, ProcessLookupError):
                 samples.append(await asyncio.to_thread(proportional_set_bytes, family(pid)))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.25)
 
     task = asyncio.create_task(sample())
     try:
@@ -141,7 +141,7 @@ async def measure(stack: LocalStack, stream: Stream, bodies: Sequence[WorstBody]
         await asyncio.sleep(0.15)
     return Outcome(
         name=name,
-        status=max(statuses),
+        status=max(statuses, default=0),
         seconds=seconds,
         gap_seconds=max(gap, stream.longest_gap()),
         lag_seconds=await lag_seconds(stack.port),

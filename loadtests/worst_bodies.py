@@ -108,7 +108,7 @@ VALUES: Mapping[str, Callable[[int], bytes]] = {
     "floats": lambda size: _list_of(b"1e300", size),
     "empty strings": lambda size: _list_of(b'""', size),
     "one object of many keys": lambda size: (
-        b"{" + b",".join(b'"%d":1' % number for number in range(size // 10)) + b"}"
+        b"{" + b",".join(b'"%d":1' % number for number in range(size // 12)) + b"}"
     ),
 }
 

@@ -24,6 +24,7 @@ from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.tls import RouterTls, TlsFiles
 from router.access_log import log_request
 from router.api.context import ApiContext
+from router.api.prepared import Bounds
 from router.app import Apps, create_apps
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -59,6 +60,7 @@ class Router:
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
         own_secret: bytes | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         """`own_secret` is what several routers without a secret in their settings have made up together.
 
@@ -98,7 +100,6 @@ class Router:
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
         metrics.watch(self._read_parts)
-        metrics.watch(lambda parts: parts.read_dropped_spans(self._tracing.num_dropped))
         if tls is not None:
             metrics.watch(lambda parts: parts.read_tls(tls.ends))
         context = ApiContext(
@@ -109,12 +110,12 @@ class Router:
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
             tracing=self._tracing,
+            bounds=bounds or Bounds(),
         )
-        self._offload = context.offload
         if config.log_requests:
             context.observers.append(log_request)
+        self._offload, self.connections = context.offload, context.connections
         name = f"{socket.gethostname()}, process {os.getpid()}"
-        self.connections = context.connections
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
     @property
@@ -124,18 +125,20 @@ class Router:
 
     async def run(self) -> None:
         """Follow the fleet until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            tasks.create_task(self._membership.run(), name="membership")
-            tasks.create_task(self._lag.run(), name="loop lag")
-            watch = OverdueWatch(self._dispatcher.state, self._config.overdue_seconds)
-            tasks.create_task(watch.run(), name="overdue requests")
-            if self._tls is not None:
-                tasks.create_task(self._tls.follow(), name="TLS files")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._membership.run(), name="membership")
+                tasks.create_task(self._lag.run(), name="loop lag")
+                watch = OverdueWatch(self._dispatcher.state, self._config.overdue_seconds)
+                tasks.create_task(watch.run(), name="overdue requests")
+                if self._tls is not None:
+                    tasks.create_task(self._tls.follow(), name="TLS files")
+        finally:
+            await self._offload.close()
 
     async def close(self) -> None:
         """Send what is left to tell. Call it when the last request has ended."""
-        await self._offload.close()
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
@@ -173,6 +176,7 @@ class Router:
         table.end_lingering()
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
         parts.read_lag(self._lag.seconds)
+        parts.read_dropped_spans(self._tracing.num_dropped)
 
 
 def _new_dispatcher(

@@ -10,6 +10,7 @@ answers there and ends, and what it took goes back with it. A child ends by itse
 """
 
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -135,6 +136,7 @@ class _Preparer:
         status = 1
         try:
             control.close()
+            gc.disable()  # it would walk millions of values of a body that is forgotten at once
             _keep_to(self._bounds)
             work()
             status = 0

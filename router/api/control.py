@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.body_weight import SMALL_BYTES
+from router.api.body_weight import is_light
 from router.api.context import ApiContext
 from router.api.openai_shared import encode_json
 from router.api.prepared import WrittenAnswer
@@ -91,7 +91,7 @@ class ControlRoutes:
         """Small bodies here and now, others where nobody waits for them."""
         context = self._context
         async with context.body(request.scope, request.receive) as body:
-            if len(body) <= SMALL_BYTES:
+            if is_light(body):
                 with contextlib.suppress(TooMuchWork):
                     written = answer(context.catalog, body, is_bounded=True)
                     return Response(written, media_type="application/json")

@@ -23,7 +23,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     cpu_seconds: float = 10.0
     seconds: float = 60.0
-    num_bytes: int = 512 * 2**20
+    num_bytes: int = 384 * 2**20
 
     def __str__(self) -> str:
         return f"{self.cpu_seconds:g} s of processor time or {self.num_bytes // 2**20} MiB of memory"

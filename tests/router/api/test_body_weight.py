@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from router.api.body_weight import MOST_BYTES, MOST_VALUES, SMALL_BYTES, is_light_chat, is_light_completion
+from router.api.body_weight import (
+    MOST_BYTES,
+    MOST_VALUES,
+    SMALL_BYTES,
+    TINY_BYTES,
+    is_light,
+    is_light_chat,
+    is_light_completion,
+)
 
 
 def _chat(content: str, **fields: object) -> bytes:
@@ -34,6 +42,15 @@ def test_token_ids_are_cheap_and_nested_lists_are_not() -> None:
     assert not is_light_completion(json.dumps({"prompt": [[1]] * (MOST_VALUES + 1)}).encode())
 
 
+@pytest.mark.parametrize("number", ["1e300", "1E300", "1e+300", "12.5e280"])
+def test_many_powers_of_ten_are_not_light_anywhere(number: str) -> None:
+    body = f'{{"prompt": [{", ".join([number] * 600)}]}}'.encode()
+    assert TINY_BYTES < len(body) <= SMALL_BYTES
+    for weighs in (is_light, is_light_chat, is_light_completion):
+        assert not weighs(body)
+        assert weighs(body.replace(number.encode(), b"1e3"))
+
+
 def test_what_is_long_is_never_light() -> None:
-    for is_light in (is_light_chat, is_light_completion):
-        assert not is_light(b'"' + b"a" * MOST_BYTES)
+    for weighs in (is_light, is_light_chat, is_light_completion):
+        assert not weighs(b"a" * (MOST_BYTES + 1))
