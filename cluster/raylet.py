@@ -15,9 +15,12 @@ from pathlib import Path
 
 from cluster.processes import Service, find_marked, named_children
 from cluster.ray_head import NODE_ADDRESS, OBJECT_STORE_BYTES, RayHead
+from cluster.redis_server import free_ports_in_a_row
 
 LOOK_SECONDS = 0.5
 ORPHAN_SECONDS = 3.0
+
+_PORTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 
 
 class Raylet:
@@ -30,6 +33,9 @@ class Raylet:
         command += ["--node-ip-address", NODE_ADDRESS, "--num-cpus", f"{head.num_cpus:g}"]
         command += ["--num-gpus", f"{head.num_gpus:g}", "--object-store-memory", str(OBJECT_STORE_BYTES)]
         command += ["--disable-usage-stats", "--block"]
+        # Given ports it does not wait for its agents to say theirs, for which it has but 15 s.
+        for number, name in enumerate(_PORTS, start=free_ports_in_a_row(len(_PORTS))):
+            command += [f"--{name}-port", str(number)]
         self.service = Service("Ray's raylet", command, log, environment)
 
     async def wait_first_dead(self) -> None:

@@ -65,7 +65,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=positive, default=60.0, help="seconds after which a request hangs")
     parser.add_argument(
-        "--heal-seconds", type=positive, default=90.0, help="longest time to recover from a fault"
+        "--heal-seconds", type=positive, default=180.0, help="longest time to recover from a fault"
     )
     parser.add_argument(
         "--run-dir", type=Path, default=default_run_directory(Path.cwd(), os.environ), help="of the cluster"
