@@ -66,7 +66,7 @@ class Router:
 
         One of each router's own is fine for a single one: restarted, it finds nothing of what is cached.
         """
-        self._config = config
+        self._config, self._rng = config, rng
         self._tracing = _open_tracing(config)
         self._mirrors: dict[str, IndexMirror] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -161,7 +161,7 @@ class Router:
             if not records:
                 return
             assert self._tasks is not None
-            mirror = IndexMirror(self._config.redis_url, model, self._table.index(model))
+            mirror = IndexMirror(self._config.redis_url, model, self._table.index(model), rng=self._rng)
             self._mirrors[model] = mirror
             self._tasks.create_task(mirror.run(), name=f"index of {model}")
         mirror.set_live(records)

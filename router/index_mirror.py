@@ -17,6 +17,7 @@ is: old knowledge is better than none, and the replica will write its set again.
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -43,6 +44,9 @@ AUDIT_SECONDS = 1.0
 TIMEOUT_SECONDS = 5.0
 MIN_BACKOFF_SECONDS = 0.05
 MAX_BACKOFF_SECONDS = 2.0
+
+RESCAN_SPREAD_SECONDS = 2.0
+"""When Redis comes back, it is back for all routers at once: each reads its sets at a moment of its own."""
 
 ENTRIES_PER_READ = 256
 HASHES_PER_SCAN = 2048
@@ -100,8 +104,17 @@ class IndexMirror:
     """`run()` as a task of the owner's; `set_live()` whenever the registry has been read."""
 
     def __init__(
-        self, redis_url: str, model: str, index: PrefixIndex, *, audit_seconds: float = AUDIT_SECONDS
+        self,
+        redis_url: str,
+        model: str,
+        index: PrefixIndex,
+        *,
+        rng: random.Random | None = None,
+        audit_seconds: float = AUDIT_SECONDS,
     ) -> None:
+        """Without an rng, sets are read as soon as Redis is back."""
+        self._rng = rng
+        self._has_followed = False
         self._redis_url = redis_url
         self._model = model
         self._events_key = events_key(model)
@@ -179,7 +192,10 @@ class IndexMirror:
             driver_info=None,  # else each connection reads the package metadata from disk
         )
         try:
+            if self._has_followed and self._rng is not None:
+                await asyncio.sleep(self._rng.uniform(0, RESCAN_SPREAD_SECONDS))
             await self._start_over(client)
+            self._has_followed = True
             logger.info("following the block index model=%s", self._model)
             self._is_connected = True
             audit_due = time.monotonic() + self._audit_seconds

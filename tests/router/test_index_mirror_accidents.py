@@ -215,3 +215,38 @@ async def test_a_mirror_ends_whenever_it_is_cancelled(
         _, still_running = await asyncio.wait([task], timeout=30)
         assert not still_running
         assert task.cancelled()
+
+
+class Dice(random.Random):
+    """Says how often it was asked for a moment, and that it is now."""
+
+    num_asked = 0
+
+    def uniform(self, a: float, b: float) -> float:
+        assert (a, b) == (0, index_mirror.RESCAN_SPREAD_SECONDS)
+        self.num_asked += 1
+        return 0.0
+
+
+@pytest.mark.timeout(60)
+async def test_sets_are_read_at_once_at_the_start_and_at_a_moment_of_its_own_when_redis_is_back(
+    own_redis: RedisServer,
+) -> None:
+    a = IndexSetWriter(own_redis.url, MODEL, "a")
+    a.change(added=blocks(1))
+    index, dice = PrefixIndex(16, 16), Dice()
+    mirror = IndexMirror(own_redis.url, MODEL, index, rng=dice)
+    record = a.record()
+    mirror.set_live({record.replica_id: record})
+    task = asyncio.create_task(mirror.run())
+    await level(index, a)
+    assert dice.num_asked == 0
+    a.close()
+    own_redis.kill()
+    await eventually(lambda: not mirror.statistics().is_connected)
+    own_redis.start()
+    await eventually(lambda: mirror.statistics().is_connected)
+    assert dice.num_asked >= 1
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
