@@ -1,5 +1,7 @@
 """Who may call a replica, over real gRPC."""
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -70,8 +72,11 @@ async def call(channel: grpc.aio.Channel, method: str, metadata: list[tuple[str,
             case "reflection":
                 reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
                 question = reflection_pb2.ServerReflectionRequest(list_services="")
-                answers = reflection.ServerReflectionInfo(iter([question]), metadata=metadata, timeout=30)
-                assert [answer async for answer in answers]
+                stream = reflection.ServerReflectionInfo(metadata=metadata, timeout=30)
+                with contextlib.suppress(asyncio.InvalidStateError):  # it may have been refused already
+                    await stream.write(question)
+                assert await stream.read() is not grpc.aio.EOF
+                stream.cancel()
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
