@@ -30,6 +30,7 @@ from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from router.connections import Connections
 from router.http_protocol import protocol_of
 from router.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
+from router.memory import return_large_blocks
 from router.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 def run_one(config: RouterConfig, listeners: Listeners, own_secret: bytes, place: Place | None = None) -> int:
     """`own_secret` counts where the settings have none; `place` is this router's among several."""
+    return_large_blocks()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, listeners, own_secret, place))
