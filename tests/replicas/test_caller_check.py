@@ -165,7 +165,7 @@ async def test_what_is_remembered_of_tokens_is_bounded(
 
 @pytest.mark.parametrize(
     "token",
-    ["", "router", "router  ", "king 00 00", "router zz zz", f"router {'00' * 15} {'00' * 16}", "x" * 10**4],
+    ["", "router", "router  ", "king 00 00", "router zz zz", f"router {'00' * 15} {'00' * 16}", "x" * 200],
 )
 async def test_a_malformed_token_is_refused_like_a_wrong_one(
     guarded: Harness, channel: grpc.aio.Channel, token: str
