@@ -121,6 +121,11 @@ async def test_leases_stay_in_a_redis_that_others_have_filled_and_the_index_come
         assert await found_by_a_new_router(own_redis.url) == {REPLICA}
         await until(lambda: value(metrics, "replica_index_withheld") == 1)
         assert value(metrics, "replica_redis_memory_ratio") > 0.9
+        # Now nothing at all can be written, whoever gives way: the lease lasts as it is.
+        await redis.config_set("maxmemory", (await redis.info("memory"))["used_memory"] // 2)
+        await asyncio.sleep(3 * LEASE_SECONDS)
+        assert await read_record(redis, MODEL, REPLICA) is not None
+        assert value(metrics, "replica_lease_prolongations_total") > 0
         # Whoever filled it goes: the index is written again, by itself.
         await redis.config_set("maxmemory", 200 * MEBIBYTE)
         await until(lambda: writer.is_settled)
