@@ -26,6 +26,8 @@ from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
+SECRET = "cluster-secret"
+
 SECONDS = 240.0
 ATTEMPTS = 3
 PAUSE_SECONDS = 0.02
@@ -200,7 +202,8 @@ class Follower:
 @contextmanager
 def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
     """A Redis, a router, and the Ray cluster that the module `machines` makes, given a folder and its other
-    arguments. Nothing of it is left at the end."""
+    arguments. The router has the cluster secret that lies in the folder, if there is one. Nothing of it is
+    left at the end."""
     ray_folder = Path("/tmp") / f"kvasir-{name}-{os.getpid()}"  # short: Ray puts sockets there
     environment = {key: value for key, value in os.environ.items() if key not in ("REDIS_URL", "RAY_ADDRESS")}
     environment |= {**RAY_ENVIRONMENT, "RAY_AUTH_TOKEN": "5e" * 32}
@@ -237,8 +240,9 @@ def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
         assert fleet.address, (folder / "logs" / "all.log").read_text()
         port = free_port()
         fleet.router_url = f"http://127.0.0.1:{port}"
+        secret = ["--secret-file", str(folder / SECRET)] if (folder / SECRET).exists() else []
         router = subprocess.Popen(
-            [sys.executable, "-m", "router", "--port", str(port), "--redis-url", server.url],
+            [sys.executable, "-m", "router", "--port", str(port), "--redis-url", server.url, *secret],
             **{"env": environment, "cwd": ROOT, "stdout": log, "stderr": log},
         )
         stack.callback(router.wait)

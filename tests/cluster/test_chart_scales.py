@@ -12,7 +12,7 @@ import yaml
 
 from tests.cluster.kvasir_command import wait_until
 from tests.cluster.loopback_kuberay import HEAD
-from tests.cluster.running_fleet import SECONDS, Fleet, Follower, open_fleet
+from tests.cluster.running_fleet import SECONDS, SECRET, Fleet, Follower, open_fleet
 from tests.helm.chart import named, of_kind, render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,7 +43,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     file.write_text(json.dumps(cluster))
     content = yaml.safe_load(named("ConfigMap", "demo-kvasir-fleet", objects)["data"]["fleet.yaml"])
     # Pods have addresses of their own; here ports are shared with whatever else runs.
-    content |= {"metrics_host": HEAD, "metrics_port": 0}
+    content |= {"metrics_host": HEAD, "metrics_port": 0, "secret_file": str(folder / SECRET)}
+    (folder / SECRET).write_text("5e" * 32)
     for pool in content["pools"]:
         pool["settings"] |= {"port": 0, "metrics_port": 0}
     (folder / "fleet.yaml").write_text(yaml.safe_dump(content))
