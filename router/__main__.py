@@ -31,6 +31,7 @@ from router.connections import Connections
 from router.http_protocol import protocol_of
 from router.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
 from router.memory import return_large_blocks
+from router.open_files import allow_connections
 from router.processes import EXIT_FAILED, EXIT_NOT_STARTED, Place, RouterProcesses
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             description="Serve OpenAI's API from the replicas that hold the prompts' KV blocks.",
         )
         set_up_logs(config.log_format, config.log_level, fields={"service": "router"})
+        allow_connections(config.max_connections)
         with listening(config) as listeners:
             if config.processes == 1:
                 return run_one(config, listeners.of(0), secrets.token_bytes(32))

