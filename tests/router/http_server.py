@@ -75,9 +75,11 @@ async def http_server(
         bounds=bounds or Bounds(),
     )
     apps = create_apps(context, fleet)
-    async with listening(apps.main, context.connections, drain_seconds) as port:
-        yield HttpServer(port, context, dispatcher)
-    await context.offload.close()
+    try:
+        async with listening(apps.main, context.connections, drain_seconds) as port:
+            yield HttpServer(port, context, dispatcher)
+    finally:
+        await context.offload.close()
 
 
 @contextlib.asynccontextmanager

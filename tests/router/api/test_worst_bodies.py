@@ -16,7 +16,7 @@ from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
 
-LARGE = [*worst_bodies(MOST_BYTES * 5 // 4, model="tiny")]
+LARGE = [*worst_bodies(MOST_BYTES * 4 // 3, model="tiny")]
 MEDIUM = [*worst_bodies(20_000, model="tiny")]
 
 
