@@ -16,11 +16,9 @@ KEY_BYTES = 32
 
 
 class Purpose(Enum):
-    """What a key is for. The values are part of the contract between versions."""
+    """What a key is for. The values are part of the contract between versions. Namespace roots and digests of
+    users and tenants are made of the secret itself, under personalisations of their own."""
 
-    NAMESPACES = b"namespace roots"
-    USER_TAGS = b"users' tags"
-    TENANT_LABELS = b"tenants' labels"
     LEASES = b"signatures of leases"
     CALLS = b"tokens of gRPC calls"
     CHECK = b"check value"
