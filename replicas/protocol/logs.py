@@ -94,7 +94,13 @@ class JsonFormatter(logging.Formatter):
             **self._fields,
             **fields,
         }
-        entry.update({name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD})
+        entry.update(
+            {
+                name: value
+                for name, value in vars(record).items()
+                if name not in _OF_EVERY_RECORD and not name.startswith("_")  # Ray notes times of its own
+            }
+        )
         if record.exc_info:
             entry["exception"] = _exception_text(record.name, record.exc_info)
         return json.dumps(entry, default=str)

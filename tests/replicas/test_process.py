@@ -77,7 +77,7 @@ async def test_sigterm_finishes_what_runs_and_leaves_nothing_behind(redis_url: s
     assert "Traceback" not in log
     assert "77, 77" not in log
     left = {key.decode() for key in await redis.keys("*")}
-    assert {key.rpartition(":")[2] for key in left} <= {"models", "events"}
+    assert {key.rpartition(":")[2] for key in left} <= {"models", "events", "registrations"}
     await redis.aclose()
 
 
