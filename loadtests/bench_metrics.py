@@ -155,7 +155,7 @@ def main() -> None:
     print(f"- counting a request of 32 tokens at its end: {seconds * 1e6:.1f} us")
     settings = {"engine": "simulated", "num_blocks": 65536, "model_name": MODEL}
     with local_stack(num_replicas=1, replica_settings=settings, router_core=0, other_core=1) as stack:
-        crowd = {"count": arguments.replicas - 1, "redis_url": stack.redis_url, "model_name": MODEL}
+        crowd = {"count": arguments.replicas - 1, **stack.shared, "model_name": MODEL}
         stack.start("crowd", python_command("loadtests.many_replicas", crowd))
         stack.wait_ready(arguments.replicas)
         asyncio.run(measure(stack, arguments.streams, arguments.tokens))

@@ -135,7 +135,7 @@ def cluster_of(arguments: argparse.Namespace) -> Iterator[Cluster]:
     first = {**settings, "metrics_port": ports[0]}
     with local_stack(replica_settings=first, router_settings=router_settings) as stack:
         for number, port in enumerate(ports[1:], 1):
-            own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url, "metrics_port": port}
+            own = {"replica_id": f"replica-{number}", **stack.shared, "metrics_port": port}
             stack.start(f"replica-{number}", python_command("replicas", {**settings, **own}))
         stack.wait_ready(len(ports))
         (model,) = httpx.get(f"{stack.url}/v1/models").json()["data"]

@@ -50,6 +50,11 @@ class LocalStack:
         self._commands: dict[str, Sequence[str]] = {}
         self._processes: dict[str, Process] = {}
 
+    @property
+    def shared(self) -> dict[str, object]:
+        """The settings that routers and replicas of this cluster have in common."""
+        return {"redis_url": self.redis_url, "secret_file": self.secret_file}
+
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 
@@ -164,16 +169,15 @@ def local_stack(
         os.sched_setaffinity(0, {other_core})
     with tempfile.TemporaryDirectory(prefix="kvasir-") as folder:
         stack = LocalStack(Path(folder), router_core, other_core)
-        secret = stack.secret_file
-        secret.write_text(secrets.token_hex(32))
-        secret.chmod(0o600)
+        stack.secret_file.write_text(secrets.token_hex(32))
+        stack.secret_file.chmod(0o600)
         try:
             stack.start("redis", _redis_command(stack.redis_port))
             stack.wait_redis()
             for number in range(num_replicas):
-                own = {"replica_id": f"replica-{number}", "redis_url": stack.redis_url, "secret_file": secret}
+                own = {"replica_id": f"replica-{number}", **stack.shared}
                 stack.start(f"replica-{number}", python_command(replica_module, {**own, **replica_settings}))
-            router = {"port": stack.port, "redis_url": stack.redis_url, "secret_file": secret}
+            router = {"port": stack.port, **stack.shared}
             stack.start("router", python_command("router", {**router, **(router_settings or {})}))
             stack.wait_ready(num_replicas)
             yield stack

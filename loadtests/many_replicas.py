@@ -12,7 +12,7 @@ from replicas.config import ReplicaConfig
 from replicas.host import ReplicaHost
 
 
-async def serve(count: int, redis_url: str, model_name: str) -> None:
+async def serve(count: int, redis_url: str, secret_file: str, model_name: str) -> None:
     """Until SIGTERM."""
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
@@ -21,6 +21,7 @@ async def serve(count: int, redis_url: str, model_name: str) -> None:
             ReplicaConfig(
                 replica_id=f"crowd-{number}",
                 redis_url=redis_url,
+                secret_file=secret_file,
                 engine="simulated",
                 model_name=model_name,
                 num_blocks=256,
@@ -38,9 +39,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--redis-url", required=True)
+    parser.add_argument("--secret-file", required=True)
     parser.add_argument("--model-name", required=True)
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.count, arguments.redis_url, arguments.model_name))
+    asyncio.run(serve(arguments.count, arguments.redis_url, arguments.secret_file, arguments.model_name))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class Shape:
         # The area under a line that starts at `first`: first * t + slope / 2 * t² = left.
         slope = (last - first) / (end - start)
         root = math.sqrt(max(0.0, first * first + 2 * slope * left))
-        return start + (2 * left / (first + root) if left else 0.0)
+        # At a rate near zero a rounding of `left` is a long time, and could pass the end.
+        return min(end, start + (2 * left / (first + root) if left else 0.0))
 
     def _amounts(self) -> list[float]:
         areas = (

@@ -179,7 +179,7 @@ def replica_that_wants_tls(stack: LocalStack, ca: Authority) -> Iterator[None]:
     """Beside those of the stack, whose router has no certificates."""
     pair = ca.replica()
     tls = {"tls_certificate": pair.certificate, "tls_key": pair.key, "tls_client_ca": ca.certificate}
-    settings = {"replica_id": "shy", "redis_url": stack.redis_url, "engine": "simulated", "model_name": "toy"}
+    settings = {"replica_id": "shy", **stack.shared, "engine": "simulated", "model_name": "toy"}
     stack.start("shy", python_command("replicas", settings | tls))
     try:
         yield

@@ -105,8 +105,7 @@ def complaint_of(stack: LocalStack, replica_id: str) -> str | None:
 def test_a_replica_without_tls_gets_no_requests_and_the_routers_log_and_page_say_why(
     stack: LocalStack, client: openai.OpenAI
 ) -> None:
-    shared = {"redis_url": stack.redis_url, "secret_file": stack.secret_file}
-    plain = {"replica_id": "plain", **shared, **ENGINE}
+    plain = {"replica_id": "plain", **stack.shared, **ENGINE}
     stack.start("plain", python_command("replicas", plain))
     wait_until(lambda: "plain" in records(stack), "the lease of the replica without TLS")
     wait_until(lambda: "replica plain: " in log_of(stack, "router"), "the router's complaint")

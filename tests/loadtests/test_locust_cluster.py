@@ -19,7 +19,7 @@ def cluster() -> Iterator[tuple[LocalStack, list[str]]]:
     ports = [free_port(), free_port()]
     replica = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096, "simulated_speed": 4.0}
     with local_stack(replica_settings={**replica, "metrics_port": ports[0]}) as stack:
-        own = {"replica_id": "replica-1", "redis_url": stack.redis_url, "metrics_port": ports[1]}
+        own = {"replica_id": "replica-1", **stack.shared, "metrics_port": ports[1]}
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**replica, **own}.items()]
         stack.start("replica-1", [sys.executable, "-m", "replicas", *flags])
         stack.wait_ready(2)
