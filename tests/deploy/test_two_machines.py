@@ -154,6 +154,7 @@ SSH = """#!/bin/sh
 cd {folder} && shift && HOME=$PWD sh -c "$*"
 """
 SCP = """#!/bin/sh
+[ "$1" = -p ] && shift
 cp -p "$1" {folder}/"${{2#*:}}"
 """
 

@@ -33,6 +33,9 @@ CLUSTER = (
     *("--set", "otlp_endpoint=http://127.0.0.1:9"),  # nobody takes traces there
 )
 
+ENVIRONMENT = {"KVASIR_ROUTER_WAIT_SECONDS": "0.5"}
+"""Replicas that died are back within seconds, and requests that wait for them would never get a 503."""
+
 MOST_ROUNDS = 4
 """Some of what should happen is a matter of luck, such as a replica that dies in the middle of an answer."""
 
@@ -47,6 +50,8 @@ MAY_STAY_ZERO = {
     "router_refused_replicas_total": "only a replica of another model or cluster is refused",
     "router_index_lag_seconds": "a router keeps up with two replicas",
     "router_overlap_error_tokens_bucket": "most overlaps are right, so that their median error is none",
+    "router_waiting": "requests wait for half a second here, between two scrapes",
+    "router_waiting_oldest_seconds": "as above",
     "ALERTS": "no rule fires before it has held for a minute",
     "fleet_reconcile_errors_total": "only a broken Ray refuses to make an actor",
 }
@@ -64,6 +69,13 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     needed_tool("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield from watched_traffic(folder)
+
+
+def watched_traffic(folder: Path) -> Iterator[Watched]:
     with (
         fresh_cluster(CLUSTER, folder / "logs") as cluster,
         real_prometheus(folder, cluster.directory.targets_file, RULES) as prometheus,
