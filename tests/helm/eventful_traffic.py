@@ -93,7 +93,9 @@ class EventfulTraffic:
 
     async def _lose_all_replicas(self, client: httpx.AsyncClient) -> None:
         self._kill(self._ready())
-        codes = [await self._chat(client, "tenant-0", "is anybody there", 8) for _ in range(4)]
+        # Each with words of its own: one that comes back to replicas that die is taken for what kills them.
+        asked = [f"is anybody there at {time.monotonic()}, {number}" for number in range(4)]
+        codes = [await self._chat(client, "tenant-0", question, 8) for question in asked]
         assert 503 in codes, codes
 
     @contextlib.contextmanager
