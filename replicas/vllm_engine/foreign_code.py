@@ -14,7 +14,7 @@ from replicas.protocol.settings import SettingsError
 _NAMES = frozenset({"trust_remote_code", "logits_processors", "logging_config", "log_config_file"})
 """Arguments whose value is code, or says where some lies. A logging configuration may call anything."""
 
-_ENDINGS = ("_cls", "_class_overrides", "_module_path", "module_path", "_plugin")
+_ENDINGS = ("_cls", "_class_overrides", "module_path", "_plugin")
 
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
