@@ -67,6 +67,7 @@ class Attempt:
         return Presence(
             num_uncached_tokens=self.routed.num_uncached_tokens,
             num_tokens_out=self.inflight.num_tokens // len(self.choices),
+            is_heard=self.inflight.request_id <= self.client.num_heard_submits,
             is_on_trial=self.trial is not None,
         )
 

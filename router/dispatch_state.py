@@ -162,9 +162,13 @@ class DispatchState:
         present += [(attempt.presence(), attempt.prompt) for attempt in there.attempts]
         found = blamed([presence for presence, _ in present], there.max_step_tokens)
         innocent = self._surviving_prompts()
-        prompts = (present[position][1] for position in found)
         self.suspects.blame(
-            {self.suspects.digest(*prompt) for prompt in prompts if prompt not in innocent}, now
+            [
+                (self.suspects.digest(*prompt), presence.is_heard)
+                for presence, prompt in (present[position] for position in found)
+                if prompt not in innocent
+            ],
+            now,
         )
 
     def _surviving_prompts(self) -> "_Prompts":

@@ -72,6 +72,8 @@ class ReplicaClient:
         self.is_draining = False  # so it says
         self.num_frames = 0
         self.num_deltas = 0
+        self.num_heard_submits = 0
+        """The replica has said that it has the first so many of what was submitted here."""
         self._on_load = on_load
         self._on_lost = on_lost
         self._on_draining = on_draining
@@ -220,6 +222,7 @@ class ReplicaClient:
 
     def _receive(self, message: pb.ServerFrame) -> None:
         """Part by part: a wrong load is passed over, a wrong delta costs the request that it is for."""
+        self.num_heard_submits = max(self.num_heard_submits, message.num_counted_submits)
         load = self._words.load(message.load)
         if load is not None:
             self._on_load(self.replica_id, load, message.num_counted_submits)

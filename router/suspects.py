@@ -9,16 +9,19 @@ Knows neither replicas' streams nor the time: both are told.
     else, with few requests in flight       each of them
     else                                    nobody: what many have survived for many steps is not the prompt
 
-Who was blamed once is tried once more, with no other suspect at that replica, and is cleared when it
-survives a few tokens there. Who is blamed twice is refused until the memory of it expires; while replicas
-die without it as well, only who is blamed three times.
+A prompt that was blamed once is tried once more, with no other suspect at that replica, and is cleared when
+it survives a few tokens there. A prompt that was blamed twice is refused until the memory of it expires;
+while replicas die without it as well, only one that was blamed three times.
+
+A death counts half against a prompt that the replica had not acknowledged. It was probably sent to a process
+that had already died; but a crash may also be faster than the acknowledgement.
 """
 
 import enum
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
@@ -26,8 +29,10 @@ from replicas.protocol.status import ReplicaId
 
 PromptDigest = NewType("PromptDigest", bytes)
 
-MAX_STRIKES = 2
-MAX_STRIKES_IN_A_STORM = 3
+HEARD_STRIKE = 2
+UNHEARD_STRIKE = 1
+CONDEMNING_STRIKES = 2 * HEARD_STRIKE
+CONDEMNING_STRIKES_IN_A_STORM = 3 * HEARD_STRIKE
 STORM_DEATHS = 2
 STORM_SECONDS = 60.0
 """So many other deaths in so long, which no prompt explains: something else kills replicas."""
@@ -58,6 +63,8 @@ class Presence:
     num_uncached_tokens: int
     num_tokens_out: int
     is_on_trial: bool = False
+    is_heard: bool = True
+    """The replica had said that it has the request."""
 
     @property
     def is_new(self) -> bool:
@@ -98,6 +105,7 @@ class SuspectStatistics(NamedTuple):
 
 class _Record(NamedTuple):
     deaths: tuple[int, ...]
+    strikes: int
     expires: float
     is_condemned: bool
 
@@ -143,18 +151,27 @@ class Suspects:
         record = self._records.get(digest)
         return 0.0 if record is None else max(0.0, record.expires - now)
 
-    def blame(self, digests: Collection[PromptDigest], now: float) -> None:
-        """For one death. A prompt gets one strike for it, however many copies were in flight."""
+    def blame(self, present: Iterable[tuple[PromptDigest, bool]], now: float) -> None:
+        """For one death: each prompt, and whether the replica had acknowledged it.
+
+        A prompt is struck once for it, however many copies were in flight.
+        """
         self._num_deaths += 1
         self._unexplained = {
             death: when for death, when in self._unexplained.items() if now - when < STORM_SECONDS
         }
         self._unexplained[self._num_deaths] = now
-        for digest in set(digests):
-            before = () if self.standing(digest, now) is Standing.CLEAR else self._records[digest].deaths
-            deaths = (*before, self._num_deaths)
-            is_condemned = self._is_enough(deaths)
-            self._records[digest] = _Record(deaths, now + self._seconds, is_condemned)
+        heard: dict[PromptDigest, bool] = {}
+        for digest, is_heard in present:
+            heard[digest] = is_heard or heard.get(digest, False)
+        for digest, is_heard in heard.items():
+            deaths: tuple[int, ...] = (self._num_deaths,)
+            strikes = HEARD_STRIKE if is_heard else UNHEARD_STRIKE
+            if self.standing(digest, now) is not Standing.CLEAR:
+                record = self._records[digest]
+                deaths, strikes = (*record.deaths, *deaths), record.strikes + strikes
+            is_condemned = self._is_enough(deaths, strikes)
+            self._records[digest] = _Record(deaths, strikes, now + self._seconds, is_condemned)
             self._records.move_to_end(digest)
             if is_condemned:
                 self._num_condemned += 1
@@ -163,9 +180,9 @@ class Suspects:
         while len(self._records) > self._max_remembered:
             self._records.popitem(last=False)
 
-    def _is_enough(self, deaths: Sequence[int]) -> bool:
+    def _is_enough(self, deaths: Sequence[int], strikes: int) -> bool:
         is_storm = len(self._unexplained.keys() - set(deaths)) >= STORM_DEATHS
-        return len(deaths) >= (MAX_STRIKES_IN_A_STORM if is_storm else MAX_STRIKES)
+        return strikes >= (CONDEMNING_STRIKES_IN_A_STORM if is_storm else CONDEMNING_STRIKES)
 
     def survived(self, digest: PromptDigest) -> None:
         """It was tried, and the replica lives."""
