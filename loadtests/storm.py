@@ -29,6 +29,7 @@ from cluster.run_directory import RunDirectory, default_run_directory
 from loadtests.arguments import count, positive, seed
 from loadtests.figures import milliseconds, print_header
 from loadtests.fresh_cluster import fresh_cluster
+from loadtests.storm_bodies import StormBodies
 from loadtests.storm_clients import StormClients
 from loadtests.storm_faults import Faults, Freezer, RunningCluster, wait_healthy
 from loadtests.storm_verdict import Fault, Request, Verdict, describe, explain_wrong, judge, ttfts
@@ -62,6 +63,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=count, default=96, help="of each answer (default: %(default)s)")
     parser.add_argument(
         "--calm-seconds", type=positive, default=CALM_SECONDS, help="load without faults, before"
+    )
+    parser.add_argument(
+        "--worst-bodies",
+        type=count,
+        default=0,
+        metavar="BYTES",
+        help="send the corpus of worst bodies beside it, each of so many bytes (default: none)",
     )
     parser.add_argument("--patience", type=positive, default=60.0, help="seconds after which a request hangs")
     parser.add_argument(
@@ -103,11 +111,17 @@ async def run(cluster: RunningCluster, arguments: argparse.Namespace) -> int:
     calm_until = clients.now() + arguments.calm_seconds
     await clients.run(arguments.clients, lambda: clients.now() > calm_until, arguments.seed)
     calm, clients.requests = clients.requests, []
+    bodies = StormBodies(
+        url, clients.model, num_bytes=arguments.worst_bodies, patience_seconds=arguments.patience
+    )
     with Freezer() as freezer:
-        faults = await blow(cluster, clients, freezer, arguments)
+        async with bodies.beside() if arguments.worst_bodies else contextlib.nullcontext():
+            faults = await blow(cluster, clients, freezer, arguments)
     left = await left_behind(cluster, at_rest)
-    verdict = judge([*calm, *clients.requests], clients.references, faults, left)
+    verdict = judge([*calm, *clients.requests], clients.references, faults, left, bodies.hung)
     print_report(calm, clients.requests, faults, verdict, clients.references)
+    print_bodies(bodies)
+    print(f"- {'BROKEN' if verdict.is_broken else 'all invariants hold'}")
     return 1 if verdict.is_broken else 0
 
 
@@ -223,7 +237,12 @@ def print_report(
         print(f"    {describe(request)}")
     print(f"- not well in time: {len(verdict.unhealed)}")
     print(f"- left behind: {'; '.join(verdict.left_behind) or 'nothing'}")
-    print(f"- {'BROKEN' if verdict.is_broken else 'all invariants hold'}")
+
+
+def print_bodies(bodies: StormBodies) -> None:
+    if bodies.outcomes:
+        counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(bodies.outcomes.items()))
+        print(f"- worst bodies beside it: {counts}; not answered: {'; '.join(bodies.hung) or 'none'}")
 
 
 def print_faults(faults: Sequence[Fault]) -> None:

@@ -35,6 +35,7 @@ class StormClients:
         address = urlsplit(url)
         assert address.hostname is not None and address.port is not None
         self._host, self._port = address.hostname, address.port
+        self.model = model
         self.patience_seconds = patience_seconds
         self.bodies = bodies_of(model, num_prompts, num_tokens, seed)
         self.references: list[str] = []

@@ -63,10 +63,11 @@ class Verdict:
     of_killed_routers: tuple[Request, ...]
     unhealed: tuple[Fault, ...]
     left_behind: tuple[str, ...]
+    hung_bodies: tuple[str, ...] = ()
 
     @property
     def is_broken(self) -> bool:
-        return bool(self.wrong or self.failed or self.unhealed or self.left_behind)
+        return bool(self.wrong or self.failed or self.unhealed or self.left_behind or self.hung_bodies)
 
 
 def judge(
@@ -74,6 +75,7 @@ def judge(
     references: Sequence[str],
     faults: Sequence[Fault],
     left_behind: Sequence[str] = (),
+    hung_bodies: Sequence[str] = (),
 ) -> Verdict:
     """Also of a request that failed: what it has said must be the beginning of its reference."""
     kills = [fault.began for fault in faults if fault.name == ROUTER_KILL]
@@ -85,6 +87,7 @@ def judge(
         of_killed_routers=tuple(excused),
         unhealed=tuple(fault for fault in faults if fault.healthy is None),
         left_behind=tuple(left_behind),
+        hung_bodies=tuple(hung_bodies),
     )
 
 
