@@ -2,8 +2,9 @@
 
 A real router process with one replica of the simulated engine, a token each few milliseconds. One client
 streams; beside it each body of the corpus is sent by itself, then the worst of them several at a time. For
-each: its status and time, the longest gap in the other client's stream, the router's loop-lag gauge, and the
-memory that the router and its children took at most.
+each: its status and time, the longest gap in the other client's stream (the replica's steps are part of it),
+the longest answer to /health (which no replica is), the router's loop-lag gauge, and the memory that the
+router and its children took at most.
 
     python -m loadtests.bench_loop_stall                      bodies of 8 MiB
     python -m loadtests.bench_loop_stall --size 1000000 --only tokenize
@@ -35,6 +36,7 @@ class Outcome:
     status: int
     seconds: float
     gap_seconds: float
+    health_seconds: float
     lag_seconds: float
     peak_bytes: int
 
@@ -62,6 +64,30 @@ class Stream:
     def longest_gap(self) -> float:
         """Since it was last asked, with the one that lasts."""
         longest, self._longest = max(self._longest, time.perf_counter() - self._last), 0.0
+        return longest
+
+
+class Health:
+    """A client that asks for /health again and again, and the longest answer."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._longest = 0.0
+
+    async def run(self) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        while True:
+            asked = time.perf_counter()
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.split(b":")[1]))
+            self._longest = max(self._longest, time.perf_counter() - asked)
+            await asyncio.sleep(0.001)
+
+    def longest(self) -> float:
+        """Since it was last asked."""
+        longest, self._longest = self._longest, 0.0
         return longest
 
 
@@ -130,9 +156,12 @@ async def watched_memory(pid: int) -> AsyncIterator[list[int]]:
         task.cancel()
 
 
-async def measure(stack: LocalStack, stream: Stream, bodies: Sequence[WorstBody], name: str) -> Outcome:
+async def measure(
+    stack: LocalStack, stream: Stream, health: Health, bodies: Sequence[WorstBody], name: str
+) -> Outcome:
     await asyncio.sleep(0.1)
     stream.longest_gap()
+    health.longest()
     async with watched_memory(stack.pid("router")) as samples:
         started = time.perf_counter()
         statuses = await asyncio.gather(*(send(stack.port, body) for body in bodies))
@@ -144,16 +173,18 @@ async def measure(stack: LocalStack, stream: Stream, bodies: Sequence[WorstBody]
         status=max(statuses, default=0),
         seconds=seconds,
         gap_seconds=max(gap, stream.longest_gap()),
+        health_seconds=health.longest(),
         lag_seconds=await lag_seconds(stack.port),
         peak_bytes=max(samples, default=0),
     )
 
 
 def show(outcome: Outcome) -> None:
-    mark = " <" if outcome.gap_seconds > ALLOWED_SECONDS else ""
+    mark = " <" if outcome.health_seconds > ALLOWED_SECONDS else ""
     print(
         f"| {outcome.name} | {outcome.status} | {outcome.seconds:.2f} s"
-        f" | {outcome.gap_seconds * 1000:.0f} ms{mark} | {outcome.lag_seconds * 1000:.0f} ms"
+        f" | {outcome.gap_seconds * 1000:.0f} ms | {outcome.health_seconds * 1000:.0f} ms{mark}"
+        f" | {outcome.lag_seconds * 1000:.0f} ms"
         f" | {outcome.peak_bytes / 2**20:.0f} MiB |",
         flush=True,
     )
@@ -161,25 +192,28 @@ def show(outcome: Outcome) -> None:
 
 async def run(stack: LocalStack, options: argparse.Namespace) -> None:
     stream = Stream(stack.port)
-    streaming = asyncio.create_task(stream.run())
+    health = Health(stack.port)
+    watching = [asyncio.create_task(stream.run()), asyncio.create_task(health.run())]
     await asyncio.sleep(2.0)
-    quiet = await measure(stack, stream, [], "nothing")
-    print("| body | status | answered after | longest gap | loop lag | memory at most |")
-    print("|---|---|---|---|---|---|")
+    quiet = await measure(stack, stream, health, [], "nothing")
+    print("| body | status | answered after | longest gap | longest /health | loop lag | memory at most |")
+    print("|---|---|---|---|---|---|---|")
     show(quiet)
     outcomes: list[tuple[Outcome, WorstBody]] = []
     before = cpu_seconds(stack.pid("router"))
     for body in worst_bodies(options.size):
         name = f"{body.route} {body.name}"
         if options.only in name:
-            outcome = await measure(stack, stream, [body], name)
+            outcome = await measure(stack, stream, health, [body], name)
             show(outcome)
             outcomes.append((outcome, body))
     print(f"\nrouter: {cpu_seconds(stack.pid('router')) - before:.1f} s of processor time\n")
-    worst = sorted(outcomes, key=lambda pair: pair[0].gap_seconds, reverse=True)[: options.worst]
+    worst = sorted(outcomes, key=lambda pair: pair[0].health_seconds, reverse=True)[: options.worst]
     for outcome, body in worst:
-        show(await measure(stack, stream, [body] * options.at_once, f"{options.at_once} x {outcome.name}"))
-    streaming.cancel()
+        name = f"{options.at_once} x {outcome.name}"
+        show(await measure(stack, stream, health, [body] * options.at_once, name))
+    for task in watching:
+        task.cancel()
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from router.routing.decision import Decision
 from router.routing.table import Preview
 from router.served import Observer
 from router.trace_points import RunTrace, Tracing
+from router.turns import Turns
 
 
 class Runs(Protocol):
@@ -85,6 +86,8 @@ class ApiContext:
     connections: Connections = field(init=False)
     """Of the clients' listener."""
     bodies: BodyBudget = field(init=False)
+    turns: Turns = field(default_factory=Turns)
+    """For what takes long and is done on the event loop all the same."""
 
     def __post_init__(self) -> None:
         self.offload = Offload(

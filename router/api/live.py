@@ -30,9 +30,6 @@ STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5
 """So long an answer is told again instead of being made anew."""
 
-TURN_SECONDS = 0.002
-"""About so long one turn of the event loop is used for looking up who holds what."""
-
 
 class Fleet(Protocol):
     """Where the page looks. `overlaps` has leading blocks of a chain by replica, for a model's name."""
@@ -60,18 +57,6 @@ class _Kept:
                 self._content = encode_json(await self._make())
                 self._made_at = time.monotonic()
             return self._content
-
-
-class _Turns:
-    """Long work that lets others run every other millisecond."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    async def give_way(self) -> None:
-        if time.monotonic() - self._began > TURN_SECONDS:
-            await asyncio.sleep(0)
-            self._began = time.monotonic()
 
 
 class LiveRoutes:
@@ -164,14 +149,14 @@ class LiveRoutes:
         rows = [live_view.node_data(node) for node in nodes]
         frontier = live_view.frontier(nodes)
         depths = {}
-        turns = _Turns()
+        job = self._context.turns.job()
         for node in frontier:
             held = self._fleet.overlaps(node.root.place.model, node.chain())
             depths[node.number] = {replica_id: held[replica_id] * node.block_size for replica_id in held}
-            await turns.give_way()
+            await job.give_way()
         for row in sorted(rows, key=lambda row: -row["end"]):
             live_view.add_holders(row, depths)
-            await turns.give_way()
+            await job.give_way()
         return {
             "now": self._context.wall_clock(),
             "nodes": rows,

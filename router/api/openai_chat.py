@@ -16,7 +16,7 @@ from router.api.chat_prompt import ChatRequest, check_chat, num_stable_tokens, r
 from router.api.context import ApiContext
 from router.api.openai_shared import decode_body, encode_json
 from router.api.prepared import PreparedRequest
-from router.api.sampling import check_text_length, sampling_params, stop_strings
+from router.api.sampling import TokenRules, check_text_length, sampling_params, stop_strings
 from router.api.sse import DONE, ChunkWriter
 from router.errors import about_model
 from router.prompt.catalog import ServedModel
@@ -46,6 +46,7 @@ def _answer(
     sampling = sampling_params(
         request,
         model,
+        TokenRules.of(request, model),
         num_prompt_tokens=len(token_ids),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,

@@ -4,7 +4,6 @@ Owns the dialect of the answers; that of the question is `completion_prompt.py`'
 HTTP or of routing.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -24,13 +23,10 @@ from router.api.completion_prompt import (
 from router.api.context import ApiContext
 from router.api.openai_shared import decode_body, encode_json
 from router.api.prepared import EncodedPrompt, PreparedRequest
-from router.api.sampling import sampling_params, stop_strings
+from router.api.sampling import TokenRules, sampling_params, stop_strings
 from router.api.sse import DONE, ChunkWriter
 from router.errors import about_model
 from router.prompt.catalog import ServedModel
-
-LONG_PROMPT_TOKENS = 4096
-"""After a prompt as long as this others have their turn."""
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 _fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
@@ -86,11 +82,14 @@ async def _make_prompts(
     seed = context.rng.getrandbits(64) if request.seed is None else request.seed
     num_choices = request.n or 1
     prompts: list[Prompt] = []
+    rules = TokenRules.of(request, model)
+    job = context.turns.job()
     async for token_ids, echo in encoded:
         first_index = len(prompts) * num_choices
         sampling = sampling_params(
             request,
             model,
+            rules,
             num_prompt_tokens=len(token_ids),
             max_tokens=_max_tokens(request, model, len(token_ids)),
             num_logprobs=request.logprobs,
@@ -111,8 +110,7 @@ async def _make_prompts(
         )
         prompt.echo = echo
         prompts.append(prompt)
-        if len(token_ids) >= LONG_PROMPT_TOKENS:
-            await asyncio.sleep(0)
+        await job.give_way()
     return prompts
 
 

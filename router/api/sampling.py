@@ -4,7 +4,7 @@ Owns the limits. Knows nothing of how the prompt came about.
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -93,6 +93,7 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
             "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
         )
     check_salt(request.cache_salt)
+    stop_strings(request.stop)
     _check_sizes(request)
 
 
@@ -131,9 +132,25 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return strings
 
 
+class TokenRules(NamedTuple):
+    """What a request says of single tokens: the same for all its prompts, and checked once."""
+
+    logit_bias: tuple[tuple[int, float], ...]
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, request: GenerationFields, model: TextModel) -> "TokenRules":
+        """Raises InvalidRequest for what is no token of the model."""
+        return cls(
+            _logit_bias(request.logit_bias, model) if request.logit_bias else (),
+            _stop_token_ids(request.stop_token_ids, model) if request.stop_token_ids else (),
+        )
+
+
 def sampling_params(
     request: GenerationFields,
     model: TextModel,
+    rules: TokenRules,
     *,
     num_prompt_tokens: int,
     max_tokens: int | None,
@@ -141,7 +158,7 @@ def sampling_params(
     seed: int,
     prompt_parameter: str,
 ) -> SamplingParams:
-    """Raises ContextLengthExceeded if prompt and answer do not fit, InvalidRequest for wrong token ids."""
+    """Raises ContextLengthExceeded if prompt and answer do not fit."""
     max_tokens = _max_tokens(model.card.context_length, num_prompt_tokens, max_tokens, prompt_parameter)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -160,8 +177,8 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=seed % 2**64,
-        logit_bias=_logit_bias(request.logit_bias, model) if request.logit_bias else (),
-        stop_token_ids=_stop_token_ids(request.stop_token_ids, model) if request.stop_token_ids else (),
+        logit_bias=rules.logit_bias,
+        stop_token_ids=rules.stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
     )
@@ -239,7 +256,7 @@ def _stop_token_ids(token_ids: list[int], model: TextModel) -> tuple[int, ...]:
 
 def check_token_ids(token_ids: list[Any], model: TextModel, parameter: str) -> tuple[int, ...]:
     """Raises InvalidRequest unless all are token ids of the model."""
-    if not all(type(token_id) is int for token_id in token_ids):
+    if not {int}.issuperset(map(type, token_ids)):
         raise InvalidRequest(
             f"Invalid type for '{parameter}': token ids are integers.",
             parameter=parameter,

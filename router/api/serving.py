@@ -149,10 +149,12 @@ class _Exchange:
         if len(answer.prompts) == 1:
             await self._run_prompt(answer, answer.prompts[0])
             return
+        turns = self._context.turns
         try:
             async with asyncio.TaskGroup() as tasks:
                 for prompt in answer.prompts:
-                    tasks.create_task(self._run_prompt(answer, prompt))
+                    async with turns.piece():
+                        tasks.create_task(self._run_prompt(answer, prompt))
         except BaseExceptionGroup as group:
             expected, unexpected = group.split(RouterError)
             if expected is None or unexpected is not None:

@@ -72,10 +72,11 @@ class ScriptedDispatcher:
         self.has_started = asyncio.Event()
         self.is_silent = False
         self.num_waiting = 0
+        self.run_type = ScriptedRun
 
     def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> "ScriptedRun":
         self.generations.append(generation)
-        return ScriptedRun(self, list(self.script(generation)))
+        return self.run_type(self, list(self.script(generation)))
 
     def preview(self, generation: Generation) -> Preview:
         return Preview(ScriptedRun.decision, (ReplicaId("replica-7"),))

@@ -1,13 +1,15 @@
 """Bodies of the worst shapes on every route get a clear answer, and no work in the router itself."""
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from loadtests.worst_bodies import SHAPES, WorstBody, worst_bodies
+from loadtests.worst_bodies import CHAT, COMPLETIONS, SHAPES, WorstBody, worst_bodies
+from router import offload
 from router.api.body_weight import MOST_BYTES
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
@@ -17,6 +19,9 @@ from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
 
 LARGE = [*worst_bodies(MOST_BYTES * 4 // 3, model="tiny")]
+MOST_RETURNED_BYTES = 16 * 2**10
+"""Of a prompt of 512 tokens, and the limits of a request's fields."""
+
 MEDIUM = [*worst_bodies(20_000, model="tiny")]
 
 
@@ -42,16 +47,48 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-async def test_large_bodies_of_every_shape_get_a_clear_answer_and_no_work_here(seen: list[int]) -> None:
+@pytest.fixture
+def returned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes came back of each body that was prepared elsewhere."""
+    sizes: list[int] = []
+    receive = offload._receive
+
+    async def watched(peer: socket.socket, length: int) -> bytes:
+        sizes.append(length)
+        return await receive(peer, length)
+
+    monkeypatch.setattr(offload, "_receive", watched)
+    return sizes
+
+
+async def test_large_bodies_of_every_shape_get_a_clear_answer_and_no_work_here(
+    seen: list[int], returned: list[int]
+) -> None:
     async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         server.dispatcher.script = says([tiny_model.END_OF_TURN])
         for body in LARGE:
             await _check(client, body)
+            if body.route in (CHAT, COMPLETIONS):
+                assert max(returned) < MOST_RETURNED_BYTES, (body.route, body.name)
+            returned.clear()
         assert seen == []
         await server.wait_idle()
         statistics = server.context.offload.statistics()
         assert (statistics.num_working, statistics.num_waiting, statistics.num_refused) == (0, 0, 0)
         assert statistics.num_done + statistics.num_ended == len(LARGE)
+
+
+async def test_what_a_request_says_of_single_tokens_is_checked_once_for_all_its_prompts(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says([tiny_model.END_OF_TURN])
+    bias = {str(token_id): 1.0 for token_id in range(300)}
+    body = {"model": "tiny", "prompt": ["a", "b", "c"], "logit_bias": bias, "stop_token_ids": [*range(300)]}
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    samplings = [generation.sampling for generation in server.dispatcher.generations]
+    assert len(samplings) == 3 and len(samplings[0].logit_bias) == len(samplings[0].stop_token_ids) == 300
+    assert len({id(sampling.logit_bias) for sampling in samplings}) == 1
+    assert len({id(sampling.stop_token_ids) for sampling in samplings}) == 1
 
 
 async def test_what_is_done_here_for_a_smaller_body_is_bounded(seen: list[int]) -> None:
