@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import FleetSpec, PoolSpec
 from replicas.config import ReplicaConfig
-from replicas.protocol.logs import set_up_logs
+from replicas.process.logs import set_up_logs
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.vllm_engine.environment import VLLM_ENVIRONMENT
 
@@ -65,7 +65,7 @@ class ReplicaActor:
         self, config: ReplicaConfig, revision: str, *, is_on_node_address: bool, log_directory: str | None
     ) -> None:
         # Here, since the controller and `kvasir up` import this file too, and need none of all that.
-        import replicas.protocol.lean_redis  # noqa: F401
+        import replicas.process.lean_redis  # noqa: F401
         from replicas.host import ReplicaHost
 
         file = None if log_directory is None else Path(log_directory) / f"{config.replica_id}.log"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from cluster.capacity import Machine, misfit
 from cluster.config import FleetSpec, PoolSpec
 from cluster.fleet_file import changed
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 
 
 @dataclass(frozen=True, slots=True)

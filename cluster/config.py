@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from typing import Any
 
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

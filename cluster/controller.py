@@ -32,9 +32,9 @@ from cluster.metrics import FleetMetrics
 from cluster.model_check import check_models
 from cluster.plan import Action, ActionKind, count_early_deaths, plan
 from cluster.status import read_signed_registry
+from replicas.process.logs import set_up_logs
+from replicas.process.settings import SettingsError
 from replicas.protocol.keys import ReplicaRecord
-from replicas.protocol.logs import set_up_logs
-from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 NODES_SECONDS = 15.0

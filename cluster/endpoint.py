@@ -9,7 +9,7 @@ import contextlib
 
 from prometheus_client import CollectorRegistry
 
-from replicas.metrics import metrics_endpoint
+from replicas.observation.metrics import metrics_endpoint
 
 
 class MetricsEndpoint:

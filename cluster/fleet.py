@@ -24,7 +24,7 @@ from cluster.fleet_words import as_plain, is_settled, missing, ready, render, tr
 from cluster.follow import Look, follow
 from cluster.ray_token import refuse_open
 from cluster.status import Registry, read_registry
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 
 if TYPE_CHECKING:
     from cluster.members import FleetView  # it loads Ray, which a refused file need not wait for

@@ -12,7 +12,7 @@ import yaml
 
 from cluster.config import AutoscaleSpec, FleetSpec, PoolSpec
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError, build, without_password
+from replicas.process.settings import SettingsError, build, without_password
 
 TOY_MODEL = "toy"
 """Stands for the model that ships with Kvasir."""

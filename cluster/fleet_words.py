@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import pool_of_id
 from cluster.status import Registry, align
-from replicas.protocol.settings import without_password
+from replicas.process.settings import without_password
 
 if TYPE_CHECKING:
     from cluster.members import FleetView, ReplicaView  # it loads Ray

@@ -1,7 +1,7 @@
-"""LeaseBook and LoadBook: which replicas have fallen silent, and how busy each pool is, from looks at the
-registry.
+"""LeaseBook and LoadBook: which replicas have fallen silent, and how busy each pool is.
 
-Owns what was seen, look by look. Knows no Redis and no clock: the controller looks, and says when.
+Owns what was seen in the registry, look by look. Knows no Redis and no clock: the controller looks, and
+says when.
 """
 
 from collections.abc import Iterable, Mapping

@@ -29,7 +29,7 @@ from cluster.redis_server import PrivateRedis, free_ports_in_a_row
 from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.state_writer import StateWriter
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import without_password
+from replicas.process.settings import without_password
 from replicas.protocol.status import ReplicaState
 
 ROUTER_START_SECONDS = 60.0

@@ -21,7 +21,7 @@ from loadtests.parameters import read_parameter
 from loadtests.report import Slo
 from loadtests.workloads import GENERATORS, Workload
 from replicas.config import DEFAULT_MAX_RUNNING
-from replicas.simulated_hardware import FREE, HARDWARE
+from replicas.simulated_engine.hardware import FREE, HARDWARE
 from router.routing.cost import CostParameters
 from router.routing.policies import POLICIES
 

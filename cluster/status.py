@@ -10,6 +10,8 @@ import redis
 
 from cluster.processes import named_children
 from cluster.run_directory import ClusterState, ReplicaEntry
+from replicas.process.secret_file import read_secret
+from replicas.process.settings import SettingsError, without_password
 from replicas.protocol.keys import (
     MODELS_KEY,
     RECORD_FIELDS,
@@ -22,8 +24,6 @@ from replicas.protocol.keys import (
     replicas_key,
 )
 from replicas.protocol.lease_seal import LeaseSeal
-from replicas.protocol.secret_file import read_secret
-from replicas.protocol.settings import SettingsError, without_password
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SILENT = "silent"

@@ -15,7 +15,7 @@ from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from cluster.local import LocalCluster, LocalOptions
 from cluster.run_directory import RunDirectory
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError, build
+from replicas.process.settings import SettingsError, build
 from router.routing.policies import POLICIES
 
 

@@ -15,6 +15,7 @@ import redis
 from cluster.errors import ClusterError
 from cluster.explain import ask_router
 from cluster.status import align, live_names
+from replicas.process.settings import without_password
 from replicas.protocol.blocks import HASH_BYTES
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
@@ -24,7 +25,6 @@ from replicas.protocol.keys import (
     record_fields,
     replica_key,
 )
-from replicas.protocol.settings import without_password
 from replicas.protocol.status import ReplicaId
 
 

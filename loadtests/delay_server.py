@@ -1,5 +1,4 @@
-"""A server of streamed chats with known delays, on a real socket: what a load generator measures is held
-against it.
+"""A server of streamed chats with known delays, against which a load generator's figures are held.
 
 Owns its own clock's view of what it sent, and the accidents that it is told to have. Answers mean nothing.
 """

@@ -16,7 +16,7 @@ from loadtests.named_tests import NAMED_TESTS, SIMULATED, SIMULATED_SETTINGS, Na
 from loadtests.parameters import read_parameter
 from replicas.config import ReplicaConfig
 from replicas.engines import check_simulation
-from replicas.protocol.settings import SettingsError, build
+from replicas.process.settings import SettingsError, build
 from router.routing.policies import POLICIES
 
 DEFAULT_POLICIES = ("round_robin", "kvasir")

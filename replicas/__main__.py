@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import uvloop
 
-import replicas.protocol.lean_redis  # noqa: F401
+import replicas.process.lean_redis  # noqa: F401
+from replicas.checkpoints.model_config import CheckpointError
 from replicas.config import ENVIRONMENT_PREFIX, ReplicaConfig
 from replicas.errors import ReplicaError, StartupError
 from replicas.host import ReplicaHost
-from replicas.protocol.logs import set_up_logs
-from replicas.protocol.settings import SettingsError, load_settings
-from replicas.torch_engine.model_config import CheckpointError
+from replicas.process.logs import set_up_logs
+from replicas.process.settings import SettingsError, load_settings
 from replicas.vllm_engine.environment import vllm_environment
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
 """ReplicaConfig: every setting of a replica process, and the only place with its defaults.
 
-Knows no environment and no file: `replicas/protocol/settings.py` reads those.
+Knows no environment and no file: `replicas/process/settings.py` reads those.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.protocol.settings import (
+from replicas.process.settings import (
     SettingsError,
     check_log_settings,
     check_secret_settings,

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import tokenizers
 
+from replicas.checkpoints.model_config import CheckpointError, read_eos_token_ids, read_model_config
+from replicas.checkpoints.weights import fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
-from replicas.engine_process import EngineProcess
+from replicas.engine_process.parent import EngineProcess
 from replicas.errors import StartupError
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
-from replicas.simulated_engine import SimulatedEngine
-from replicas.simulated_hardware import HARDWARE
-from replicas.torch_engine.model_config import CheckpointError, read_eos_token_ids, read_model_config
-from replicas.torch_engine.weights import fingerprint, tokenizer_bundle
+from replicas.simulated_engine.engine import SimulatedEngine
+from replicas.simulated_engine.hardware import HARDWARE
 
 TOY_MODEL = Path(__file__).parent / "toy_model"
 

@@ -6,7 +6,7 @@
     ├── EngineHung          the engine has work and ends no step; its requests go elsewhere
     └── LeaseLost           another process serves under this replica's id
 
-Besides these: SettingsError (`protocol/settings.py`) and CheckpointError (`torch_engine`), on the way up.
+Besides these: SettingsError (`process/settings.py`) and CheckpointError (`checkpoints`), on the way up.
 """
 
 

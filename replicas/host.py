@@ -19,26 +19,26 @@ from prometheus_client import CollectorRegistry
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
+from replicas.engine_process.process_loop import drive
 from replicas.engines import build_engine
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
-from replicas.frame_bridge import FrameBridge
-from replicas.index_writer import IndexWriter
-from replicas.intake import Intake
-from replicas.metrics import ReplicaMetrics, metrics_endpoint
+from replicas.index.index_writer import IndexWriter
+from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint
+from replicas.observation.trace_points import Tracing
 from replicas.openings import open_secret, open_tls, open_tracing
-from replicas.ports import host_port
-from replicas.process_loop import drive
+from replicas.process.tls import FollowedFiles, server_credentials
 from replicas.proof import prove_hashes
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
-from replicas.protocol.tls import FollowedFiles, server_credentials
 from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
 from replicas.registration import Registration
-from replicas.server import Identity, ReplicaServer
-from replicas.trace_points import Tracing
+from replicas.serving.frame_bridge import FrameBridge
+from replicas.serving.intake import Intake
+from replicas.serving.ports import host_port
+from replicas.serving.server import Identity, ReplicaServer
 from replicas.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

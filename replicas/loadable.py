@@ -8,16 +8,16 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from replicas.config import ReplicaConfig
-from replicas.engines import TOY_MODEL, check_simulation, check_vllm_is_here, read_tokenizer
-from replicas.errors import StartupError
-from replicas.torch_engine.model_config import (
+from replicas.checkpoints.model_config import (
     CheckpointError,
     read_eos_token_ids,
     read_json,
     read_model_config,
 )
-from replicas.torch_engine.weights import tokenizer_bundle, weight_files
+from replicas.checkpoints.weights import tokenizer_bundle, weight_files
+from replicas.config import ReplicaConfig
+from replicas.engines import TOY_MODEL, check_simulation, check_vllm_is_here, read_tokenizer
+from replicas.errors import StartupError
 
 logger = logging.getLogger(__name__)
 

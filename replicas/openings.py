@@ -6,11 +6,11 @@ Owns what is said where a setting is missing. Knows nothing of the parts that us
 import logging
 
 from replicas.config import ReplicaConfig
+from replicas.observation.trace_points import Tracing
+from replicas.process.secret_file import read_secret
+from replicas.process.tls import FollowedFiles, TlsFiles
 from replicas.protocol.cluster_secret import ClusterSecret
-from replicas.protocol.secret_file import read_secret
 from replicas.protocol.status import Epoch
-from replicas.protocol.tls import FollowedFiles, TlsFiles
-from replicas.trace_points import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ def open_secret(config: ReplicaConfig) -> ClusterSecret | None:
 def open_tracing(config: ReplicaConfig, epoch: Epoch, model: str) -> Tracing:
     if config.otlp_endpoint is None:
         return Tracing()
-    from replicas.tracing import SpanTracing  # here, since a replica without traces must not load the SDK
+    from replicas.observation.tracing import (
+        SpanTracing,  # here, since a replica without traces must not load the SDK
+    )
 
     return SpanTracing(
         config.otlp_endpoint,

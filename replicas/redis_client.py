@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from replicas.errors import StartupError
-from replicas.protocol.settings import without_password
+from replicas.process.settings import without_password
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError, WatchError
 
 from replicas.errors import LeaseLost
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.bounds import MAX_NUMBER
 from replicas.protocol.keys import (
     MODELS_KEY,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from replicas.errors import EngineHung
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.frames import StepFrame
 from replicas.step_watch import StepWatch
 

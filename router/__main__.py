@@ -22,9 +22,9 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-import replicas.protocol.lean_redis  # noqa: F401
-from replicas.protocol.logs import TEXT_FORMAT, set_up_logs
-from replicas.protocol.settings import SettingsError, load_settings
+import replicas.process.lean_redis  # noqa: F401
+from replicas.process.logs import TEXT_FORMAT, set_up_logs
+from replicas.process.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from router.connections import Connections

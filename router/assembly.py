@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 
+from replicas.process.secret_file import read_secret
+from replicas.process.settings import SettingsError
+from replicas.process.tls import RouterTls, TlsFiles
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
-from replicas.protocol.secret_file import read_secret
-from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
-from replicas.protocol.tls import RouterTls, TlsFiles
 from router.access_log import log_request
 from router.api.context import ApiContext
 from router.api.prepared import Bounds

@@ -1,11 +1,11 @@
 """RouterConfig: every setting of a router process, and the only place with its defaults.
 
-Knows no environment and no file: `replicas/protocol/settings.py` reads those.
+Knows no environment and no file: `replicas/process/settings.py` reads those.
 """
 
 from dataclasses import dataclass
 
-from replicas.protocol.settings import (
+from replicas.process.settings import (
     SettingsError,
     check_log_settings,
     check_secret_settings,

@@ -27,9 +27,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from replicas.process.complaints import Complaints
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.bounds import parsed_number
-from replicas.protocol.complaints import Complaints
 from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.holders import StagedHashes

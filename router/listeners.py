@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from router.config import RouterConfig
 
 BACKLOG = 2048

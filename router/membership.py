@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from replicas.process.tls import RouterTls
 from replicas.protocol.call_tokens import Audience, Caller, Role
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
-from replicas.protocol.tls import RouterTls
 from router.outlook import Outlook
 from router.replica_client import ReplicaClient, ReplicaLost
 from router.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource

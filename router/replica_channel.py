@@ -7,10 +7,10 @@ import secrets
 
 import grpc
 
+from replicas.process.tls import ChannelTls, explained
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.call_tokens import METADATA_KEY, NONCE_BYTES, Caller
 from replicas.protocol.replica_pb2_grpc import ReplicaStub
-from replicas.protocol.tls import ChannelTls, explained
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     # Describe carries tokenizer files; the largest in use are above 30 MB, and the default limit is 4 MB.

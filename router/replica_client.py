@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import grpc
 
+from replicas.process.tls import ChannelTls
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.call_tokens import Caller
@@ -26,7 +27,6 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.keys import Announcement
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
-from replicas.protocol.tls import ChannelTls
 from replicas.protocol.wire import abort_to_wire, submit_to_wire
 from router.inflight import Inflight, Mailbox, ReplicaLost
 from router.replica_channel import ReplicaChannel

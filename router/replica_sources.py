@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError, WatchError
 
-from replicas.protocol.complaints import Complaints
+from replicas.process.complaints import Complaints
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (
     MODELS_KEY,

@@ -7,9 +7,9 @@ Knows neither streams nor requests: what follows for them is the client's busine
 import logging
 from dataclasses import dataclass
 
+from replicas.process.complaints import Complaints
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.bounds import checked_id
-from replicas.protocol.complaints import Complaints
 from replicas.protocol.frames import LoadSnapshot, TokenDelta
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from replicas.protocol.wire import card_from_wire, delta_from_wire, load_from_wire

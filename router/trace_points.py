@@ -4,7 +4,7 @@ Owns the moments, and where a trace goes on: its parent in the next process. The
 hand on what the client sent; `tracing.py` makes spans of the same moments. Knows nothing of spans.
 """
 
-from replicas.protocol.trace_parent import TraceParent
+from replicas.process.trace_parent import TraceParent
 from router.routing.decision import Decision
 from router.served import ServedRequest
 

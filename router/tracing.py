@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
-from replicas.protocol.otlp import SpanExport, child_context, parent_context, trace_parent_of
-from replicas.protocol.trace_parent import TraceParent
+from replicas.process.otlp import SpanExport, child_context, parent_context, trace_parent_of
+from replicas.process.trace_parent import TraceParent
 from router.routing.decision import Decision
 from router.served import ServedRequest
 from router.trace_points import AttemptTrace, RequestTrace, RunTrace, Tracing

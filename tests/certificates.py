@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from replicas.protocol.tls import TlsFiles
+from replicas.process.tls import TlsFiles
 from tests.tools import needed_tool
 
 REPLICA_NAME = "kvasir-replica"

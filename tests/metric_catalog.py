@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from cluster.metrics import FleetMetrics
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from router.instruments import Distributions
 from router.metrics import RouterMetrics
 

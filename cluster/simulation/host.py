@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.simulation.replica import LoadReport, VirtualReplica
-from replicas.announcements import Announcements
+from replicas.index.announcements import Announcements
+from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
-from replicas.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)

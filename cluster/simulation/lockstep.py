@@ -10,7 +10,7 @@ formula, so nobody has to take them one by one.
 from heapq import heappop, heappush
 
 from cluster.simulation.request import VirtualRequest
-from replicas.simulated_hardware import CostModel
+from replicas.simulated_engine.hardware import CostModel
 
 _Note = tuple[int, int, int, VirtualRequest]
 """Step, rank, stint, request: something to look at when the count of steps gets there."""

@@ -5,7 +5,7 @@ Owns what they are called. Knows nothing of what a replica does with them.
 
 from dataclasses import dataclass
 
-from replicas.simulated_hardware import CostModel
+from replicas.simulated_engine.hardware import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.simulation.request import VirtualRequest
-from replicas.simulated_hardware import CostModel
+from replicas.simulated_engine.hardware import CostModel
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ RUN python3 -m venv --without-pip /opt/kvasir \
     && /tmp/tools/bin/uv pip install --no-cache --no-deps --require-hashes --python /opt/kvasir/bin/python \
         --requirement /tmp/requirements/router.txt
 COPY replicas/__init__.py /app/replicas/
+COPY replicas/process /app/replicas/process
 COPY replicas/protocol /app/replicas/protocol
 COPY router /app/router
 COPY deploy/images/make_sbom.py /tmp/

@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON files next to itself:
+"""Writes the dashboards' JSON files next to itself.
 
     python helm/dashboards/make_dashboards.py [FOLDER]
 

@@ -8,8 +8,6 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 
-from replicas.protocol.settings import SettingsError
-
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 64
 KEY_BYTES = 32
@@ -52,32 +50,3 @@ class ClusterSecret:
     def check_value(self) -> str:
         """Equal for processes with the same current secret, and fit to be shown: nothing follows from it."""
         return self.key(Purpose.CHECK)[:8].hex()
-
-
-def secret_from_text(text: str, what: str) -> ClusterSecret:
-    """From hex digits, one secret in each line, the first of which is in force. Raises SettingsError with a
-    sentence that begins with `what`."""
-    try:
-        found = [bytes.fromhex(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise SettingsError(f"{what} must be hex digits") from error
-    return _checked(found or [b""], what)
-
-
-def secret_from_bytes(content: bytes, what: str) -> ClusterSecret:
-    """From a file's content: hex digits as above, or else one secret, as it is. Raises SettingsError."""
-    try:
-        text = content.decode("ascii")
-        bytes.fromhex(text)
-    except ValueError:
-        return _checked([content], what)
-    return secret_from_text(text, what)
-
-
-def _checked(found: list[bytes], what: str) -> ClusterSecret:
-    for secret in found:
-        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
-            raise SettingsError(
-                f"{what} holds {len(secret)} bytes; it needs {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
-            )
-    return ClusterSecret(found[0], tuple(found[1:]))

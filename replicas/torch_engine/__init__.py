@@ -1,0 +1,1 @@
+"""Kvasir's own engine in torch, small enough to read in an evening."""

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from replicas.torch_engine.model_config import ModelConfig
-from replicas.torch_engine.request import Chunk
+from replicas.checkpoints.model_config import ModelConfig
+from replicas.scheduling.request import Chunk
 
 _MAX_GATHERED_TOKENS = 32_768
 """Most tokens (padding included) whose keys one decode group gathers: bounds the scratch memory."""

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
+from replicas.checkpoints.model_config import ModelConfig
+from replicas.checkpoints.weights import fingerprint, load_checkpoint, load_headers, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.kvcache.manager import KVCacheManager
+from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
-from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.request import SampledToken
+from replicas.scheduling.scheduler import Scheduler
 from replicas.torch_engine.attention import KVPool, kv_bytes_per_block
 from replicas.torch_engine.model import Decoder
-from replicas.torch_engine.model_config import ModelConfig
-from replicas.torch_engine.request import SampledToken
 from replicas.torch_engine.runner import ModelRunner
 from replicas.torch_engine.sampler import Sampler
-from replicas.torch_engine.scheduler import Scheduler
-from replicas.torch_engine.weights import fingerprint, load_checkpoint, load_headers, tokenizer_bundle
 
 _TOY_MODEL = Path(__file__).parent.parent / "toy_model"
 _CPU_CACHE_BYTES = 128 * 2**20

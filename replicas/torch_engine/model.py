@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import embedding, linear, silu
 
-from replicas.torch_engine.model_config import ModelConfig
+from replicas.checkpoints.model_config import ModelConfig
+from replicas.checkpoints.weights import Checkpoint
 from replicas.torch_engine.rope import apply_rope
-from replicas.torch_engine.weights import Checkpoint
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries, keys, values), each `[tokens, heads, head_dim]`, to `[tokens, heads * head_dim]`."""

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from replicas.torch_engine.model_config import RopeConfig
+from replicas.checkpoints.model_config import RopeConfig
 
 
 def rope_tables(

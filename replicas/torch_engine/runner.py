@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replicas.scheduling.request import Chunk
 from replicas.torch_engine.attention import KVPool
 from replicas.torch_engine.model import Decoder
-from replicas.torch_engine.request import Chunk
 from replicas.torch_engine.rope import rope_tables
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from replicas.protocol.frames import RequestKey, SamplingParams, TokenLogprobs
-from replicas.torch_engine.request import Request, SampledToken
+from replicas.scheduling.request import Request, SampledToken
 
 _ROWS_AT_ONCE = 32
 """Rows drawn together: bounds the float64 scratch memory, rows times vocabulary."""

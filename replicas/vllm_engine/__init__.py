@@ -1,0 +1,1 @@
+"""vLLM behind the Engine protocol, in the engine thread."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.protocol.status import Adapter
 from replicas.vllm_engine.foreign_code import check_adapter_weights
 

@@ -15,7 +15,7 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.platforms import current_platform
 
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.vllm_engine.adapters import LoraAdapter
 from replicas.vllm_engine.foreign_code import check_foreign_code
 

@@ -29,10 +29,13 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
 from replicas.kvcache.writers import NOBODYS, Shares
+from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
     FinishReason,
@@ -44,11 +47,8 @@ from replicas.protocol.frames import (
     StepFrame,
     TokenDelta,
 )
-from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
-from replicas.torch_engine.admission import AdmissionLimits, check_admission
-from replicas.torch_engine.model_config import read_eos_token_ids
-from replicas.torch_engine.weights import files_fingerprint, tokenizer_bundle
+from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import toy_model_path
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 
 _NAMES = frozenset({"trust_remote_code", "logits_processors", "logging_config", "log_config_file"})
 """Arguments whose value is code, or says where some lies. A logging configuration may call anything."""

@@ -1,0 +1,1 @@
+"""The HTTP API: one file for each dialect, and what they share."""

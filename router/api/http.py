@@ -12,7 +12,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from replicas.protocol.trace_parent import TraceParent, parse_trace_parent
+from replicas.process.trace_parent import TraceParent, parse_trace_parent
 from router.body_budget import BodyHold
 from router.errors import BodiesFull, BodyTooLarge, UploadTooSlow
 

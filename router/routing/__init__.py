@@ -1,0 +1,1 @@
+"""The decision: which replica a prompt goes to, and why."""

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.changes import FleetState, applied, given_up, rolled, scaled, settled
 from cluster.config import AutoscaleSpec, FleetSpec, PoolSpec
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 
 MACHINES = [{"CPU": 4.0}]
 A, B = PoolSpec(1, "a"), PoolSpec(1, "b")

@@ -5,7 +5,7 @@ import pytest
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.protocol.status import ReplicaId
 
 

@@ -14,7 +14,7 @@ from cluster import actors, controller
 from cluster.config import FleetSpec
 from cluster.controller import FleetController
 from cluster.members import FleetView
-from replicas.protocol.logs import JsonFormatter
+from replicas.process.logs import JsonFormatter
 
 SPEC = FleetSpec(())
 

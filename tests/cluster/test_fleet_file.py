@@ -9,7 +9,7 @@ import yaml
 from cluster.config import AutoscaleSpec, PoolSpec
 from cluster.fleet_file import changed, model_name, parse_fleet, settings_from
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "fleet.yaml"
 REDIS = "redis://127.0.0.1:6379/0"

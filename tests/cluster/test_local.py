@@ -2,7 +2,7 @@
 
 from cluster.local import _shared_settings
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import load_settings
+from replicas.process.settings import load_settings
 from router.config import RouterConfig
 
 

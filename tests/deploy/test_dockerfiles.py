@@ -9,7 +9,7 @@ import pytest
 
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import load_settings
+from replicas.process.settings import load_settings
 from requirements.relock import Pins, path_of, read_pins, versions
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
@@ -125,7 +125,7 @@ def test_the_router_image_has_the_routers_code_and_packages_only() -> None:
     ]
     sources = {source for rest in copied if "--from" not in rest for source in rest.split()[:-1]}
     makers = {"requirements/build.txt", "requirements/router.txt", "deploy/images/make_sbom.py"}
-    assert sources == makers | {"replicas/__init__.py", "replicas/protocol", "router"}
+    assert sources == makers | {"replicas/__init__.py", "replicas/process", "replicas/protocol", "router"}
 
 
 @each_dockerfile

@@ -12,7 +12,7 @@ import yaml
 from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from cluster.fleet_file import parse_fleet
-from replicas.protocol.settings import load_settings
+from replicas.process.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from tests.deploy.dockerfile import ROOT, environment, last_stage, only
 from tests.kuberay import ray_cluster_schema

@@ -42,7 +42,12 @@ def bare_router(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file in files:
             if ".." not in file.parts and file.suffix != ".pyc":
                 link(Path(str(file.locate())), folder / file)
-    for source in (ROOT / "router", ROOT / "replicas/protocol", ROOT / "replicas/__init__.py"):
+    for source in (
+        ROOT / "router",
+        ROOT / "replicas/process",
+        ROOT / "replicas/protocol",
+        ROOT / "replicas/__init__.py",
+    ):
         link(source, folder / source.relative_to(ROOT))
     return folder
 
@@ -73,8 +78,8 @@ def test_every_module_of_a_router_can_be_loaded_with_nothing_else(bare_router: P
     """Traces too, whose modules are loaded only where there is a collector."""
     code = """
 import importlib, pkgutil
-import replicas.protocol, router, router.assembly
-for package in (router, replicas.protocol):
+import replicas.process, replicas.protocol, router, router.assembly
+for package in (router, replicas.process, replicas.protocol):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)

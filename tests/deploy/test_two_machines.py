@@ -17,7 +17,7 @@ import yaml
 
 from cluster import fleet
 from cluster.fleet_file import parse_fleet
-from replicas.protocol.settings import load_settings
+from replicas.process.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
 from tests.cluster.kvasir_command import wait_until
 from tests.deploy.dockerfile import ROOT

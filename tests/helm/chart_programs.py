@@ -5,7 +5,7 @@ from typing import Any
 
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import load_settings
+from replicas.process.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
 from tests.helm.chart import (

@@ -9,7 +9,7 @@ from cluster.capacity import fits
 from cluster.changes import FleetState, applied
 from cluster.config import AutoscaleSpec, FleetSpec
 from cluster.fleet_file import AUTOSCALING_FIELDS, parse_fleet
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from tests.helm.chart import chart, named, of_kind, render, rendered, values_of
 
 CASE = "KubeRay, pools that scale"

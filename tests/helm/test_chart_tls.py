@@ -7,7 +7,7 @@ import yaml
 
 from cluster.fleet_file import parse_fleet
 from replicas.config import ReplicaConfig
-from replicas.protocol.tls import TlsFiles
+from replicas.process.tls import TlsFiles
 from tests.helm.chart import (
     CASES,
     FOLDER,

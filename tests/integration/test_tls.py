@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from loadtests.local_stack import LocalStack, local_stack, python_command
-from replicas.protocol.tls import TlsFiles
-from replicas.protocol.validity import validities
+from replicas.process.tls import TlsFiles
+from replicas.process.validity import validities
 from tests.certificates import Authority, copied
 from tests.integration.observe import records, wait_until
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from loadtests.soak_figures import RAISED_AT_REST, errors_by_kind, growth, memory_of, raised_gauges
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from tests.metric_catalog import families
 
 SECONDS = [5.0 * number for number in range(60)]

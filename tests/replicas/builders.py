@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from replicas.engine import EngineRequest
-from replicas.kvcache.manager import KVCacheManager
 from replicas.protocol.blocks import BlockHash, MediaSpan
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from replicas.protocol.frames import (
@@ -16,8 +15,9 @@ from replicas.protocol.frames import (
     TokenDelta,
     UserTag,
 )
-from replicas.torch_engine.request import Chunk, Request, SampledToken
-from replicas.torch_engine.scheduler import Scheduler
+from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.request import Chunk, Request, SampledToken
+from replicas.scheduling.scheduler import Scheduler
 
 ROOT = BlockHash(b"one namespace !!")
 OTHER_ROOT = BlockHash(b"another one  !!!")

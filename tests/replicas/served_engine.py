@@ -8,13 +8,13 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from replicas.frame_bridge import FrameBridge
-from replicas.intake import Intake
 from replicas.loop import EngineLoop
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import Epoch, ReplicaId, TokenizerBundle
-from replicas.server import Identity, ReplicaServer
+from replicas.serving.frame_bridge import FrameBridge
+from replicas.serving.intake import Intake
+from replicas.serving.server import Identity, ReplicaServer
 from tests.replicas.router_client import RouterClient
 from tests.replicas.scripted_engine import CARD, ScriptedEngine
 from tests.replicas.waiting import until

@@ -15,7 +15,7 @@ from replicas.host import ReplicaHost
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.frames import Abort, FinishReason, RefusalCode, RequestKey, SamplingParams, Submit
 from replicas.protocol.status import ModelCard, ReplicaState
-from replicas.server import MAX_CHOICES
+from replicas.serving.server import MAX_CHOICES
 from tests.replicas.fuzzed_submits import broken_submit, fuzzed_submit, random_bytes
 from tests.replicas.router_client import ROOT, RouterClient
 from tests.replicas.whole_replica import config, running

@@ -11,13 +11,13 @@ import pytest
 from replicas.engines import build_engine
 from replicas.errors import EngineDied, StartupError
 from replicas.host import ReplicaHost
+from replicas.process.settings import SettingsError
 from replicas.proof import prove_hashes
 from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey, StepFrame, UserTag
 from replicas.protocol.keys import replicas_key
-from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ReplicaState
 from tests.replicas.mirror import connect, read_record, read_set
 from tests.replicas.router_client import RouterClient, submit

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from replicas.checkpoints.weights import Checkpoint
 from replicas.config import ReplicaConfig
 from replicas.errors import StartupError
 from replicas.loadable import complaint
 from replicas.torch_engine.engine import TorchEngine
-from replicas.torch_engine.weights import Checkpoint
 from replicas.toy_model import toy_model_path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState

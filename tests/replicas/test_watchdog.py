@@ -13,7 +13,7 @@ from replicas.errors import EngineHung
 from replicas.host import ReplicaHost
 from replicas.protocol.frames import RequestKey
 from replicas.protocol.status import ReplicaState
-from tests.replicas import engine_children
+from tests.replicas.engine_process import engine_children
 from tests.replicas.mirror import connect, read_record
 from tests.replicas.process_replica import replica
 from tests.replicas.router_client import RouterClient, submit

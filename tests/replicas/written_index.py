@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from replicas.index_writer import IndexWriter
-from replicas.metrics import ReplicaMetrics
+from replicas.index.index_writer import IndexWriter
+from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import BlockStored
 from replicas.protocol.status import Epoch, ReplicaId

@@ -11,7 +11,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from replicas.protocol.settings import build
+from replicas.process.settings import build
 from router.api.context import ApiContext
 from router.api.live import Fleet
 from router.api.prepared import Bounds

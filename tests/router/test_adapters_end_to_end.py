@@ -11,12 +11,12 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from redis.asyncio import Redis
 
+from replicas.process.settings import build
 from replicas.protocol.blocks import Namespace, namespace_root
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot, Submit
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.lease_seal import LeaseSeal
-from replicas.protocol.settings import build
 from replicas.protocol.status import Adapter, ReplicaState
 from router.assembly import Router
 from router.config import RouterConfig

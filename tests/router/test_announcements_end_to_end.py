@@ -19,7 +19,7 @@ from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId
-from replicas.simulated_engine import SimulatedEngine
+from replicas.simulated_engine.engine import SimulatedEngine
 from router.dispatch import Dispatcher
 from router.errors import UnknownModel
 from router.generation import Generation

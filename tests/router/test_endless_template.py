@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from openai import APIStatusError, AsyncOpenAI
 
-from replicas.protocol.settings import build
+from replicas.process.settings import build
 from router.api.prepared import Bounds
 from router.assembly import Router
 from router.config import RouterConfig

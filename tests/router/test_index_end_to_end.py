@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from replicas.index_writer import IndexWriter
+from replicas.index.index_writer import IndexWriter
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import LoadSnapshot

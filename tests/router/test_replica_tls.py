@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams
 from replicas.protocol.status import ReplicaId
-from replicas.protocol.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from router.membership import RegistrySource
 from router.replica_client import ReplicaClient, ReplicaLost
 from tests.certificates import REPLICA_NAME, Authority, copied

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from cluster.status import read_signed_registry
 from replicas.errors import LeaseLost
-from replicas.metrics import ReplicaMetrics
+from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 from redis.asyncio import Redis
 
+from replicas.process.tls import RouterTls
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
-from replicas.protocol.tls import RouterTls
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.membership import Membership, RegistrySource, ReplicaSource
 from router.routing.cost import CostParameters

@@ -9,7 +9,7 @@ from cluster.simulation.request import prepare
 from cluster.simulation.shape import ReplicaShape
 from loadtests.workloads import TraceRequest, Workload
 from replicas.loop import SpeedMeter
-from replicas.simulated_hardware import CostModel
+from replicas.simulated_engine.hardware import CostModel
 
 PLAIN = CostModel(a=0.5, b=0.01, c=0.0, d0=0.1, d1=0.0)
 """A token of a prompt costs 10 ms and half a second comes on top; a decode step takes 100 ms."""

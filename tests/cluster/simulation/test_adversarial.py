@@ -23,7 +23,7 @@ from loadtests.workloads import (
     without_keys,
     zipf_b2b,
 )
-from replicas.simulated_hardware import HARDWARE
+from replicas.simulated_engine.hardware import HARDWARE
 from tests.cluster.simulation.builders import new_fleet
 
 NUM_WARM_UP = 60

@@ -10,7 +10,7 @@ from replicas.engine import EngineRequest
 from replicas.loop import SpeedMeter
 from replicas.protocol.frames import RequestKey, SamplingParams, UserTag
 from replicas.protocol.status import ModelCard
-from replicas.simulated_engine import SimulatedEngine
+from replicas.simulated_engine.engine import SimulatedEngine
 from tests.cluster.simulation.builders import plain_shape, random_workload, request, small_shape
 
 Timeline = dict[int, tuple[float, float, int]]

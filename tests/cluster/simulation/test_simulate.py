@@ -11,7 +11,7 @@ from cluster.simulate import TIMED_HARDWARE, _job, add_arguments
 from cluster.simulation.options import Kill, Outage, parse_kill, parse_outage
 from replicas.config import ReplicaConfig
 from replicas.engines import build_engine
-from replicas.simulated_engine import SimulatedEngine
+from replicas.simulated_engine.engine import SimulatedEngine
 
 SMALL = ["multi-turn", "--set", "num_sessions=6", "--jobs", "1"]
 

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replicas.kvcache.manager import KVCacheManager
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
-from replicas.torch_engine.request import Request
+from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.request import Request
 from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decode, request
 
 Prefix = tuple[object, ...]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from replicas.config import ReplicaConfig
+from replicas.process.secret_file import read_secret
+from replicas.process.settings import SettingsError, build
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose, derive
-from replicas.protocol.secret_file import read_secret
-from replicas.protocol.settings import SettingsError, build
 from router.config import RouterConfig
 
 OLD, NEW = b"\xab" * 16, b"\xcd" * 32

@@ -11,8 +11,8 @@ from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage, RequestKey, SamplingParams, TokenDelta, TokenLogprobs
+from replicas.scheduling.request import Chunk
 from replicas.torch_engine.engine import TorchEngine
-from replicas.torch_engine.request import Chunk
 
 ROOT = BlockHash(bytes(16))
 

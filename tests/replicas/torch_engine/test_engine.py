@@ -9,9 +9,9 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
+from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams
-from replicas.protocol.settings import SettingsError
 from replicas.torch_engine.engine import TorchEngine
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, Reference, make_checkpoint
 from tests.replicas.torch_engine.driving import ROOT, Driver, greedy

@@ -13,7 +13,7 @@ import torch
 from replicas.engine import EngineRequest
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, SamplingParams
-from replicas.torch_engine.request import Request
+from replicas.scheduling.request import Request
 from replicas.torch_engine.sampler import Sampler, uniform
 
 EOS = (3, 7)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError, build
+from replicas.process.settings import SettingsError, build
 from replicas.protocol.status import Adapter
 from replicas.vllm_engine.adapters import read_adapters
 from tests.replicas.vllm_engine.lora import RANK, write_adapter

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replicas.config import ReplicaConfig
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.vllm_engine.adapters import read_adapters
 from replicas.vllm_engine.foreign_code import check_foreign_code
 from tests.replicas.vllm_engine.lora import write_adapter

@@ -9,10 +9,10 @@ import pytest
 from replicas.engine import RequestRefused
 from replicas.engines import build_engine
 from replicas.errors import StartupError
+from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root
 from replicas.protocol.events import BlockStored
 from replicas.protocol.frames import RefusalCode
-from replicas.protocol.settings import SettingsError
 from replicas.protocol.status import ModelCard
 from tests.replicas.builders import ROOT
 from tests.replicas.engine_contract import Run, prompt_of, run

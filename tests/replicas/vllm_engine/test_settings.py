@@ -11,7 +11,7 @@ import pytest
 from replicas.__main__ import EXIT_NOT_STARTED, main
 from replicas.engines import build_engine
 from replicas.errors import StartupError
-from replicas.protocol.settings import SettingsError
+from replicas.process.settings import SettingsError
 from replicas.toy_model import toy_model_path
 from tests.replicas.mirror import connect
 from tests.replicas.vllm_engine.conftest import vllm_config
@@ -49,7 +49,7 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 def test_settings_that_do_not_fit_are_one_clear_sentence(
     environment: None, settings: dict[str, Any], sentence: str
 ) -> None:
-    from replicas.torch_engine.model_config import CheckpointError
+    from replicas.checkpoints.model_config import CheckpointError
 
     with pytest.raises((SettingsError, StartupError, CheckpointError), match=sentence) as caught:
         build_engine(vllm_config(**settings))

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from replicas.protocol.settings import SettingsError, build
+from replicas.process.settings import SettingsError, build
 from router.api.access import AdminAccess, refusal_of
 from router.config import RouterConfig
 from tests.router.http_server import HttpServer, http_server

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from replicas.protocol.logs import TEXT_FORMAT, JsonFormatter, TextFormatter
+from replicas.process.logs import TEXT_FORMAT, JsonFormatter, TextFormatter
 from router.access_log import log_request
 from router.prompt.tokenizer import Tokenizer
 from tests.router.http_server import HttpServer

@@ -1,0 +1,151 @@
+"""The child of an EngineProcess: builds an engine, answers for it, and in the end lets it run.
+
+Owns the end of this process: it goes when its parent has gone, however that came about, and obeys no
+signal that a person sends to the replica. Knows nothing of gRPC, Redis or leases.
+"""
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from replicas.engine import Engine, RequestRefused
+from replicas.engine_process.parent import (
+    ENCODER,
+    QUESTIONS,
+    STARTUP_ERRORS,
+    Abort,
+    Add,
+    Answer,
+    Build,
+    Built,
+    Close,
+    Done,
+    Failed,
+    NotBuilt,
+    Question,
+    Refused,
+    ResetPrefixCache,
+    Run,
+    Step,
+    Stepped,
+    Submit,
+)
+from replicas.engines import build_engine
+from replicas.loop import EngineLoop
+from replicas.process.logs import set_up_logs
+from replicas.vllm_engine.environment import vllm_environment
+
+logger = logging.getLogger(__name__)
+
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s [engine process] %(message)s"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The argument is the file descriptor of the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logs(text_format=TEXT_FORMAT)
+    connection: Connection[Any, Any] = Connection(int(arguments[0]))
+    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
+    engine = _build(connection)
+    if engine is None:
+        return 1
+    while (question := _next(connection)) not in (Close(), Run()):
+        connection.send_bytes(ENCODER.encode(_answer(engine, question)))
+    if question == Run():
+        _run(engine, connection)
+    else:
+        engine.close()
+    logging.shutdown()
+    os._exit(0)  # to take an interpreter with a model library apart takes seconds
+
+
+def _next(connection: "Connection[Any, Any]") -> Question:
+    try:
+        return QUESTIONS.decode(connection.recv_bytes())
+    except (EOFError, OSError):
+        sys.exit(1)  # the parent has gone
+
+
+def _end_with_parent(descriptor: int) -> None:
+    """In the middle of a step too, which is not worth finishing: nobody is left to hear of it."""
+    hung_up = select.poll()
+    hung_up.register(descriptor, 0)
+    hung_up.poll()
+    os._exit(1)
+
+
+def _build(connection: "Connection[Any, Any]") -> Engine | None:
+    """Build what the first question says, and answer it. None if there is no such engine."""
+    question = _next(connection)
+    assert isinstance(question, Build)
+    fields = {"service": "engine", "replica": question.config.replica_id}
+    set_up_logs(question.config.log_format, question.config.log_level, fields=fields, text_format=TEXT_FORMAT)
+    if question.config.engine == "vllm":
+        os.environ.update(vllm_environment(question.config.num_threads))
+    try:
+        engine, bundle = build_engine(question.config)
+    except STARTUP_ERRORS as error:
+        (kind,) = (kind.__name__ for kind in STARTUP_ERRORS if isinstance(error, kind))
+        connection.send_bytes(ENCODER.encode(NotBuilt(kind, str(error))))
+        return None
+    connection.send_bytes(ENCODER.encode(Built(engine.card, bundle)))
+    return engine
+
+
+def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
+    """Let the engine run by itself until the parent says Close; a failure is the parent's to act on."""
+
+    def send(answer: Answer) -> None:
+        with suppress(OSError):  # the parent has gone, and in a moment so have we
+            connection.send_bytes(ENCODER.encode(answer))
+
+    loop = EngineLoop(
+        engine,
+        lambda frame, seconds: send(Stepped(frame, has_work=True, seconds=seconds)),
+        lambda error: send(Failed(repr(error), "".join(traceback.format_exception(error)))),
+    )
+    loop.start()
+    while (message := _next(connection)) != Close():
+        match message:
+            case Submit():
+                loop.submit(message.requests())
+            case Abort(key):
+                loop.abort(key)
+            case _:
+                raise AssertionError(f"{message} comes too late")
+    loop.stop()
+
+
+def _answer(engine: Engine, question: Question) -> Answer:
+    try:
+        match question:
+            case Step():
+                frame = engine.step()
+                return Stepped(frame, has_work=engine.has_work())
+            case Add(request):
+                engine.add(request)
+            case Abort(key):
+                engine.abort(key)
+            case ResetPrefixCache():
+                done = engine.reset_prefix_cache()
+                return Done(engine.has_work(), done)
+            case _:
+                raise AssertionError(f"nobody asks for {question} here")
+    except RequestRefused as refused:
+        return Refused(engine.has_work(), refused.code, refused.message)
+    except Exception as error:  # the parent raises in its stead
+        return Failed(repr(error), traceback.format_exc())
+    return Done(engine.has_work())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,245 @@
+"""EngineProcess: an engine in a process of its own, behind the Engine protocol.
+
+Owns the child process, the pipe to it and what travels there: one question and one answer per call of
+the protocol. Knows nothing of the engine at the other end; `engine_child.py` builds and drives it.
+
+A child that has died makes the next call raise EngineDied. `Run` ends the questions and answers: from
+then on the child drives the engine by itself, and `process_loop.py` sends and receives.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeAlias
+
+import msgspec
+
+from replicas.checkpoints.model_config import CheckpointError
+from replicas.config import ReplicaConfig
+from replicas.engine import EngineRequest, RequestRefused
+from replicas.errors import EngineDied, StartupError
+from replicas.process.settings import SettingsError
+from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
+from replicas.protocol.status import ModelCard, TokenizerBundle
+
+CLOSE_SECONDS = 5.0
+"""How long the child may take to give everything back before it is killed."""
+
+OBITUARY_SECONDS = 1.0
+
+STARTUP_ERRORS: tuple[type[Exception], ...] = (SettingsError, CheckpointError, StartupError)
+"""What `build_engine` raises for people to read; each arrives as itself."""
+
+
+class Build(msgspec.Struct, frozen=True, tag=True):
+    config: ReplicaConfig
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    key: RequestKey
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Has no answer but frames, for as long as the engine lives."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """The choices of one request. The prompt, which they share, travels once and is in none of them."""
+
+    token_ids: list[int]
+    choices: list[EngineRequest]
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest]) -> "Submit":
+        return cls(list(requests[0].token_ids), [replace(request, token_ids=()) for request in requests])
+
+    def requests(self) -> list[EngineRequest]:
+        return [replace(choice, token_ids=self.token_ids) for choice in self.choices]
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Has no answer but the end of the process."""
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    card: ModelCard
+    bundle: TokenizerBundle
+
+
+class NotBuilt(msgspec.Struct, frozen=True, tag=True):
+    """`kind` is the name of one of `STARTUP_ERRORS`."""
+
+    kind: str
+    sentence: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """`value` is what `reset_prefix_cache` returned; the others return nothing."""
+
+    has_work: bool
+    value: bool = True
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    has_work: bool
+    code: RefusalCode
+    message: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    frame: StepFrame
+    has_work: bool
+    seconds: float = 0.0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine raised what it must not."""
+
+    summary: str
+    traceback: str
+
+
+Question: TypeAlias = Build | Add | Abort | Step | ResetPrefixCache | Run | Submit | Close
+Answer: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | Failed
+
+ENCODER = msgspec.msgpack.Encoder()
+QUESTIONS: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
+ANSWERS: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
+
+
+class EngineProcess:
+    """Raises SettingsError, CheckpointError or StartupError, as the engine itself would."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "replicas.engine_process.child", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                process_group=0,  # a Ctrl-C in the terminal is for the replica, which drains
+            )
+        atexit.register(self._process.kill)  # a child that hangs would not see the pipe close
+        self._has_work = False
+        try:
+            built = self._build(replace(config, engine_process=False))
+        except BaseException:
+            self.close()
+            raise
+        self._card, self._bundle = built.card, built.bundle
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def bundle(self) -> TokenizerBundle:
+        """The files that the model's text goes through."""
+        return self._bundle
+
+    def add(self, request: EngineRequest) -> None:
+        self._call(Add(request))
+
+    def abort(self, key: RequestKey) -> None:
+        self._call(Abort(key))
+
+    def has_work(self) -> bool:
+        return self._has_work
+
+    def step(self) -> StepFrame:
+        answer = self._call(Step())
+        assert isinstance(answer, Stepped)
+        return answer.frame
+
+    def reset_prefix_cache(self) -> bool:
+        answer = self._call(ResetPrefixCache())
+        assert isinstance(answer, Done)
+        return answer.value
+
+    def close(self) -> None:
+        """Ask the child to end; kill it if it does not."""
+        with suppress(OSError):
+            self._connection.send_bytes(ENCODER.encode(Close()))
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._connection.close()
+        atexit.unregister(self._process.kill)
+
+    def kill(self) -> None:
+        """Whoever waits for an answer gets EngineDied."""
+        self._process.kill()
+
+    def _build(self, config: ReplicaConfig) -> Built:
+        try:
+            answer = self._ask(Build(config))
+        except EngineDied as error:
+            raise StartupError(f"the engine did not start: {error}") from error
+        if isinstance(answer, NotBuilt):
+            (kind,) = (kind for kind in STARTUP_ERRORS if kind.__name__ == answer.kind)
+            raise kind(answer.sentence)
+        assert isinstance(answer, Built)
+        return answer
+
+    def _call(self, question: Question) -> Done | Stepped:
+        answer = self._ask(question)
+        assert isinstance(answer, Done | Stepped | Refused)
+        self._has_work = answer.has_work
+        if isinstance(answer, Refused):
+            raise RequestRefused(answer.code, answer.message)
+        return answer
+
+    def _ask(self, question: Question) -> Answer:
+        self.send(question)
+        return self.receive()
+
+    def send(self, question: Question) -> None:
+        """Raises EngineDied."""
+        try:
+            self._connection.send_bytes(ENCODER.encode(question))
+        except OSError as error:
+            raise EngineDied(self._obituary()) from error
+
+    def receive(self) -> Answer:
+        """The next of what the child says. Raises EngineDied if it has ended, or its engine has."""
+        try:
+            answer = ANSWERS.decode(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise EngineDied(self._obituary()) from error
+        if isinstance(answer, Failed):
+            died = EngineDied(answer.summary)
+            died.add_note(answer.traceback)
+            raise died
+        return answer
+
+    def _obituary(self) -> str:
+        try:
+            status = self._process.wait(OBITUARY_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"its process {self.pid} does not answer any more"
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"its process {self.pid} {how}"

@@ -1,0 +1,1 @@
+"""What writes a replica's share of the block index to Redis."""

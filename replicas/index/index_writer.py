@@ -1,0 +1,385 @@
+"""IndexWriter: one replica's share of the block index in Redis, kept equal to what its cache holds.
+
+Owns the blocks set of this incarnation and the numbering of its changes. Knows nothing of engines,
+routers or leases.
+
+A write takes whatever accumulated while the previous one was in flight: SADD, SREM and XADD in one
+transaction. Nothing is queued: while Redis is away only the counts go on, and they are bounded by the
+engine's blocks. When a write fails, nobody knows whether it happened. The writer then gives up on
+differences and writes the whole set anew, with a change in the stream that says `cleared`, so that
+mirrors follow. The same when the set turns out to be lost or to have the wrong size.
+
+Redis may be full. Leases come first: then this set is taken away, and written again when there is room.
+
+Announcements ride along: an end in the same change as what was observed before it, or in a later one.
+They are in the stream only, so a change of nothing else is one XADD.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+from replicas.index.announcements import Announcements
+from replicas.index.redis_room import NoRoom, RedisRoom
+from replicas.index.residency import Residency
+from replicas.observation.metrics import ReplicaMetrics
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.events import CacheEvent, Tier
+from replicas.protocol.keys import (
+    BLOCKS_MARKER,
+    Announcement,
+    IndexChange,
+    blocks_key,
+    encode_change,
+    events_key,
+)
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+
+logger = logging.getLogger(__name__)
+
+ENTRY_BYTES = 128
+"""What an entry of the stream takes besides its hashes, about."""
+
+LAST_MILLISECONDS = b"18446744073709551615-"
+"""After an entry with such an id a stream takes no other."""
+
+HASHES_PER_CHANGE = 4096
+"""64 KiB: what one command or stream entry holds at most, so that nobody chokes on a big rewrite. (One
+announcement is not cut: it is as long as its prompt.)"""
+
+TIMEOUT_SECONDS = 5.0
+"""Of one command or transaction."""
+
+MIN_BACKOFF_SECONDS = 0.05
+MAX_BACKOFF_SECONDS = 1.0
+
+STREAM_BYTES = 64 << 20
+
+REWRITE_SPREAD_SECONDS = 3.0
+"""What is lost is lost for all replicas at once: each writes its set again at a moment of its own."""
+
+
+class IndexWriter:
+    """`observe`, `announce` and `end` on the event loop, `run` as a task of the owner's.
+
+    `redis` should have no timeout of its own: with one the client sends in asyncio.wait_for, which before
+    Python 3.12 may lose a cancellation.
+    """
+
+    def __init__(
+        self,
+        redis: "Redis",
+        card: ModelCard,
+        replica_id: ReplicaId,
+        epoch: Epoch,
+        *,
+        index_stride: int,
+        stream_length: int,
+        set_ttl_seconds: float,
+        metrics: ReplicaMetrics,
+        rng: random.Random,
+        stream_bytes: int = STREAM_BYTES,
+        rewrite_spread_seconds: float = REWRITE_SPREAD_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis = redis
+        self._rng = rng
+        self._rewrite_spread_seconds = rewrite_spread_seconds
+        self._room = RedisRoom(
+            redis, events_key(card.name), stream_bytes=stream_bytes, rng=rng, metrics=metrics, clock=clock
+        )
+        self._replica_id = replica_id
+        self._epoch = epoch
+        self._blocks_key = blocks_key(card.name, replica_id, epoch)
+        self._building_key = self._blocks_key + ":building"
+        self._events_key = events_key(card.name)
+        self._stream_length = stream_length
+        self._set_ttl_ms = int(set_ttl_seconds * 1000)
+        self._metrics = metrics
+        self._clock = clock
+        self._residency = Residency(card.block_size, index_stride)
+        self._announcements = Announcements()
+        self._number = 0  # of the newest change that was tried
+        self._last_change = 0  # of the newest change that Redis has acknowledged
+        self._must_rewrite = True  # the first write makes the set, empty or not
+        self._is_writing = False
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._unwritten_since: float | None = None
+
+    @property
+    def last_change(self) -> int:
+        """Number of the newest change that is known to be written; 0 before the first."""
+        return self._last_change
+
+    @property
+    def block_hashes(self) -> frozenset[BlockHash]:
+        """What the index should hold for this replica now."""
+        return frozenset(self._residency.kept)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether Redis holds all that was observed, as far as the writer knows."""
+        return not (self._must_rewrite or self._is_writing or self._has_change)
+
+    @property
+    def num_announcements(self) -> int:
+        """Those that have not ended."""
+        return len(self._announcements)
+
+    @property
+    def set_key(self) -> str:
+        return self._blocks_key
+
+    def observe(self, events: Sequence[CacheEvent]) -> None:
+        """Take one frame's events, in order."""
+        if not events:
+            return
+        num_unknown = self._residency.observe(events)
+        if num_unknown:
+            logger.warning("the engine removed blocks that it never stored count=%d", num_unknown)
+        self._metrics.index_hashes.set(len(self._residency.kept))
+        for tier in Tier:
+            self._metrics.resident_hashes.labels(tier.value).set(self._residency.num_resident(tier))
+        self._write_soon()
+
+    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool:
+        """A request that will store these blocks has been taken. False if the id is in use."""
+        if not self._announcements.begin(announcement_id, block_hashes):
+            logger.warning("an announcement's id is in use id=%d", announcement_id)
+            return False
+        self._metrics.announcements.set(len(self._announcements))
+        self._write_soon()
+        return True
+
+    def end(self, announcement_id: int) -> None:
+        """That request has stored its blocks, and `observe` was told; or it never will."""
+        self._announcements.end(announcement_id)
+        self._metrics.announcements.set(len(self._announcements))
+        self._write_soon()
+
+    def check(self, number: int, num_members: int) -> None:
+        """Hear from the heartbeat how many members the set had while `last_change` was `number`.
+
+        A set that was lost or restored from an old snapshot has another size than it should.
+        """
+        is_comparable = self.is_settled and number == self._last_change and number > 0
+        if is_comparable and num_members != len(self._residency.kept) + 1:
+            logger.warning(
+                "the block index is not as it was written; writing it again members=%d expected=%d",
+                num_members,
+                len(self._residency.kept) + 1,
+            )
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        """Write the whole set again, soon."""
+        self._must_rewrite = True
+        self._wanted.set()
+
+    async def make_room(self) -> None:
+        """A lease found none in Redis. Raises RedisError or OSError."""
+        await self._room.make()
+        await self._withhold()
+
+    async def run(self) -> None:
+        """Write until cancelled. Redis may go and come back as it likes."""
+        backoff: float | None = None
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                await self._write_all()
+            except NoRoom:
+                with contextlib.suppress(RedisError, OSError):
+                    await self._withhold()
+                await asyncio.sleep(MAX_BACKOFF_SECONDS * self._rng.uniform(0.5, 1.5))
+            except OutOfMemoryError:
+                with contextlib.suppress(RedisError, OSError):
+                    await self.make_room()
+                self._wanted.set()
+            except (RedisError, OSError) as error:
+                if isinstance(error, ResponseError):
+                    with contextlib.suppress(RedisError, OSError):
+                        await self._clear_wrong_stream()
+                self._wanted.set()
+                if backoff is None:
+                    logger.warning("cannot write the block index; trying on error=%r", error)
+                backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff) if backoff else MIN_BACKOFF_SECONDS
+                await asyncio.sleep(backoff)
+            else:
+                if backoff is not None:
+                    logger.info("the block index is written again hashes=%d", len(self._residency.kept))
+                backoff = None
+
+    async def remove(self) -> None:
+        """Take this incarnation's set away, when it leaves. Raises RedisError or OSError."""
+        await self._redis.unlink(self._blocks_key, self._building_key)
+
+    async def _withhold(self) -> None:
+        """Take the set away, to be written again as soon as there is room."""
+        self.rewrite()
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await self.remove()
+
+    async def _clear_wrong_stream(self) -> None:
+        """What lies under the stream's name and is none, or takes no entries any more, is nobody's."""
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            kind = await self._redis.type(self._events_key)
+            if kind == b"none":
+                return
+            if kind != b"stream" or (await self._redis.xinfo_stream(self._events_key))[
+                "last-generated-id"
+            ].startswith(LAST_MILLISECONDS):
+                logger.error("what lay under %s takes no index changes; it is taken away", self._events_key)
+                await self._redis.unlink(self._events_key)
+
+    async def _write_all(self) -> None:
+        self._is_writing = True
+        try:
+            while self._must_rewrite or self._has_change:
+                if self._must_rewrite and self._last_change:
+                    await asyncio.sleep(self._rng.uniform(0, self._rewrite_spread_seconds))
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await self._room.check()
+                since, self._unwritten_since = self._unwritten_since, None
+                try:
+                    if self._must_rewrite:
+                        await self._write_whole_set()
+                    else:
+                        await self._write_change(self._take_change())
+                except BaseException:  # whatever it was, nobody knows how far it got
+                    self._must_rewrite = True
+                    self._unwritten_since = since
+                    raise
+                if since is not None:
+                    self._metrics.index_lag_seconds.set(self._clock() - since)
+        finally:
+            self._is_writing = False
+
+    @property
+    def _has_change(self) -> bool:
+        return self._residency.has_change or self._announcements.has_change
+
+    def _write_soon(self) -> None:
+        if self._has_change:
+            if self._unwritten_since is None:
+                self._unwritten_since = self._clock()
+            self._wanted.set()
+
+    def _take_change(self) -> list[IndexChange]:
+        kept = self._residency.take_change()
+        announced, ended = self._announcements.take_change()
+        return self._change(added=kept.added, removed=kept.removed, announced=announced, ended=ended)
+
+    async def _write_change(self, changes: Sequence[IndexChange]) -> None:
+        if not any(change.added or change.removed for change in changes):
+            for change in changes:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await self._append(self._redis, change)
+            await self._acknowledge(changes)
+            return
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.sismember(self._blocks_key, BLOCKS_MARKER)  # type: ignore[arg-type]
+            for change in changes:
+                if change.removed:
+                    pipeline.srem(self._blocks_key, *change.removed)
+                if change.added:
+                    pipeline.sadd(self._blocks_key, *change.added)
+                self._append(pipeline, change)
+            # Were the set lost and we to die now, what this leaves would else stay for ever.
+            pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
+            had_marker, *_ = await pipeline.execute()
+        await self._acknowledge(changes)
+        if not had_marker:
+            self._must_rewrite = True  # the set was lost, and this made a torso of it
+
+    async def _write_whole_set(self) -> None:
+        """Build the set under another name, piece by piece, and put it in place at once."""
+        self._residency.take_change()
+        hashes = tuple(self._residency.kept)
+        announced = self._announcements.take_all()
+        self._must_rewrite = False  # a wish to rewrite that comes during the writing counts again
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.unlink(self._building_key)
+            pipeline.sadd(self._building_key, BLOCKS_MARKER)
+            pipeline.pexpire(self._building_key, self._set_ttl_ms)
+            await pipeline.execute()
+        for chunk in _chunks(hashes, HASHES_PER_CHANGE):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await self._redis.sadd(self._building_key, *chunk)
+        changes = self._change(added=hashes, announced=announced, cleared=True)
+        async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.rename(self._building_key, self._blocks_key)
+            pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
+            for change in changes:
+                self._append(pipeline, change)
+            await pipeline.execute()
+        await self._acknowledge(changes)
+        self._metrics.index_rewrites.inc()
+
+    def _change(self, **parts: Any) -> list[IndexChange]:
+        """Stream entries for one write. Numbers are used up by trying: a reader may see a gap, never a
+        number that stands for two different changes."""
+        changes = _split(IndexChange(self._replica_id, self._epoch, self._number + 1, **parts))
+        self._number += len(changes)
+        return changes
+
+    def _append(self, redis: "Redis", change: IndexChange) -> Awaitable[Any]:
+        return redis.xadd(
+            self._events_key,
+            encode_change(change),  # type: ignore[arg-type]
+            maxlen=self._stream_length,
+            approximate=True,
+        )
+
+    async def _acknowledge(self, changes: Sequence[IndexChange]) -> None:
+        self._last_change = changes[-1].number
+        self._metrics.index_changes.inc(len(changes))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await self._room.appended(sum(map(_num_bytes, changes)))
+
+
+def _num_bytes(change: IndexChange) -> int:
+    num_hashes = len(change.added) + len(change.removed)
+    num_hashes += sum(len(announcement.block_hashes) for announcement in change.announced)
+    return ENTRY_BYTES + HASH_BYTES * num_hashes
+
+
+def _split(change: IndexChange) -> list[IndexChange]:
+    """The same change in bites, in the order in which its parts apply, numbered from its number on."""
+    num_announced = sum(len(announcement.block_hashes) for announcement in change.announced)
+    if len(change.added) + len(change.removed) + num_announced <= HASHES_PER_CHANGE:
+        return [change]
+    bare = replace(change, added=(), removed=(), cleared=False, announced=(), ended=())
+    parts = [replace(bare, removed=chunk) for chunk in _chunks(change.removed, HASHES_PER_CHANGE)]
+    parts += [replace(bare, added=chunk) for chunk in _chunks(change.added, HASHES_PER_CHANGE)]
+    parts += [replace(bare, announced=group) for group in _groups(change.announced, HASHES_PER_CHANGE)]
+    parts[0] = replace(parts[0], cleared=change.cleared)
+    parts[-1] = replace(parts[-1], ended=change.ended)
+    return [replace(part, number=number) for number, part in enumerate(parts, change.number)]
+
+
+def _chunks(hashes: tuple[BlockHash, ...], size: int) -> Iterator[tuple[BlockHash, ...]]:
+    for at in range(0, len(hashes), size):
+        yield hashes[at : at + size]
+
+
+def _groups(announced: tuple[Announcement, ...], size: int) -> Iterator[tuple[Announcement, ...]]:
+    """Runs of announcements of at most `size` hashes together, or of a single larger one."""
+    first = num_hashes = 0
+    for position, announcement in enumerate(announced):
+        num_hashes += len(announcement.block_hashes)
+        if num_hashes > size and position > first:
+            yield announced[first:position]
+            first, num_hashes = position, len(announcement.block_hashes)
+    if announced:
+        yield announced[first:]

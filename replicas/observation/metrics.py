@@ -1,0 +1,286 @@
+"""ReplicaMetrics: what a replica tells Prometheus.
+
+Owns the names and the HTTP port. Knows nothing of where the numbers come from but frames.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from replicas.protocol.events import BlockRemoved, Tier
+from replicas.protocol.frames import RefusalCode, StepFrame
+
+WAIT_SECONDS_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+"""Bounds that the router's `router_ttft_seconds` has too, so that the two can be laid upon each other."""
+
+STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class CallRefusal(Enum):
+    """Why a gRPC call was refused."""
+
+    NO_TOKEN = "no_token"
+    WRONG_TOKEN = "wrong_token"
+    USED_TOKEN = "used_token"
+    WRONG_ROLE = "wrong_role"
+
+
+class DroppedSpans(Collector):
+    """Reads a number that another thread counts."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], int] = lambda: 0
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "replica_dropped_spans", "Spans that no trace collector took", value=self.read()
+        )
+
+
+class ReplicaMetrics:
+    """Updated on the event loop, one call per frame."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.info = Gauge(
+            "replica_info",
+            "1, with the name under which routers know this replica",
+            ["replica_id", "model", "engine"],
+            registry=registry,
+        )
+        self.steps = Counter("replica_steps_total", "Engine steps", registry=registry)
+        self.step_seconds = Histogram(
+            "replica_step_seconds",
+            "Time of one engine step",
+            buckets=STEP_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "replica_prompt_tokens_total", "Prompt tokens of requests that began", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "replica_cached_tokens_total", "Prompt tokens that were read from the cache", registry=registry
+        )
+        self.cross_user_tokens = Counter(
+            "replica_cross_user_tokens_total",
+            "Cached prompt tokens that another user's request had computed",
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "replica_generated_tokens_total", "Tokens that were generated", registry=registry
+        )
+        self.refusals = Counter(
+            "replica_refusals_total", "Choices that ended with a refusal", ["code"], registry=registry
+        )
+        for code in RefusalCode:
+            self.refusals.labels(code.value)  # from zero on, or the first ones are no increase
+        self.running = Gauge("replica_running_requests", "Requests in the batch", registry=registry)
+        self.waiting = Gauge("replica_waiting_requests", "Requests that wait", registry=registry)
+        self.pending_tokens = Gauge(
+            "replica_pending_tokens", "Prompt tokens that are still to be computed", registry=registry
+        )
+        self.used_blocks = Gauge("replica_used_blocks", "KV blocks that requests hold", registry=registry)
+        self.cached_blocks = Gauge(
+            "replica_cached_blocks", "KV blocks that can be found by hash", registry=registry
+        )
+        self.total_blocks = Gauge("replica_total_blocks", "KV blocks that there are", registry=registry)
+        self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
+        self._add_request_metrics(registry)
+        self._add_engine_metrics(registry)
+        self._add_cache_metrics(registry)
+        self._add_index_metrics(registry)
+        # vLLM's names for the same two numbers, so that its dashboards work unchanged.
+        self._vllm_queries = Counter(
+            "vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache", registry=registry
+        )
+        self._vllm_hits = Counter(
+            "vllm:prefix_cache_hits_total", "Prompt tokens found in the cache", registry=registry
+        )
+
+    def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
+        """What it has been given, and whether it goes on."""
+        self.arrived = Gauge(
+            "replica_arrived_requests",
+            "Requests that have come and that the engine has not counted yet",
+            registry=registry,
+        )
+        self.open_sequences = Gauge(
+            "replica_open_sequences",
+            "Sequences (requests times n) that were taken and have not ended",
+            registry=registry,
+        )
+        self.open_tokens = Gauge(
+            "replica_open_tokens",
+            "Tokens of these: prompts once, and as far as they count against max_open_tokens, answers",
+            registry=registry,
+        )
+        self.engine_silence = Gauge(
+            "replica_engine_silence_ratio",
+            "Time for which the engine has had work and ended no step, as a share of what counts as hung",
+            registry=registry,
+        )
+
+    def _add_request_metrics(self, registry: CollectorRegistry) -> None:
+        self.ttft_seconds = Histogram(
+            "replica_ttft_seconds",
+            "From a request's arrival here to its first token",
+            buckets=WAIT_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "replica_queue_seconds",
+            "From a request's arrival here to the first step that computes anything of it",
+            buckets=WAIT_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.submits = Counter("replica_submits_total", "Requests that routers have sent", registry=registry)
+        self.refused_calls = Counter(
+            "replica_refused_calls_total",
+            "gRPC calls whose callers did not show that they may make them",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in CallRefusal:
+            self.refused_calls.labels(reason.value)
+        self.aborts = Counter(
+            "replica_aborts_total", "Aborts of requests that had not ended yet", registry=registry
+        )
+        self.frames = Counter("replica_frames_total", "Frames sent to routers", registry=registry)
+        self.dropped_spans = DroppedSpans()
+        registry.register(self.dropped_spans)
+        self.lease_renewals = Counter(
+            "replica_lease_renewals_total", "Heartbeats that renewed the lease", registry=registry
+        )
+        self.lease_prolongations = Counter(
+            "replica_lease_prolongations_total",
+            "Heartbeats that Redis had no room for: the lease lasts, and what it says is old",
+            registry=registry,
+        )
+        self.lease_failures = Counter(
+            "replica_lease_failures_total",
+            "Heartbeats that did not: Redis was away, or another process has the lease",
+            registry=registry,
+        )
+
+        self._tls_expiry = Gauge(
+            "replica_tls_expiry_timestamp_seconds",
+            "When the replica's certificate, or the CA of its routers, expires, in seconds since 1970",
+            ["file"],
+            registry=registry,
+        )
+
+    def read_tls_ends(self, files: Iterable[str], read: Callable[[], Mapping[str, float]]) -> None:
+        """With TLS: when these expire, asked anew at each scrape, from its thread."""
+        for file in files:
+            self._tls_expiry.labels(file).set_function(lambda file=file: read()[file])  # type: ignore[misc]
+
+    def _add_cache_metrics(self, registry: CollectorRegistry) -> None:
+        self.preemptions = Counter(
+            "replica_preemptions_total", "Times that a running request lost its blocks", registry=registry
+        )
+        self.evicted_blocks = Counter(
+            "replica_evicted_blocks_total", "Cached blocks that were forgotten", ["tier"], registry=registry
+        )
+        self._evicted = {tier: self.evicted_blocks.labels(tier.value) for tier in Tier}
+        self.slower_tier_tokens = Counter(
+            "replica_slower_tier_tokens_total",
+            "Cached prompt tokens that were read back from a tier below the device",
+            registry=registry,
+        )
+
+    def _add_index_metrics(self, registry: CollectorRegistry) -> None:
+        self.index_changes = Counter(
+            "replica_index_changes_total", "Changes written to the index stream", registry=registry
+        )
+        self.index_rewrites = Counter(
+            "replica_index_rewrites_total", "Times the whole index set was written", registry=registry
+        )
+        self.index_stream_bytes = Gauge(
+            "replica_index_stream_bytes",
+            "Memory of the index stream in Redis, when this replica last measured it",
+            registry=registry,
+        )
+        self.index_withheld = Gauge(
+            "replica_index_withheld",
+            "1 while Redis is too full for this replica's share of the index, else 0",
+            registry=registry,
+        )
+        self.redis_memory_ratio = Gauge(
+            "replica_redis_memory_ratio",
+            "Redis' used memory as a share of its maxmemory; 0 if it has none",
+            registry=registry,
+        )
+        self.index_hashes = Gauge(
+            "replica_index_hashes", "Hashes that the index should hold for this replica", registry=registry
+        )
+        self.resident_hashes = Gauge(
+            "replica_resident_hashes",
+            "Distinct block hashes of which a tier of the cache holds a copy",
+            ["tier"],
+            registry=registry,
+        )
+        self.announcements = Gauge(
+            "replica_announcements",
+            "Requests whose blocks are announced and not all computed",
+            registry=registry,
+        )
+        self.index_lag_seconds = Gauge(
+            "replica_index_lag_seconds",
+            "Age of the oldest event or announcement in the latest index write, when it was written",
+            registry=registry,
+        )
+
+    def observe(self, frame: StepFrame, step_seconds: float) -> None:
+        if step_seconds > 0:
+            self.steps.inc()
+            self.step_seconds.observe(step_seconds)
+        if frame.num_preemptions:
+            self.preemptions.inc(frame.num_preemptions)
+        for event in frame.events:
+            if isinstance(event, BlockRemoved):
+                self._evicted[event.tier].inc(len(event.block_hashes))
+        prompt = cached = cross_user = slower_tier = generated = 0
+        for delta in frame.deltas:
+            generated += len(delta.token_ids)
+            if delta.usage is not None:
+                prompt += delta.usage.num_prompt_tokens
+                cached += delta.usage.num_cached_tokens
+                cross_user += delta.usage.num_cross_user_tokens
+                slower_tier += delta.usage.num_slower_tier_tokens
+            if delta.refusal is not None:
+                self.refusals.labels(delta.refusal.code.value).inc()
+        self.generated_tokens.inc(generated)
+        if prompt:
+            self.prompt_tokens.inc(prompt)
+            self._vllm_queries.inc(prompt)
+            self.cached_tokens.inc(cached)
+            self._vllm_hits.inc(cached)
+            self.cross_user_tokens.inc(cross_user)
+            self.slower_tier_tokens.inc(slower_tier)
+        load = frame.load
+        self.running.set(load.num_running)
+        self.waiting.set(load.num_waiting)
+        self.pending_tokens.set(load.num_pending_tokens)
+        self.used_blocks.set(load.num_used_blocks)
+        self.cached_blocks.set(load.num_cached_blocks)
+        self.total_blocks.set(load.num_total_blocks)
+
+
+@asynccontextmanager
+async def metrics_endpoint(registry: CollectorRegistry, host: str, port: int) -> AsyncIterator[int]:
+    """Serve /metrics from a thread while the block runs; yields the port. Raises OSError if it is taken."""
+    server, thread = start_http_server(port, host, registry)
+    try:
+        yield server.server_port
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        await asyncio.to_thread(thread.join)

@@ -1,0 +1,1 @@
+"""What every process has, router and replica alike: settings, logs, secret and TLS files, traces."""

@@ -1,0 +1,130 @@
+"""KVCacheManager: the block tables and block hashes of requests over one block pool.
+
+Owns the rules of prefix caching: what counts as a hit, when a block is hashed, what an allocation
+needs. Knows nothing of budgets, queues or stop rules, and nothing of the memory behind a block id.
+
+Full blocks are hashed and shared as soon as they are *scheduled*: whoever computes a step writes the
+KV of its whole batch before any of it is read, so a twin scheduled in the same step may already hit.
+The events of a step are taken when it has been computed.
+"""
+
+from collections.abc import Sequence
+
+from replicas.kvcache.block_pool import BlockPool
+from replicas.kvcache.writers import Shares
+from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.events import CacheEvent
+from replicas.scheduling.request import Request
+
+
+class KVCacheManager:
+    """`num_blocks` counts the null block, which holds no tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"a block has at least one token, not {block_size}")
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose KV the whole pool holds: what one request alone can have."""
+        return self.pool.num_usable * self.block_size
+
+    def find_cached(self, request: Request) -> list[int]:
+        """Blocks of the longest cached prefix of a request that holds none; changes nothing in the pool.
+
+        The last token is always computed, since its logits are wanted: a prompt of whole blocks that
+        is cached completely still computes its last block.
+        """
+        self._hash_full_blocks(request, request.num_tokens)
+        return self.pool.find_prefix(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
+
+    def token_shares(self, request: Request, num_cached_blocks: int) -> Shares:
+        """Whose the prompt tokens in the first so many blocks are, which `find_cached` has just found."""
+        return self.pool.writers.token_shares(
+            request.block_hashes[:num_cached_blocks],
+            request.engine_request.user,
+            block_size=self.block_size,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def fits(self, request: Request, cached_block_ids: Sequence[int]) -> bool:
+        """Whether all known tokens of a request that holds no blocks fit into what is free now."""
+        return self._num_missing(request, request.num_tokens, cached_block_ids) <= self.pool.num_free
+
+    def allocate(self, request: Request, num_new_tokens: int, cached_block_ids: Sequence[int] = ()) -> bool:
+        """Blocks for the next `num_new_tokens` tokens after the computed (or just found) ones.
+
+        `cached_block_ids` come from `find_cached`, for a request that holds no blocks. The blocks that
+        get full are hashed and shared at once. False, and nothing has happened, if blocks run out.
+        """
+        block_size = self.block_size
+        assert not cached_block_ids or not request.block_ids
+        start = request.num_computed_tokens or len(cached_block_ids) * block_size
+        end = start + num_new_tokens
+        assert end <= len(request.token_ids)
+        num_missing = self._num_missing(request, end, cached_block_ids)
+        if num_missing > self.pool.num_free:
+            return False
+        if cached_block_ids:
+            self.pool.acquire(cached_block_ids)
+            num_missing = -(-end // block_size) - len(cached_block_ids)
+            request.block_ids.extend(cached_block_ids)
+        if num_missing > 0:
+            request.block_ids.extend(self.pool.allocate(num_missing))
+        if end // block_size > start // block_size:
+            self._store(request, start // block_size, end // block_size)
+        return True
+
+    def free(self, request: Request) -> None:
+        """Give back a request's blocks, tail first; those with a hash stay cached until handed out again."""
+        self.pool.release(reversed(request.block_ids))
+        request.block_ids.clear()
+
+    def reset(self) -> bool:
+        """Forget every cached block. False, and nothing happens, while any request holds blocks."""
+        return self.pool.clear()
+
+    def take_events(self) -> list[CacheEvent]:
+        return self.pool.take_events()
+
+    def _num_missing(self, request: Request, end: int, cached_block_ids: Sequence[int]) -> int:
+        """Free blocks that it takes to hold `end` tokens; a cached block that is free is one of them."""
+        num_missing = -(-end // self.block_size) - len(request.block_ids)
+        if cached_block_ids:
+            num_missing += self.pool.num_free_among(cached_block_ids) - len(cached_block_ids)
+        return num_missing
+
+    def _store(self, request: Request, first: int, end: int) -> None:
+        """Share blocks `[first, end)`, in two events if the prompt's last full block lies inside."""
+        self._hash_full_blocks(request, end * self.block_size)
+        prompt_end = request.num_prompt_tokens // self.block_size
+        if first < prompt_end < end:
+            self._store_run(request, first, prompt_end, ends_prompt=True)
+            first = prompt_end
+        self._store_run(request, first, end, ends_prompt=end == prompt_end)
+
+    def _store_run(self, request: Request, first: int, end: int, *, ends_prompt: bool) -> None:
+        self.pool.store(
+            request.block_ids[first:end],
+            request.block_hashes[first:end],
+            first_block_index=first,
+            ends_prompt=ends_prompt,
+            user=request.engine_request.user,
+        )
+
+    def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """Extend the request's hashes to the full blocks of its first `num_tokens` tokens, each once."""
+        block_hashes = request.block_hashes
+        start, end = len(block_hashes), num_tokens // self.block_size
+        if start >= end:
+            return
+        block_hashes += hash_blocks(
+            request.engine_request.root,
+            request.token_ids[start * self.block_size : end * self.block_size],
+            self.block_size,
+            parent=block_hashes[-1] if block_hashes else None,
+            start=start * self.block_size,
+            media=request.engine_request.media,
+        )

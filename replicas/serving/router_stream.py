@@ -1,0 +1,149 @@
+"""RouterStream: what one router has open on its Serve stream, and what it has not been sent yet.
+
+Owns the outbox of one stream: deltas in order, merged into one message while the writer is behind,
+bounded. Knows nothing of gRPC or of the engine.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from replicas.observation.trace_points import NO_TRACE, SubmitTrace
+from replicas.protocol.frames import LoadSnapshot, ServerFrame, TokenDelta
+
+MAX_DELTAS_PER_MESSAGE = 4096
+"""A message of so many deltas stays under a few MiB even with twenty logprobs each."""
+
+MAX_OUTBOX_WEIGHT = 400_000
+"""Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
+
+One that is so far behind will not catch up; cutting it off frees its requests for everybody else.
+"""
+
+MIN_LOAD_INTERVAL_SECONDS = 0.02
+"""A change of load alone is sent no more often than this."""
+
+MATERIAL_TOKENS = 256
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that runs: the router's own id for it, and the choices that have not ended.
+
+    `announcement_id` is set while what it will store is announced.
+    """
+
+    stream: "RouterStream"
+    wire_id: int
+    choices: set[int]
+    announcement_id: int | None = None
+    trace: SubmitTrace = NO_TRACE
+
+
+@dataclass(slots=True, eq=False)
+class RouterStream:
+    """`put` and `offer_load` fill it; the writer waits for `wanted` and takes one `ServerFrame` at a time.
+
+    `load` counts every request that came before it was offered, so it is offered with each that comes.
+    `knows_draining` is set once the router sends nothing new: it has said so, or is gone.
+    """
+
+    load: LoadSnapshot
+    clock: Callable[[], float]
+    open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    overflowed: asyncio.Event = field(default_factory=asyncio.Event)
+    knows_draining: asyncio.Event = field(default_factory=asyncio.Event)
+    is_cut: bool = False
+    is_draining: bool = False
+    _is_closing: bool = False
+    _outbox: list[TokenDelta] = field(default_factory=list)
+    _weight: int = 0
+    _num_submits: int = 0
+    _num_counted: int = 0
+    """Submits that `load` counts."""
+    _num_sent: int = 0
+    """Of them, those that the router knows to be counted."""
+    _sent_load: LoadSnapshot | None = None
+    _sent_at: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        self._outbox.append(delta)
+        self._weight += _weight(delta)
+        if self._weight > MAX_OUTBOX_WEIGHT:
+            self.overflowed.set()
+        self.wanted.set()
+
+    def submitted(self) -> None:
+        """One more submit of this stream; the load that counts it is offered next."""
+        self._num_submits += 1
+
+    def offer_load(self, load: LoadSnapshot) -> None:
+        """Remember the newest load; wake the writer if it differs enough to be worth a message."""
+        self.load = load
+        self._num_counted = self._num_submits
+        has_counted = self._num_counted > self._num_sent
+        if self.wanted.is_set() or self._timer is not None or not (has_counted or self._is_material(load)):
+            return
+        wait = self._sent_at + MIN_LOAD_INTERVAL_SECONDS - self.clock()
+        if wait <= 0:
+            self.wanted.set()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
+
+    def take(self) -> ServerFrame:
+        """The next message: the oldest deltas that fit, and the newest load."""
+        deltas = self._outbox[:MAX_DELTAS_PER_MESSAGE]
+        del self._outbox[:MAX_DELTAS_PER_MESSAGE]
+        self._weight -= sum(map(_weight, deltas))
+        if not self._outbox:
+            self.wanted.clear()
+        self._sent_load, self._sent_at = self.load, self.clock()
+        self._num_sent = self._num_counted
+        return ServerFrame(tuple(deltas), self.load, self._num_counted, self.is_draining)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to send, nor ever will be."""
+        return self.is_cut or (self._is_closing and not self._outbox)
+
+    def tell_draining(self) -> None:
+        """Say so with the next message, and in all that follow."""
+        self.is_draining = True
+        self.wanted.set()
+
+    def close(self) -> None:
+        """Let the writer send what is left and end the stream."""
+        self._is_closing = True
+        self.wanted.set()
+
+    def cut(self) -> None:
+        """Forget what was not sent, and let the writer end at once. Idempotent."""
+        self.is_cut = True
+        self._outbox.clear()
+        self._weight = 0
+        if self._timer is not None:
+            self._timer.cancel()
+        self.knows_draining.set()
+        self.wanted.set()
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.wanted.set()
+
+    def _is_material(self, load: LoadSnapshot) -> bool:
+        sent = self._sent_load
+        return (
+            sent is None
+            or load.num_running != sent.num_running
+            or load.num_waiting != sent.num_waiting
+            or abs(load.num_pending_tokens - sent.num_pending_tokens) >= MATERIAL_TOKENS
+        )
+
+
+def _weight(delta: TokenDelta) -> int:
+    weight = 1 + len(delta.token_ids)
+    if delta.logprobs is not None:
+        weight += sum(1 + len(logprobs.top) for logprobs in delta.logprobs)
+    return weight

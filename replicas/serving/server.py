@@ -1,0 +1,400 @@
+"""ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, Drain, health.
+
+Owns the streams and the mapping between each router's request ids and the engine's. Decides nothing
+about scheduling, and knows nothing of Redis.
+
+A request lives here from its Submit until every choice has had its last delta, was aborted, or its
+stream ended. What ends a stream aborts all that it had open. The blocks that it will store are announced
+the moment it is taken, until its first delta (they are stored by then) or its end.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from replicas.engine import EngineRequest, expand
+from replicas.loop import ENGINE_FAILED
+from replicas.observation.metrics import ReplicaMetrics
+from replicas.observation.trace_points import Tracing
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol import replica_pb2_grpc, wire
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.call_tokens import Audience
+from replicas.protocol.frames import (
+    Abort,
+    FinishReason,
+    LoadSnapshot,
+    Refusal,
+    RefusalCode,
+    RequestKey,
+    StepFrame,
+    Submit,
+    TokenDelta,
+)
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.serving.arrivals import Arrivals
+from replicas.serving.caller_check import CallerCheck
+from replicas.serving.intake import Intake
+from replicas.serving.ports import Ports
+from replicas.serving.router_stream import OpenRequest, RouterStream
+from replicas.serving.waits import Waits
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Replica"].full_name
+
+MAX_CHOICES = 128
+"""The most continuations of one prompt; each costs a batch slot, and the wire would allow four billion."""
+
+HASHES_PER_BLOCK_LIST = 65_536
+
+
+class EngineInbox(Protocol):
+    """What the server needs of the engine loop."""
+
+    def submit(self, requests: Sequence[EngineRequest]) -> bool: ...
+
+    def abort(self, key: RequestKey) -> None: ...
+
+
+class Announcer(Protocol):
+    """What the server needs of the index writer."""
+
+    def announce(self, announcement_id: int, block_hashes: tuple[BlockHash, ...]) -> bool: ...
+
+    def end(self, announcement_id: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What Describe answers."""
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    card: ModelCard
+    bundle: TokenizerBundle
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamEnd:
+    """Why a stream was ended from this side; None as status is a regular end."""
+
+    status: grpc.StatusCode | None = None
+    message: str = ""
+
+
+class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
+    """`deliver` takes frames on the event loop; everything else is gRPC's business."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        inbox: EngineInbox,
+        announcer: Announcer,
+        *,
+        list_blocks: Callable[[], Iterable[BlockHash]],
+        on_drain: Callable[[], None],
+        metrics: ReplicaMetrics,
+        heartbeat_seconds: float,
+        intake: Intake,
+        call_keys: Sequence[bytes] = (),
+        tracing: Tracing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._inbox = inbox
+        self._announcer = announcer
+        self._list_blocks = list_blocks
+        self._on_drain = on_drain
+        self._metrics = metrics
+        self._waits = Waits(metrics, clock)
+        self._heartbeat_seconds = heartbeat_seconds
+        self._intake = intake
+        self._tracing = tracing or Tracing()
+        self._clock = clock
+        self._request_ids = itertools.count(1)
+        self._num_frames = 0
+        self._open: dict[int, OpenRequest] = {}
+        self._streams: list[RouterStream] = []
+        self._arrivals = Arrivals(LoadSnapshot(num_total_blocks=identity.card.num_blocks))
+        metrics.arrived.set_function(lambda: self._arrivals.num_requests)
+        metrics.open_sequences.set_function(lambda: intake.num_sequences)
+        metrics.open_tokens.set_function(lambda: intake.num_tokens)
+        self._is_telling = False
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ports = Ports(SERVICE_NAME)
+        audience = Audience(identity.replica_id, identity.epoch)
+        self._caller_check = CallerCheck(SERVICE_NAME, audience, call_keys, metrics.refused_calls)
+
+    @property
+    def load(self) -> LoadSnapshot:
+        """The newest that the engine has said, and what has come since."""
+        return self._arrivals.load
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    async def start(
+        self,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        *,
+        health_socket: str | None = None,
+    ) -> int:
+        """Listen, not yet healthy. Returns the port; raises OSError if it cannot be had."""
+        server = self._ports.new_server(self._caller_check)
+        replica_pb2_grpc.add_ReplicaServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        return await self._ports.open(server, host, port, credentials, health_socket)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What grpc.health answers, for the whole server and for the service."""
+        await self._ports.set_serving(is_serving)
+
+    async def tell_draining(self) -> None:
+        """Return once every router knows that nothing more is to come. What is submitted before is taken."""
+        self._is_telling = True
+        for stream in self._streams:
+            stream.tell_draining()
+        while unaware := [stream for stream in self._streams if not stream.knows_draining.is_set()]:
+            await unaware[0].knows_draining.wait()
+
+    def drain(self) -> None:
+        """Refuse whatever is submitted from now on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Return once no request is open."""
+        await self._idle.wait()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Send what is queued, end every stream, close. What still runs is aborted."""
+        for stream in self._streams:
+            stream.close()
+        await self._ports.close(grace_seconds)
+
+    def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
+        """Give each stream its share of one frame, and the load to all. Its events have been observed."""
+        self._arrivals.take(frame.load, frame.last_request_id)
+        self._num_frames += 1
+        for request_id, _ in frame.started:
+            if (begun := self._open.get(request_id)) is not None:
+                begun.trace.started(self._num_frames, step_seconds)
+        self._waits.take(frame, step_seconds)
+        for delta in frame.deltas:
+            request_id, choice = delta.key
+            request = self._open.get(request_id)
+            if request is None or choice not in request.choices:
+                continue  # aborted while this was on its way
+            self._end_announcement(request)
+            request.trace.delta(delta, self._num_frames)
+            request.stream.put(
+                TokenDelta(
+                    RequestKey(request.wire_id, choice),
+                    delta.token_ids,
+                    delta.finish_reason,
+                    delta.usage,
+                    delta.logprobs,
+                    delta.refusal,
+                )
+            )
+            if delta.finish_reason is not None:
+                self._end_choice(request_id, request, choice)
+        self._offer_load()
+
+    async def Serve(  # noqa: N802, RUF100 - gRPC's name
+        self, request_iterator: AsyncIterator[pb.ClientFrame], context: Any
+    ) -> None:
+        stream = RouterStream(self.load, self._clock)
+        stream.wanted.set()  # a router that has just come wants to know the load
+        stream.is_draining = self._is_telling
+        self._streams.append(stream)
+        self._metrics.streams.set(len(self._streams))
+        try:
+            end = await self._serve(stream, request_iterator, context)
+        finally:
+            self._abort_all(stream)
+            stream.cut()
+            self._streams.remove(stream)
+            self._metrics.streams.set(len(self._streams))
+        if end.status is not None:
+            logger.warning("ended a router's stream status=%s reason=%s", end.status.name, end.message)
+            await context.abort(end.status, end.message)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802, RUF100
+        identity = self._identity
+        return pb.DescribeResponse(
+            card=wire.card_to_wire(identity.card),
+            tokenizer_files=dict(identity.bundle.files) if request.include_tokenizer else {},
+            replica_id=identity.replica_id,
+            epoch=identity.epoch,
+        )
+
+    async def ListBlocks(  # noqa: N802, RUF100
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.BlockList]:
+        hashes = list(self._list_blocks())
+        for at in range(0, len(hashes), HASHES_PER_BLOCK_LIST):
+            yield pb.BlockList(hashes=b"".join(hashes[at : at + HASHES_PER_BLOCK_LIST]))
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802, RUF100
+        self._on_drain()
+        return pb.DrainResponse()
+
+    async def _serve(
+        self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame], context: Any
+    ) -> _StreamEnd:
+        """Read, write and watch the bound until the first of the three is over.
+
+        A write in flight is never cancelled: gRPC could send no status after it. To a router that does
+        not read it may take for ever, so the requests are freed before it is waited for.
+        """
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(self._read(stream, messages))
+            watcher = group.create_task(self._watch_outbox(stream))
+            writer = group.create_task(self._write(stream, context))
+            done, _ = await asyncio.wait((reader, watcher, writer), return_when=asyncio.FIRST_COMPLETED)
+            reader.cancel()
+            watcher.cancel()
+            self._abort_all(stream)
+            stream.cut()
+        return next((task.result() for task in (reader, watcher) if task in done), _StreamEnd())
+
+    async def _read(self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame]) -> _StreamEnd:
+        async for message in messages:
+            try:
+                frame = wire.client_frame_from_wire(message)
+            except ValueError as error:
+                return _StreamEnd(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            self._metrics.submits.inc(len(frame.submits))
+            for submit in frame.submits:
+                self._submit(stream, submit)
+            for abort in frame.aborts:
+                self._abort(stream, abort)
+            if frame.knows_draining:
+                stream.knows_draining.set()
+        return _StreamEnd()
+
+    async def _write(self, stream: RouterStream, context: Any) -> None:
+        """One message per wake-up, and one per heartbeat when nothing happens."""
+        while not stream.is_over:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await stream.wanted.wait()
+            if stream.is_cut:
+                return
+            try:
+                await context.write(wire.server_frame_to_wire(stream.take()))
+                self._metrics.frames.inc()
+            except grpc.aio.BaseError:
+                return  # the router has gone; gRPC cancels the whole call in a moment
+
+    async def _watch_outbox(self, stream: RouterStream) -> _StreamEnd:
+        await stream.overflowed.wait()
+        return _StreamEnd(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router does not read its stream")
+
+    def _submit(self, stream: RouterStream, submit: Submit) -> None:
+        refusal = self._refusal(stream, submit)
+        if refusal is not None:
+            self._refuse(stream, submit, refusal)
+            return
+        request_id = next(self._request_ids)
+        requests = expand(submit, request_id)
+        if not self._inbox.submit(requests):
+            self._refuse(stream, submit, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
+            return
+        stream.submitted()
+        num_tokens = submit.num_expected_tokens or len(submit.token_ids)
+        self._waits.begin(request_id)
+        self._intake.take(request_id, submit)
+        self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
+        choices = {request.key.choice for request in requests}
+        trace = self._tracing.taken(submit, self._num_frames)
+        request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices, trace=trace)
+        logger.debug("a request was taken request_id=%s id=%d", submit.origin_id, request_id)
+        stream.open_ids[submit.request_id] = request_id
+        self._idle.clear()
+        self._announce(request, submit)
+        self._offer_load()
+
+    def _refusal(self, stream: RouterStream, submit: Submit) -> Refusal | None:
+        if submit.request_id in stream.open_ids:
+            # Nobody could tell the two apart, so the one that runs ends with the one that came.
+            self._abort(stream, Abort(submit.request_id))
+            return Refusal(RefusalCode.INVALID_REQUEST, f"request id {submit.request_id} is in use")
+        if self._is_draining or stream.knows_draining.is_set():
+            return Refusal(RefusalCode.DRAINING, "this replica is draining")
+        if submit.num_choices > MAX_CHOICES:
+            return Refusal(RefusalCode.INVALID_REQUEST, f"a request has at most {MAX_CHOICES} choices")
+        if not self._intake.has_room(submit):
+            # The engine counts too, but only between steps: its inbox must not grow meanwhile.
+            return Refusal(
+                RefusalCode.OVERLOADED, "this replica has as many sequences and tokens as it takes"
+            )
+        return None
+
+    def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
+        self._metrics.refusals.labels(refusal.code.value).inc()
+        self._tracing.refused(submit, refusal.code.value)
+        logger.debug("a request was refused request_id=%s code=%s", submit.origin_id, refusal.code.value)
+        stream.submitted()
+        for choice in range(min(submit.num_choices, MAX_CHOICES)):
+            key = RequestKey(submit.request_id, choice)
+            stream.put(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
+        stream.offer_load(self.load)
+
+    def _abort(self, stream: RouterStream, abort: Abort) -> None:
+        request_id = stream.open_ids.get(abort.request_id)
+        if request_id is None:
+            return  # it has ended meanwhile
+        self._metrics.aborts.inc()
+        request = self._open[request_id]
+        choices = request.choices if abort.choice is None else request.choices & {abort.choice}
+        for choice in list(choices):
+            self._inbox.abort(RequestKey(request_id, choice))
+            self._end_choice(request_id, request, choice)
+
+    def _abort_all(self, stream: RouterStream) -> None:
+        for wire_id in list(stream.open_ids):
+            self._abort(stream, Abort(wire_id))
+
+    def _offer_load(self) -> None:
+        for stream in self._streams:
+            stream.offer_load(self.load)
+
+    def _announce(self, request: OpenRequest, submit: Submit) -> None:
+        announcement_id, hashes = submit.announcement_id, submit.announced_hashes
+        if announcement_id and hashes and self._announcer.announce(announcement_id, hashes):
+            request.announcement_id = announcement_id
+
+    def _end_announcement(self, request: OpenRequest) -> None:
+        if request.announcement_id is not None:
+            self._announcer.end(request.announcement_id)
+            request.announcement_id = None
+
+    def _end_choice(self, request_id: int, request: OpenRequest, choice: int) -> None:
+        request.choices.discard(choice)
+        self._intake.end_sequence(request_id)
+        if not request.choices:
+            self._end_announcement(request)
+            request.trace.end(self._num_frames)
+            self._waits.end(request_id)
+            self._arrivals.remove(request_id)
+            del self._open[request_id]
+            del request.stream.open_ids[request.wire_id]
+            if not self._open:
+                self._idle.set()

@@ -1,0 +1,39 @@
+"""Waits: how long requests wait for their turn in the engine, and for their first token.
+
+Owns when each request was taken. Knows nothing of streams; what a frame says is its only source.
+"""
+
+from collections.abc import Callable
+
+from replicas.observation.metrics import ReplicaMetrics
+from replicas.protocol.frames import StepFrame
+
+
+class Waits:
+    def __init__(self, metrics: ReplicaMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._queued: dict[int, float] = {}
+        self._silent: dict[int, float] = {}
+
+    def begin(self, request_id: int) -> None:
+        """The request has been given to the engine."""
+        self._queued[request_id] = self._silent[request_id] = self._clock()
+
+    def take(self, frame: StepFrame, step_seconds: float) -> None:
+        """A frame of a step that took so long. Of several choices the first counts."""
+        now = self._clock()
+        for request_id, _ in frame.started:
+            taken = self._queued.pop(request_id, None)
+            if taken is not None:
+                # The engine takes requests up to the moment when a step begins; clocks are read around it.
+                self._metrics.queue_seconds.observe(max(0.0, now - step_seconds - taken))
+        for delta in frame.deltas:
+            taken = self._silent.pop(delta.key.request_id, None)
+            if taken is not None and delta.refusal is None:
+                self._metrics.ttft_seconds.observe(now - taken)
+
+    def end(self, request_id: int) -> None:
+        """The request has ended, whatever came of it."""
+        self._queued.pop(request_id, None)
+        self._silent.pop(request_id, None)

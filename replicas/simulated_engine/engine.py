@@ -1,0 +1,92 @@
+"""SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
+
+Owns the tokens that stand in for an answer. Knows nothing of time but the `sleep` that it is given, and
+nothing of tensors. For load tests of the router and for planning; what
+it measures says nothing of any engine.
+"""
+
+from collections.abc import Callable, Sequence
+
+from replicas.engine import EngineRequest
+from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
+from replicas.protocol.status import ModelCard
+from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.request import Request, SampledToken
+from replicas.scheduling.scheduler import Scheduler
+from replicas.simulated_engine.hardware import FREE, CostModel
+
+_MASK = 2**64 - 1
+
+
+class SimulatedEngine:
+    """`num_blocks` counts the null block. `printable` narrows the token ids of answers, EOS left out."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        cost: CostModel,
+        *,
+        num_blocks: int,
+        max_batched_tokens: int,
+        max_running: int,
+        max_waiting: int,
+        sleep: Callable[[float], None],
+        printable: Sequence[int] | None = None,
+    ) -> None:
+        self._card = card
+        self._cost = cost if cost != FREE else None
+        self._sleep = sleep
+        candidates = range(card.vocab_size) if printable is None else printable
+        self._token_ids = tuple(token for token in candidates if token not in card.eos_token_ids)
+        if not self._token_ids or not 0 <= min(self._token_ids) <= max(self._token_ids) < card.vocab_size:
+            raise ValueError(
+                f"{len(candidates)} token ids leave none of a vocabulary of {card.vocab_size} to answer with"
+            )
+        self._scheduler = Scheduler(
+            KVCacheManager(num_blocks, card.block_size),
+            max_batched_tokens=max_batched_tokens,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            context_length=card.context_length,
+            vocab_size=card.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+        )
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    def add(self, request: EngineRequest) -> None:
+        self._scheduler.add(request)
+
+    def abort(self, key: RequestKey) -> None:
+        self._scheduler.abort(key)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> StepFrame:
+        chunks = self._scheduler.schedule()
+        if self._cost is not None:
+            seconds = self._cost.step_seconds(chunks)
+            if seconds > 0:
+                self._sleep(seconds)
+        sampled = {chunk.request.key: self._sample(chunk.request) for chunk in chunks if chunk.samples}
+        return self._scheduler.finish_step(chunks, sampled)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def _sample(self, request: Request) -> SampledToken:
+        """The n-th output token, from the choice's seed and n alone: the same wherever it is resumed."""
+        sampling = request.sampling
+        mixed = (sampling.seed * 0x9E3779B97F4A7C15 + request.num_output_tokens * 0xD1B54A32D192ED03) & _MASK
+        mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
+        token_id = self._token_ids[(mixed >> 20) % len(self._token_ids)]
+        if sampling.num_logprobs is None:
+            return SampledToken(token_id)
+        top = ((token_id, 0.0),) if sampling.num_logprobs else ()
+        return SampledToken(token_id, TokenLogprobs(token_id, 0.0, top))

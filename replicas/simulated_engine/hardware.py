@@ -1,0 +1,74 @@
+"""SimulatedHardware: what a machine with a model on it can do, for engine and simulation alike.
+
+Owns the figures of each hardware, and the price of a step. Knows nothing of who is served.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from replicas.scheduling.request import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a step costs in seconds on some hardware.
+
+    A whole prompt alone costs `a + b·u + c·u·(cached + u/2)`, u being its uncached tokens; a step that
+    only decodes costs `d0 + d1·(context tokens of the batch)`. A step may do both, and part of a prompt::
+
+        max(d0, a · [a prompt ends in this step] + Σ chunks (b·u + c·u·(start + u/2))) + d1 · context
+
+    The weights are read once for the whole batch (d0), behind the arithmetic of a prefill if there is
+    enough of it. The sum over the chunks of one prompt is the sum for the prompt, so cutting it costs
+    nothing but the other requests' tokens in between, and `a` is paid when it ends.
+    """
+
+    a: float
+    b: float
+    c: float
+    d0: float
+    d1: float
+
+    def step_seconds(self, chunks: Iterable[Chunk]) -> float:
+        compute = 0.0
+        num_context_tokens = 0
+        ends_prompt = any_work = False
+        for chunk in chunks:
+            any_work = True
+            num_tokens = chunk.num_tokens
+            if chunk.is_decode:
+                num_context_tokens += chunk.start + 1
+                continue
+            compute += num_tokens * (self.b + self.c * (chunk.start + num_tokens / 2))
+            ends_prompt = ends_prompt or chunk.samples
+        if not any_work:
+            return 0.0
+        return max(self.d0, compute + (self.a if ends_prompt else 0.0)) + self.d1 * num_context_tokens
+
+
+FREE = CostModel(a=0.0, b=0.0, c=0.0, d0=0.0, d1=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedHardware:
+    """`cache_tokens` is what the memory holds beside the weights, `max_batched_tokens` what a step computes
+    where no setting says otherwise.
+    """
+
+    cost: CostModel
+    cache_tokens: int
+    max_batched_tokens: int
+
+
+HARDWARE: Mapping[str, SimulatedHardware] = {
+    # Llama-3.1-8B in bfloat16 on one H100: 128 KiB of KV a token.
+    "h100-8b": SimulatedHardware(
+        CostModel(a=0.018, b=3.08e-5, c=9.4e-10, d0=7.7e-3, d1=7.6e-8), 430_000, 8192
+    ),
+    # Llama-3.1-70B on four: 320 KiB a token.
+    "h100x4-70b": SimulatedHardware(
+        CostModel(a=0.022, b=6.76e-5, c=1.24e-9, d0=18e-3, d1=4.8e-8), 418_000, 8192
+    ),
+    # No machine: for measuring everything else.
+    "instant": SimulatedHardware(FREE, 131_072, 2048),
+}

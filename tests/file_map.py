@@ -1,0 +1,108 @@
+"""The map of files in ARCHITECTURE.md, made of the modules' own first lines.
+
+`python -m tests.file_map` writes it. Folders that are no Python packages have their line here; which modules
+are pure, a contract in pyproject.toml says.
+"""
+
+import ast
+import re
+import subprocess
+import tomllib
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "ARCHITECTURE.md"
+PACKAGES = ("replicas", "router", "cluster", "loadtests")
+PROGRAMS = ("helm", "deploy", "requirements")
+GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
+OTHER_FOLDERS = {
+    "router/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
+    "helm/": "The chart: routers, pools of replicas, Redis. README.md has its values.",
+    "helm/files/": "What the chart puts into pods.",
+    "helm/templates/": "The objects; helm/ci/ has examples of values.",
+    "helm/dashboards/": "Grafana's dashboards: four JSON files, and what makes them.",
+    "helm/rules/": "Recording and alert rules for Prometheus, and their unit tests.",
+    "deploy/": "Docker Compose, KubeRay, Ray on machines of one's own, Prometheus and Grafana.",
+    "deploy/images/": "Dockerfiles of router and replicas, and a base image from Debian's packages.",
+    "requirements/": "The pinned dependencies, each with the hashes of its files.",
+    "tests/": "Mirror the packages; golden/ integration/ e2e/; helm/ for chart, dashboards and rules.",
+}
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def source_files() -> list[str]:
+    return [
+        name
+        for name in tracked_files()
+        if name.endswith(".py") and not name.endswith(GENERATED) and name.split("/")[0] in PACKAGES + PROGRAMS
+    ]
+
+
+def first_line(name: str) -> str:
+    """The first line of a module's docstring, or the first sentence that a .proto file says of itself."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name.endswith(".proto"):
+        return re.search(r"^// (.*?\.)(?: |$)", text, re.MULTILINE)[1]  # type: ignore[index]
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+def file_map() -> str:
+    """Every folder with its line, every source file of it with its own."""
+    described = {name.removesuffix("__init__.py"): first_line(name) for name in _named("__init__.py")}
+    described |= OTHER_FOLDERS
+    files = [name for name in source_files() if not name.endswith("__init__.py")] + _named(".proto")
+    for name in files:
+        described.setdefault(f"{name.rpartition('/')[0]}/", "")
+    by_folder = {
+        f"{folder}/": sorted(names) for folder, names in groupby(sorted(files, key=_folder), key=_folder)
+    }
+    return "\n".join(
+        "\n".join([f"{folder:<32}{described[folder]}".rstrip(), *map(_line, by_folder.get(folder, []))])
+        for folder in sorted(described, key=_order)
+    )
+
+
+def with_file_map(document: str) -> str:
+    return re.sub(r"(?<=```tree\n).*?(?=\n```)", lambda _: file_map(), document, flags=re.DOTALL)
+
+
+def _named(ending: str) -> list[str]:
+    return [name for name in tracked_files() if name.endswith(ending) and name.split("/")[0] in PACKAGES]
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _order(folder: str) -> tuple[int, str]:
+    return ((*PACKAGES, *PROGRAMS, "tests").index(folder.split("/")[0]), folder)
+
+
+def _line(name: str) -> str:
+    return f"  {name.rpartition('/')[2]:<28}{_mark(name)} {first_line(name)}".rstrip()
+
+
+def _mark(name: str) -> str:
+    if name.endswith(".proto"):
+        return "◆"
+    if name.split("/")[0] not in PACKAGES:
+        return " "
+    module = name.removesuffix(".py").replace("/", ".")
+    return "●" if any(f"{module}.".startswith(f"{pure}.") for pure in _PURE) else "○"
+
+
+def _pure_modules() -> list[str]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (pure,) = [each["source_modules"] for each in contracts if each["name"] == "the cores are pure"]
+    return list(pure)
+
+
+_PURE = _pure_modules()
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_file_map(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,247 @@
+"""The index writer against a real Redis that is slow, dies, comes back empty, or loses a key."""
+
+import asyncio
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from replicas.index import index_writer
+from replicas.index.index_writer import IndexWriter
+from replicas.observation.metrics import ReplicaMetrics
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.keys import blocks_key, events_key
+from tests.redis_server import RedisServer
+from tests.replicas.mirror import connect, read_changes, read_set
+from tests.replicas.scripted_engine import CARD
+from tests.replicas.waiting import until
+from tests.replicas.written_index import (
+    EPOCH,
+    MODEL,
+    REPLICA,
+    announced_in,
+    assert_redis_holds,
+    hashes,
+    running_writer,
+    stored,
+)
+
+
+async def test_a_new_replica_announces_its_empty_set(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        assert writer.last_change == 1
+        await assert_redis_holds(redis_url, [])
+        redis = connect(redis_url)
+        assert 0 < await redis.ttl(blocks_key(MODEL, REPLICA, EPOCH)) <= 60
+        (change,) = await read_changes(redis, MODEL, EPOCH)
+        assert change.cleared
+        await redis.aclose()
+
+
+async def test_set_and_stream_follow_the_events(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2, 3)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 2, 3])
+        writer.observe([BlockRemoved(hashes(2)), stored(4)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 3, 4])
+        writer.observe([AllBlocksCleared(), stored(5)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [5])
+
+
+async def test_what_comes_and_goes_between_two_writes_is_never_written(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        writer.observe([stored(1), stored(1), BlockRemoved(hashes(1))])
+        writer.observe([BlockRemoved(hashes(1))])
+        await until(lambda: writer.is_settled)
+        assert writer.last_change == 1
+
+
+async def test_events_that_come_during_a_write_become_one_next_write(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        for number in range(1, 501):
+            writer.observe([stored(number)])
+        await until(lambda: writer.is_settled)
+        assert writer.last_change == 2
+        await assert_redis_holds(redis_url, range(1, 501))
+
+
+async def test_a_large_set_goes_through_the_stream_in_bites(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "HASHES_PER_CHANGE", 10)
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(*range(100))])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, range(100))
+        assert writer.last_change == 10
+        writer.observe([BlockRemoved(hashes(*range(50))), stored(*range(200, 230))])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [*range(50, 100), *range(200, 230)])
+        redis = connect(redis_url)
+        changes = await read_changes(redis, MODEL, EPOCH)
+        assert max(len(change.added) + len(change.removed) for change in changes) <= 10
+        await redis.aclose()
+
+
+async def test_a_redis_that_comes_back_empty_gets_everything_again(own_redis: RedisServer) -> None:
+    async with running_writer(own_redis.url) as writer:
+        writer.observe([stored(1, 2)])
+        await until(lambda: writer.is_settled)
+        own_redis.kill()
+        writer.observe([stored(3), BlockRemoved(hashes(1))])
+        await asyncio.sleep(0.1)
+        assert not writer.is_settled
+        writer.observe([stored(4)])
+        await asyncio.to_thread(own_redis.start)
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(own_redis.url, [2, 3, 4])
+
+
+async def test_an_outage_costs_no_memory_for_what_comes_and_goes(own_redis: RedisServer) -> None:
+    own_redis.kill()
+    async with running_writer(own_redis.url) as writer:
+        for number in range(2000):
+            writer.observe([stored(number)])
+            if number >= 10:
+                writer.observe([BlockRemoved(hashes(number - 10))])
+        assert len(writer.block_hashes) == 10
+        await asyncio.to_thread(own_redis.start)
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(own_redis.url, range(1990, 2000))
+
+
+async def test_a_lost_set_is_noticed_by_the_next_write(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2)])
+        await until(lambda: writer.is_settled)
+        redis = connect(redis_url)
+        await redis.flushall()
+        await redis.aclose()
+        writer.observe([stored(3)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 2, 3], with_stream=False)
+
+
+async def test_a_replica_that_dies_while_its_set_is_lost_leaves_nothing_without_an_end(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_writer(redis_url) as writer:
+        await until(lambda: writer.is_settled)
+        redis = connect(redis_url)
+        await redis.flushall()
+        died = asyncio.Event()
+
+        async def die() -> None:
+            died.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(writer, "_write_whole_set", die)
+        writer.observe([stored(3)])
+        await died.wait()
+        assert 0 < await redis.ttl(blocks_key(MODEL, REPLICA, EPOCH)) <= 60
+        await redis.aclose()
+
+
+async def test_a_heartbeat_that_counts_other_members_than_were_written_causes_a_rewrite(
+    redis_url: str,
+) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1, 2)])
+        await until(lambda: writer.is_settled)
+        number = writer.last_change
+        writer.check(number, 3)  # two hashes and the marker
+        assert writer.is_settled
+        writer.check(number - 1, 0)  # counted before the newest write: says nothing
+        assert writer.is_settled
+        redis = connect(redis_url)
+        await redis.srem(blocks_key(MODEL, REPLICA, EPOCH), hashes(1)[0])
+        await redis.aclose()
+        writer.check(number, 2)
+        assert not writer.is_settled
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 2])
+
+
+@pytest.mark.parametrize("what", ["a text", "a stream that takes no more"])
+async def test_what_takes_no_changes_under_the_streams_name_is_taken_away(redis_url: str, what: str) -> None:
+    redis = connect(redis_url)
+    if what == "a text":
+        await redis.set(events_key(MODEL), "no stream")
+    else:
+        await redis.xadd(events_key(MODEL), {"last": "one"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1)])
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1])
+    await redis.aclose()
+
+
+async def test_only_hashes_on_the_stride_and_ends_of_prompts_are_written(redis_url: str) -> None:
+    async with running_writer(redis_url, index_stride=2 * CARD.block_size) as writer:
+        writer.observe([BlockStored(hashes(0, 1, 2, 3, 4), 0, ends_prompt=True)])
+        assert writer.block_hashes == set(hashes(1, 3, 4))
+        await until(lambda: writer.is_settled)
+        await assert_redis_holds(redis_url, [1, 3, 4])
+
+
+async def test_a_replica_that_leaves_takes_its_set_along(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(1)])
+        await until(lambda: writer.is_settled)
+        await writer.remove()
+        redis = connect(redis_url)
+        assert await read_set(redis, MODEL, REPLICA, EPOCH) is None
+        await redis.aclose()
+
+
+@pytest.mark.timeout(60)
+async def test_a_redis_that_hangs_is_given_up_and_written_to_again(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "TIMEOUT_SECONDS", 0.5)
+    async with running_writer(own_redis.url) as writer:
+        writer.announce(7, hashes(7))
+        await until(lambda: writer.is_settled)
+        own_redis.pause()
+        writer.observe([stored(1)])
+        writer.end(7)
+        await until(lambda: writer._must_rewrite)
+        own_redis.resume()
+        await until(lambda: writer.is_settled)
+        redis = connect(own_redis.url)
+        assert await read_set(redis, MODEL, REPLICA, EPOCH) == set(hashes(1))
+        assert await announced_in(own_redis.url) == {}
+        await redis.aclose()
+
+
+@pytest.mark.timeout(60)
+async def test_a_writer_ends_whenever_it_is_cancelled(redis_url: str) -> None:
+    for num_turns in range(120):
+        redis = connect(redis_url)
+        metrics = ReplicaMetrics(CollectorRegistry())
+        writer = IndexWriter(
+            redis,
+            CARD,
+            REPLICA,
+            EPOCH,
+            index_stride=CARD.block_size,
+            stream_length=1000,
+            set_ttl_seconds=60,
+            metrics=metrics,
+            rng=random.Random(0),
+        )
+        task = asyncio.create_task(writer.run())
+        for turn in range(num_turns):
+            writer.announce(turn, hashes(turn))
+            await asyncio.sleep(0)
+        task.cancel()
+        _, still_running = await asyncio.wait([task], timeout=30)
+        assert not still_running
+        assert task.cancelled()
+        await redis.aclose()

@@ -1,0 +1,123 @@
+"""What the index should hold, against a naive twin that keeps every copy and its tier in a list."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.index.residency import Residency
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+
+BLOCK_SIZE, STRIDE = 4, 12  # every third block is on the stride
+
+HASHES = [[BlockHash(bytes([chain, position]) * 8) for position in range(7)] for chain in range(3)]
+
+
+@dataclass
+class NaiveTwin:
+    copies: list[tuple[Tier, BlockHash]] = field(default_factory=list)
+    prompt_ends: set[BlockHash] = field(default_factory=set)
+
+    def observe(self, event: CacheEvent) -> None:
+        if isinstance(event, BlockStored):
+            self.copies.extend((event.tier, block_hash) for block_hash in event.block_hashes)
+            if event.ends_prompt:
+                self.prompt_ends.add(event.block_hashes[-1])
+        elif isinstance(event, BlockRemoved):
+            for block_hash in event.block_hashes:
+                if (event.tier, block_hash) in self.copies:
+                    self.copies.remove((event.tier, block_hash))
+        else:
+            self.copies = [copy for copy in self.copies if copy[0] is not event.tier]
+        self.prompt_ends &= self.resident()
+
+    def resident(self, *tiers: Tier) -> set[BlockHash]:
+        """In these tiers, or in any."""
+        return {block_hash for tier, block_hash in self.copies if tier in (tiers or Tier)}
+
+    def kept(self) -> set[BlockHash]:
+        on_stride = {chain[position] for chain in HASHES for position in (2, 5)}
+        return self.resident() & (on_stride | self.prompt_ends)
+
+
+TIERS = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> BlockStored:
+    chain = draw(st.sampled_from(HASHES))
+    first = draw(st.integers(0, 6))
+    last = draw(st.integers(first, 6))
+    return BlockStored(tuple(chain[first : last + 1]), first, draw(st.booleans()), draw(TIERS))
+
+
+ALL_HASHES = [block_hash for chain in HASHES for block_hash in chain]
+EVENTS = st.one_of(
+    stored(),
+    stored(),
+    st.builds(BlockRemoved, st.lists(st.sampled_from(ALL_HASHES), min_size=1, max_size=4).map(tuple), TIERS),
+    st.builds(AllBlocksCleared, TIERS),
+)
+
+
+@given(st.lists(st.lists(EVENTS, max_size=6), max_size=12))
+def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
+    batches: list[list[CacheEvent]],
+) -> None:
+    residency, twin = Residency(BLOCK_SIZE, STRIDE), NaiveTwin()
+    mirrored: set[BlockHash] = set()
+    for batch in batches:
+        residency.observe(batch)
+        for event in batch:
+            twin.observe(event)
+        assert residency.kept == twin.kept()
+        for tier in Tier:
+            assert residency.num_resident(tier) == len(twin.resident(tier))
+        change = residency.take_change()
+        assert mirrored.issuperset(change.removed)
+        assert mirrored.isdisjoint(change.added)
+        mirrored.difference_update(change.removed)
+        mirrored.update(change.added)
+        assert mirrored == residency.kept
+        assert not residency.has_change
+
+
+def test_a_prompt_end_is_kept_until_the_last_copy_is_gone_whichever_copy_goes_first() -> None:
+    residency = Residency(BLOCK_SIZE, STRIDE)
+    block_hash = HASHES[0][0]
+    residency.observe([BlockStored((block_hash,), 0), BlockStored((block_hash,), 0, ends_prompt=True)])
+    residency.observe([BlockRemoved((block_hash,))])
+    assert residency.kept == {block_hash}
+    residency.observe([BlockRemoved((block_hash,))])
+    assert residency.kept == set()
+    residency.observe([BlockStored((block_hash,), 0)])
+    assert residency.kept == set()
+
+
+def test_a_hash_is_kept_while_any_tier_holds_it_and_a_tier_takes_only_its_own() -> None:
+    residency = Residency(BLOCK_SIZE, STRIDE)
+    block_hash = HASHES[0][0]
+    for tier, ends_prompt in ((Tier.DEVICE, True), (Tier.HOST, False)):
+        residency.observe([BlockStored((block_hash,), 0, ends_prompt, tier)])
+    assert residency.observe([BlockRemoved((block_hash,), Tier.DISK)]) == 1
+    assert residency.observe([BlockRemoved((block_hash,), Tier.DEVICE)]) == 0
+    assert residency.kept == {block_hash}
+    assert [residency.num_resident(tier) for tier in Tier] == [0, 1, 0]
+    residency.observe([AllBlocksCleared(Tier.DEVICE)])
+    assert residency.kept == {block_hash}
+    residency.observe([AllBlocksCleared(Tier.HOST)])
+    assert residency.kept == set()
+
+
+def test_removals_of_what_was_never_stored_are_counted_and_harmless() -> None:
+    residency = Residency(BLOCK_SIZE, STRIDE)
+    assert residency.observe([BlockRemoved((HASHES[0][2], HASHES[0][3]))]) == 2
+    assert residency.kept == set()
+    assert not residency.has_change
+
+
+def test_a_stride_shorter_than_a_block_keeps_every_block() -> None:
+    residency = Residency(block_size=256, index_stride=128)
+    residency.observe([BlockStored(tuple(HASHES[0]), 0)])
+    assert residency.kept == set(HASHES[0])

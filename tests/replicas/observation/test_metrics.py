@@ -1,0 +1,62 @@
+"""What frames of a real scheduler come to in a replica's metrics."""
+
+from prometheus_client import CollectorRegistry
+
+from replicas.observation.metrics import ReplicaMetrics
+from replicas.protocol.events import BlockRemoved, Tier
+from replicas.protocol.frames import PromptUsage, RefusalCode, RequestKey, StepFrame, TokenDelta
+from replicas.protocol.status import ModelCard
+from replicas.simulated_engine.engine import SimulatedEngine
+from replicas.simulated_engine.hardware import FREE
+from tests.replicas.builders import engine_request
+
+CARD = ModelCard("m", "f", "simulated", 16, 20, 4096, 1000, (2,))
+
+
+def sample(metrics: ReplicaMetrics, name: str, **labels: str) -> float:
+    value = metrics.registry.get_sample_value(name, labels)
+    assert value is not None, name
+    return value
+
+
+def test_refusals_stand_at_zero_before_the_first() -> None:
+    """Prometheus sees no increase in a counter that is not there before."""
+    metrics = ReplicaMetrics(CollectorRegistry())
+    assert {sample(metrics, "replica_refusals_total", code=code) for code in RefusalCode} == {0}
+
+
+def test_evictions_and_preemptions_are_counted_as_they_happen() -> None:
+    metrics = ReplicaMetrics(CollectorRegistry())
+    engine = SimulatedEngine(
+        CARD,
+        FREE,
+        num_blocks=21,
+        max_batched_tokens=512,
+        max_running=16,
+        max_waiting=64,
+        sleep=lambda seconds: None,
+    )
+    num_removed = 0
+    for request_id, start in ((1, 100), (2, 500)):
+        engine.add(
+            engine_request(range(start, start + 140), request_id=request_id, max_tokens=100, ignore_eos=True)
+        )
+    while engine.has_work():
+        frame = engine.step()
+        metrics.observe(frame, 0.0)
+        num_removed += sum(
+            len(event.block_hashes) for event in frame.events if isinstance(event, BlockRemoved)
+        )
+    assert sample(metrics, "replica_preemptions_total") >= 1
+    assert sample(metrics, "replica_evicted_blocks_total", tier="device") == num_removed > 0
+    assert sample(metrics, "replica_evicted_blocks_total", tier="host") == 0
+
+
+def test_tokens_of_slower_tiers_and_evictions_there_have_their_own_numbers() -> None:
+    metrics = ReplicaMetrics(CollectorRegistry())
+    usage = PromptUsage(100, 96, 0, 32, num_own_tokens=16, num_slower_tier_tokens=48)
+    removed = BlockRemoved((), Tier.DISK), BlockRemoved((b"h" * 16, b"i" * 16), Tier.HOST)  # type: ignore[arg-type]
+    metrics.observe(StepFrame([TokenDelta(RequestKey(1, 0), (5,), usage=usage)], [*removed]), 0.0)
+    assert sample(metrics, "replica_slower_tier_tokens_total") == 48
+    assert sample(metrics, "replica_cached_tokens_total") == 96
+    assert sample(metrics, "replica_evicted_blocks_total", tier="host") == 2

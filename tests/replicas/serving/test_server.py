@@ -1,0 +1,319 @@
+"""The gRPC server over real sockets, with a scripted engine behind it."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol import wire
+from replicas.protocol.frames import (
+    Abort,
+    FinishReason,
+    LoadSnapshot,
+    RefusalCode,
+    RequestKey,
+    TokenDelta,
+)
+from replicas.serving import router_stream
+from replicas.serving.server import MAX_CHOICES, SERVICE_NAME
+from tests.replicas.router_client import RouterClient, submit
+from tests.replicas.scripted_engine import CARD
+from tests.replicas.served_engine import Harness, channel, client, harness
+from tests.replicas.waiting import until
+
+__all__ = ["channel", "client", "harness"]
+
+
+async def test_a_stream_serves_many_requests_under_the_routers_own_ids(client: RouterClient) -> None:
+    await client.send(submit(7, max_tokens=2), submit(2**63, [9, 8], max_tokens=4))
+    found = await client.finish((7, 0), (2**63, 0))
+    assert [delta.token_ids for delta in found[RequestKey(7, 0)]] == [(1,), (2,)]
+    assert [delta.token_ids for delta in found[RequestKey(2**63, 0)]] == [(9,), (8,), (9,), (8,)]
+
+
+async def test_two_routers_may_use_the_same_ids_and_see_only_their_own(channel: grpc.aio.Channel) -> None:
+    first, second = RouterClient(channel), RouterClient(channel)
+    await first.send(submit(1, [10], max_tokens=20))
+    await second.send(submit(1, [20], max_tokens=20))
+    for router, token in ((first, 10), (second, 20)):
+        found = await router.finish((1, 0))
+        assert {delta.token_ids for delta in found[RequestKey(1, 0)]} == {(token,)}
+
+
+async def test_the_choices_of_a_request_are_aborted_one_by_one_or_all_together(
+    client: RouterClient, harness: Harness
+) -> None:
+    await client.send(submit(1, num_choices=3, max_tokens=10**6), Abort(1, choice=1))
+    await until(lambda: [key.choice for key in harness.engine.aborted] == [1])
+    assert harness.server.num_requests == 1
+    await client.send(Abort(1), Abort(1, choice=0), Abort(99))
+    await harness.until_engine_is_empty()
+    assert sorted(key.choice for key in harness.engine.aborted) == [0, 1, 2]
+
+
+async def test_deltas_that_wait_together_go_out_as_one_message(
+    client: RouterClient, harness: Harness
+) -> None:
+    harness.engine.gate.clear()
+    await client.send(submit(1), submit(2), submit(3))
+    await until(lambda: len(harness.engine.added) == 3)
+    harness.engine.gate.set()
+    frame = await client.read()
+    while frame is not None and not frame.deltas:
+        frame = await client.read()
+    assert frame is not None
+    assert {delta.key.request_id for delta in frame.deltas} == {1, 2, 3}
+
+
+async def test_what_routers_send_and_get_is_counted(client: RouterClient, harness: Harness) -> None:
+    harness.engine.gate.clear()
+    await client.send(submit(1, num_choices=2, max_tokens=10**6), submit(2, max_tokens=10**6))
+    await until(lambda: len(harness.engine.added) == 3)
+    assert harness.sample("replica_arrived_requests") == 3
+    await client.send(Abort(1, choice=0), Abort(99))
+    await until(lambda: harness.sample("replica_aborts_total") == 1)
+    harness.engine.gate.set()
+    await until(lambda: harness.sample("replica_ttft_seconds_count") == 2)
+    await client.send(Abort(1), Abort(2))
+    await harness.until_engine_is_empty()
+    await client.send(submit(3), submit(4, [1] * 10**4))  # the second is refused
+    await client.finish((3, 0), (4, 0))
+    assert harness.sample("replica_submits_total") == 4
+    assert harness.sample("replica_aborts_total") == 3
+    assert harness.sample("replica_arrived_requests") == 0
+    assert harness.sample("replica_frames_total") >= 2
+    assert harness.sample("replica_ttft_seconds_count") == 3
+    assert harness.sample("replica_queue_seconds_count") == 3
+
+
+async def test_an_idle_stream_hears_the_load_at_once_and_with_every_heartbeat(client: RouterClient) -> None:
+    for _ in range(3):
+        frame = await client.read()
+        assert frame is not None
+        assert frame.deltas == ()
+        assert frame.load.num_total_blocks == CARD.num_blocks
+
+
+async def test_an_idle_stream_hears_of_load_that_another_stream_causes(
+    channel: grpc.aio.Channel, harness: Harness
+) -> None:
+    idle, busy = RouterClient(channel), RouterClient(channel)
+    await idle.read()
+    await busy.send(submit(1, max_tokens=100_000))
+    while True:
+        frame = await idle.read()
+        assert frame is not None
+        if frame.load.num_running == 1:
+            return
+
+
+async def test_a_router_that_hangs_up_frees_all_that_it_had_open(harness: Harness) -> None:
+    async with grpc.aio.insecure_channel(harness.address) as channel:
+        client = RouterClient(channel)
+        await client.send(submit(1, max_tokens=10**6, num_choices=2), submit(2, max_tokens=10**6))
+        await until(lambda: harness.server.num_requests == 2)
+    await harness.until_engine_is_empty()
+    assert harness.server.num_streams == 0
+
+
+async def test_a_router_that_ends_its_half_of_the_stream_frees_it_too(
+    client: RouterClient, harness: Harness
+) -> None:
+    await client.send(submit(1, max_tokens=10**6))
+    await client.read()
+    await client.call.done_writing()
+    while await client.read() is not None:
+        pass
+    assert await client.call.code() is grpc.StatusCode.OK
+    await harness.until_engine_is_empty()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (pb.Submit(request_id=1, token_ids=b"abc", root=bytes(16), num_choices=1), ""),
+        (pb.Submit(request_id=1, token_ids=b"abcd", root=b"short", num_choices=1), "16 bytes"),
+        (pb.Submit(request_id=1, token_ids=b"abcd", root=bytes(16)), "at least one choice"),
+    ],
+)
+async def test_a_message_that_breaks_the_contract_ends_the_stream_with_a_reason(
+    client: RouterClient, harness: Harness, message: pb.Submit, reason: str
+) -> None:
+    await client.send(submit(5, max_tokens=10**6))
+    await client.call.write(pb.ClientFrame(submits=[message]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await client.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason in str(caught.value.details())
+    await harness.until_engine_is_empty()
+    assert harness.server.num_streams == 0
+
+
+async def test_a_reused_id_ends_both_requests_with_a_refusal(client: RouterClient, harness: Harness) -> None:
+    await client.send(submit(1, max_tokens=10**6))
+    await until(lambda: harness.server.num_requests > 0)
+    await client.send(submit(1))
+    found = await client.finish((1, 0))
+    refusal = found[RequestKey(1, 0)][-1].refusal
+    assert refusal is not None
+    assert refusal.code is RefusalCode.INVALID_REQUEST
+    await harness.until_engine_is_empty()
+    await client.send(submit(1))
+    await client.finish((1, 0))
+
+
+async def test_a_draining_replica_refuses_and_finishes_what_it_has(
+    client: RouterClient, harness: Harness
+) -> None:
+    harness.engine.gate.clear()
+    await client.send(submit(1))
+    await until(lambda: harness.server.num_requests > 0)
+    harness.server.drain()
+    await client.send(submit(2, num_choices=2))
+    refused = await client.finish((2, 0), (2, 1))
+    assert {deltas[-1].refusal.code for deltas in refused.values() if deltas[-1].refusal} == {
+        RefusalCode.DRAINING
+    }
+    harness.engine.gate.set()
+    await client.finish((1, 0))
+    await harness.server.wait_idle()
+
+
+async def test_more_choices_than_allowed_are_refused_before_they_cost_anything(
+    client: RouterClient, harness: Harness
+) -> None:
+    await client.send(submit(1, num_choices=2**32 - 1))
+    found = await client.finish(*((1, choice) for choice in range(MAX_CHOICES)))
+    assert all(deltas[-1].finish_reason is FinishReason.ERROR for deltas in found.values())
+    assert harness.engine.added == []
+
+
+async def test_requests_beyond_what_the_replica_takes_are_refused_as_overload(
+    client: RouterClient, harness: Harness
+) -> None:
+    harness.engine.gate.clear()
+    await client.send(*(submit(request_id) for request_id in range(301)))
+    found = await client.finish((300, 0))
+    refusal = found[RequestKey(300, 0)][-1].refusal
+    assert refusal is not None
+    assert refusal.code is RefusalCode.OVERLOADED
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "max_tokens", "num_tokens", "num_taken"),
+    [(16, 3, 5, 300 // 16), (1, 10**6, 100, 200_000 // 1_124)],
+    ids=["sequences", "tokens"],
+)
+async def test_requests_weigh_as_much_as_their_sequences_and_tokens(
+    client: RouterClient,
+    harness: Harness,
+    num_choices: int,
+    max_tokens: int,
+    num_tokens: int,
+    num_taken: int,
+) -> None:
+    harness.engine.gate.clear()
+    many = range(1, num_taken + 6)
+    await client.send(
+        *(
+            submit(number, range(num_tokens), max_tokens=max_tokens, num_choices=num_choices)
+            for number in many
+        )
+    )
+    found = await client.finish(*((number, 0) for number in many[num_taken:]))
+    refusals = [deltas[-1].refusal for deltas in found.values()]
+    assert [refusal and refusal.code for refusal in refusals] == [RefusalCode.OVERLOADED] * 5
+    assert harness.server.num_requests == num_taken
+    assert harness.sample("replica_open_sequences") == num_taken * num_choices
+    assert harness.sample("replica_open_tokens") == num_taken * (
+        num_tokens + num_choices * min(max_tokens, 1024)
+    )
+    await client.send(*(Abort(number) for number in many))
+    await until(lambda: harness.server.num_requests == 0)
+    assert harness.sample("replica_open_sequences") == harness.sample("replica_open_tokens") == 0
+    harness.engine.gate.set()
+
+
+async def test_a_router_that_does_not_read_is_cut_off_and_its_requests_are_freed(
+    client: RouterClient, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_stream, "MAX_OUTBOX_WEIGHT", 5_000)
+    await client.send(*(submit(request_id, max_tokens=10**6) for request_id in range(100)))
+    await harness.until_engine_is_empty()  # only reached if they were aborted: a million tokens each
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await client.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await until(lambda: harness.server.num_streams == 0)
+
+
+async def test_stop_sends_what_is_queued_before_it_ends_the_streams(
+    client: RouterClient, harness: Harness
+) -> None:
+    await client.send(submit(1, max_tokens=10**6))
+    await until(lambda: harness.server.num_requests > 0)
+    stopping = asyncio.create_task(harness.server.stop(5.0))
+    while await client.read() is not None:
+        pass
+    assert await client.call.code() is grpc.StatusCode.OK
+    await stopping
+
+
+async def test_describe_hands_over_the_card_and_on_request_large_tokenizer_files(
+    client: RouterClient,
+) -> None:
+    bare = await client.stub.Describe(pb.DescribeRequest())
+    assert wire.card_from_wire(bare.card) == CARD
+    assert (bare.replica_id, bare.epoch, dict(bare.tokenizer_files)) == ("r0", "e1", {})
+    full = await client.stub.Describe(pb.DescribeRequest(include_tokenizer=True))
+    assert len(full.tokenizer_files["tokenizer.json"]) == 8_000_000
+
+
+async def test_list_blocks_streams_what_the_index_should_hold(client: RouterClient, harness: Harness) -> None:
+    lists = [message.hashes async for message in client.stub.ListBlocks(pb.ListBlocksRequest())]
+    assert b"".join(lists) == b"".join(harness.blocks)
+
+
+async def test_drain_is_passed_on_and_answered_at_once(client: RouterClient, harness: Harness) -> None:
+    await client.stub.Drain(pb.DrainRequest())
+    assert harness.drains == 1
+
+
+async def test_health_follows_what_the_host_says(channel: grpc.aio.Channel, harness: Harness) -> None:
+    health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    for is_serving, status in ((True, 1), (False, 2)):
+        await harness.server.set_serving(is_serving)
+        for service in ("", SERVICE_NAME):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == status
+
+
+async def test_reflection_names_the_service(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+    call = stub.ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    answer = await call.read()
+    assert SERVICE_NAME in {service.name for service in answer.list_services_response.service}
+    call.cancel()
+
+
+async def test_a_taken_port_is_an_error_not_a_shared_port(harness: Harness) -> None:
+    port = int(harness.address.rpartition(":")[2])
+    second = Harness()
+    with pytest.raises(OSError, match="cannot listen"):
+        await second.server.start("127.0.0.1", port)
+
+
+def test_a_stream_forgets_no_delta_however_they_are_cut_into_messages() -> None:
+    stream = router_stream.RouterStream(LoadSnapshot(), clock=lambda: 0.0)
+    deltas = [TokenDelta(RequestKey(n, 0), (n,)) for n in range(10_000)]
+    for delta in deltas:
+        stream.put(delta)
+    taken: list[TokenDelta] = []
+    while stream.wanted.is_set():
+        taken.extend(stream.take().deltas)
+    assert taken == deltas
