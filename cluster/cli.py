@@ -76,9 +76,10 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_up(commands.add_parser("up", parents=[common], allow_abbrev=False, help="start a cluster here"))
     commands.add_parser("down", parents=[common], allow_abbrev=False, help="stop it, whatever its state")
-    commands.add_parser(
+    status = commands.add_parser(
         "status", parents=[common], allow_abbrev=False, help="show what runs and how busy it is"
     )
+    status.add_argument("--json", action="store_true", help="print it as JSON")
     _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
     fleet = commands.add_parser(
         "fleet", allow_abbrev=False, help="keep a fleet as a file says, on any Ray cluster"
@@ -219,6 +220,9 @@ def _port(text: str) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    if arguments.model and not Path(arguments.model).is_dir():  # said before anything slow is imported
+        raise ClusterError(f"there is no checkpoint directory {Path(arguments.model).absolute()}")
+
     from cluster.processes import MARK
     from cluster.ray_head import RAY_ENVIRONMENT, TOKEN_PATH
 
@@ -244,9 +248,12 @@ def _down(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     state = _running(arguments, "start one with ./kvasir up")
 
-    from cluster.status import read_registry, render
+    import json
 
-    _say(render(state, read_registry(state.redis_url)))
+    from cluster.status import as_plain, read_registry, render
+
+    registry = read_registry(state.redis_url)
+    _say(json.dumps(as_plain(state, registry), indent=2) if arguments.json else render(state, registry))
     return 0
 
 

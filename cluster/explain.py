@@ -17,13 +17,13 @@ from cluster.status import align
 
 MOST_RANKS = 8
 
-_HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "COPY", "COST")
+_HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "ROOM", "COST")
 
 _REASONS = {
     "only_replica": "no other replica is ready",
-    "overlap": "nobody holds more of the prompt",
+    "overlap": "no replica holds more of the prompt",
     "home": "it is the first of the bucket's affinity order",
-    "spill": "home, and whoever holds more of the prompt, are too busy",
+    "spill": "its home, and the replicas that hold more of the prompt, are too busy",
     "policy": "the routing policy says so",
 }
 

@@ -1,10 +1,11 @@
-"""What a running cluster looks like: the registry in Redis, joined with the state file, as a table.
+"""What a running cluster looks like: registry in Redis and state file joined, as a table or as JSON.
 
-Owns the table. Asks nobody but Redis, so it answers while replicas are busy and controllers are down.
+Owns both. Asks only Redis, so it answers while replicas are busy and controllers are down.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import redis
 
@@ -12,6 +13,7 @@ from cluster.processes import named_children
 from cluster.run_directory import ClusterState, ReplicaEntry
 from replicas.process.secret_file import read_secret
 from replicas.process.settings import SettingsError, without_password
+from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (
     MODELS_KEY,
     RECORD_FIELDS,
@@ -37,7 +39,7 @@ HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "
 @dataclass(frozen=True, slots=True)
 class Registry:
     """The live records of every replica, by id; `complaint` says why there are none to be had. `refused` says
-    what was passed over as wrong, for at most so many."""
+    what was passed over as wrong, the first few of it."""
 
     records: Mapping[ReplicaId, ReplicaRecord]
     complaint: str | None = None
@@ -90,23 +92,54 @@ def _members(client: "redis.Redis", key: str) -> object:
         return error
 
 
-def render(state: ClusterState, registry: Registry) -> str:
+@dataclass(frozen=True, slots=True)
+class ReplicaRow:
+    """What the state file and the registry together say of one replica."""
+
+    replica_id: ReplicaId
+    state: str
+    epoch: str | None
+    pid: int | None
+    address: str | None
+    load: LoadSnapshot | None
+
+
+def replica_rows(state: ClusterState, registry: Registry) -> Iterator[ReplicaRow]:
     entries = {ReplicaId(entry.replica_id): entry for entry in state.replicas}
-    rows = [HEADER]
     for replica_id in sorted(entries.keys() | registry.records.keys()):
         entry, record = entries.get(replica_id), registry.records.get(replica_id)
         if entry is not None and record is not None and record.epoch != entry.epoch:
             record = None  # the lease of an earlier incarnation, which has yet to expire
-        rows.append(
-            (
-                replica_id,
-                _state(entry, record, is_registry_read=registry.complaint is None),
-                (record.epoch if record else None) or (entry.epoch if entry else None) or "-",
-                str(entry.pid) if entry and entry.pid else "-",
-                (record.address if record else None) or (entry.address if entry else None) or "-",
-                *_load_cells(record, state.block_size),
-            )
+        yield ReplicaRow(
+            replica_id,
+            _state(entry, record, is_registry_read=registry.complaint is None),
+            (record.epoch if record else None) or (entry.epoch if entry else None),
+            entry.pid if entry else None,
+            (record.address if record else None) or (entry.address if entry else None),
+            record.load if record else None,
         )
+
+
+def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
+    """The cluster as JSON has it."""
+    return {
+        "ready": state.ready,
+        "router_url": state.router_url,
+        "router_pages": list(state.router_pages),
+        "router_pid": state.router_pid,
+        "redis_url": without_password(state.redis_url),
+        "redis_pid": state.redis_pid,
+        "redis_complaint": registry.complaint,
+        "refused_records": list(registry.refused),
+        "ray_address": state.ray_address,
+        "controller_metrics": state.controller_metrics,
+        "block_size": state.block_size,
+        "replicas": [asdict(row) for row in replica_rows(state, registry)],
+    }
+
+
+def render(state: ClusterState, registry: Registry) -> str:
+    rows = [HEADER, *(_cells(row, state.block_size) for row in replica_rows(state, registry))]
     redis_line = f"Redis   {without_password(state.redis_url)}"
     if state.redis_pid:
         redis_line += f"  pid {state.redis_pid}"
@@ -138,10 +171,15 @@ def _state(entry: ReplicaEntry | None, record: ReplicaRecord | None, *, is_regis
     return SILENT if is_registry_read else entry.state
 
 
-def _load_cells(record: ReplicaRecord | None, block_size: int) -> tuple[str, str, str]:
-    if record is None:
+def _cells(row: ReplicaRow, block_size: int) -> tuple[str, ...]:
+    pid = str(row.pid) if row.pid else "-"
+    load = _load_cells(row.load, block_size)
+    return (row.replica_id, row.state, row.epoch or "-", pid, row.address or "-", *load)
+
+
+def _load_cells(load: LoadSnapshot | None, block_size: int) -> tuple[str, str, str]:
+    if load is None:
         return ("-", "-", "-")
-    load = record.load
     waiting = f" +{load.num_waiting} waiting" if load.num_waiting else ""
     return (
         f"{load.num_running}{waiting}",

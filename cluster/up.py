@@ -15,6 +15,7 @@ from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from cluster.local import LocalCluster, LocalOptions
 from cluster.run_directory import RunDirectory
 from replicas.config import ReplicaConfig
+from replicas.loadable import files_complaint
 from replicas.process.settings import SettingsError, build
 from router.routing.policies import POLICIES
 
@@ -31,6 +32,8 @@ def options_from(
         replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
     except SettingsError as error:
         raise ClusterError(str(error)) from error
+    if (complaint := files_complaint(replica)) is not None:
+        raise ClusterError(complaint)
     return LocalOptions(
         run_directory=directory,
         num_replicas=arguments.replicas,

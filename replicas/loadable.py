@@ -32,6 +32,27 @@ def complaint(config: ReplicaConfig) -> str | None:
     return None
 
 
+def files_complaint(config: ReplicaConfig) -> str | None:
+    """What the model's folder itself makes impossible, found in milliseconds: one sentence, or None."""
+    if config.model is None:
+        return None
+    try:
+        _check_files(config, Path(config.model))
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _check_files(config: ReplicaConfig, directory: Path) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory {directory}")
+    if config.engine == "vllm":
+        read_json(directory / "config.json")
+    else:
+        read_model_config(directory)
+    weight_files(directory)
+
+
 def _check(config: ReplicaConfig, directory: Path) -> None:
     if config.engine == "vllm":
         _check_for_vllm(config, directory)

@@ -47,6 +47,14 @@ def _besides(*others: str) -> Keep:
     )
 
 
+def _besides_or_elsewhere(*others: str) -> Keep:
+    """As `_besides`, and what those files have for Windows only."""
+    return lambda package, made: (
+        _besides(*others)(package, made)
+        or any("sys_platform == 'win32'" in made[other].get(package, "") for other in others)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """`inputs` are arguments of uv's compile, `requirements` go to it besides."""
@@ -94,6 +102,13 @@ FILES = (
         _besides("lock", "loadtest"),
         inputs=("pyproject.toml", "--extra", "loadtest", "--group", "dev"),
         agrees_with=("build", "lock", "loadtest"),
+    ),
+    File(
+        "docs",
+        "What ./kvasir docs needs besides lock.txt and loadtest.txt.",
+        _besides_or_elsewhere("lock", "loadtest"),
+        inputs=("pyproject.toml", "--group", "docs"),
+        agrees_with=("build", "lock", "loadtest", "dev"),
     ),
     File(
         "router",

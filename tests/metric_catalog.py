@@ -1,6 +1,7 @@
 """Every metric that a process of Kvasir shows, and its labels: asked of the processes' own registries."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -9,10 +10,21 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import FleetMetrics
 from replicas.observation.metrics import ReplicaMetrics
-from router.instruments import Distributions
 from router.metrics import RouterMetrics
 
 Labels = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A metric as documents name it: counters with `_total`, labels without the target's."""
+
+    process: str
+    name: str
+    kind: str
+    labels: Labels
+    help_text: str
+
 
 EVERY_TARGET = frozenset({"job", "instance", "namespace"})
 TARGET_LABELS = {
@@ -29,42 +41,46 @@ OF_PROMETHEUS = {
 
 
 def families() -> dict[str, tuple[str, Labels]]:
-    """What documents name (counters with `_total`), to its type and its own labels."""
-    found = {name: (kind, labels) for _, name, kind, labels in _all()}
-    return dict(sorted(found.items()))
+    """Name to type and own labels."""
+    return {
+        metric.name: (metric.kind, metric.labels)
+        for metric in sorted(described(), key=lambda metric: metric.name)
+    }
 
 
 def series_labels() -> dict[str, Labels]:
     """Every series that an expression may name, to its labels in Prometheus."""
     found = dict(OF_PROMETHEUS)
-    for process, name, kind, labels in _all():
-        own = labels | TARGET_LABELS[process]
-        if kind == "histogram":
+    for metric in described():
+        name, own = metric.name, metric.labels | TARGET_LABELS[metric.process]
+        if metric.kind == "histogram":
             found |= {name + "_bucket": own | {"le"}, name + "_count": own, name + "_sum": own}
         else:
             found[name] = own
     return found
 
 
-def _all() -> Iterator[tuple[str, str, str, Labels]]:
-    """Process, name, type, labels."""
+def described() -> Iterator[Described]:
+    """All metrics of all processes."""
     for family in RouterMetrics(CollectorRegistry()).families():
-        is_histogram = isinstance(family, Distributions)
-        kind = "histogram" if is_histogram else "counter" if family.name.endswith("_total") else "gauge"
-        yield "router", family.name, kind, frozenset(family.labels)
+        first, second = family.text().splitlines()[:2]
+        help_text = first.removeprefix(f"# HELP {family.name} ")
+        kind = second.removeprefix(f"# TYPE {family.name} ")
+        yield Described("router", family.name, kind, frozenset(family.labels), help_text)
     yield from _registered("replica", ReplicaMetrics)
     yield from _registered("fleet", FleetMetrics)
 
 
-def _registered(process: str, metrics: type) -> Iterator[tuple[str, str, str, Labels]]:
+def _registered(process: str, metrics: type) -> Iterator[Described]:
     registry = CollectorRegistry()
     metrics(registry)
     for collector in registry._collector_to_names:
         for family in (
             collector.describe() if isinstance(collector, MetricWrapperBase) else collector.collect()
         ):
-            suffix = "_total" if family.type == "counter" else ""
-            yield process, family.name + suffix, family.type, _labels_of(collector, family)
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = _labels_of(collector, family)
+            yield Described(process, name, family.type, labels, family.documentation)
 
 
 def _labels_of(collector: Collector, family: Metric) -> Labels:

@@ -21,6 +21,7 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
         (["up", "--replicas", "two"], "--replicas: needs a whole number from 1 to 512, not two\n"),
         (["up", "--port", "65536"], "--port: needs a whole number from 0 to 65535, not 65536\n"),
         (["up", "--engine", "steam"], "--engine: invalid choice: 'steam' (choose from"),
+        (["up", "--model", "/nonexistent"], "kvasir: there is no checkpoint directory /nonexistent\n"),
         (["up", "--policy", "chance"], "kvasir: there is no policy chance; there are "),
         (["up", "--set", "block_sise=3"], "kvasir: unknown setting block_sise; did you mean block_size?\n"),
         (["up", "--set", "block_size"], "kvasir: --set takes NAME=VALUE, not block_size\n"),

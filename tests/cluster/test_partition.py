@@ -47,7 +47,7 @@ RAY_ENVIRONMENT = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""The last four as deploy/two-machines.md has them."""
+"""The last four as docs/two-machines.md has them."""
 
 
 QUESTIONS = [f"What does cat number {number} dream of?" for number in range(8)]

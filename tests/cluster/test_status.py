@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,7 +6,7 @@ import redis
 
 from cluster.local import summary
 from cluster.run_directory import ClusterState, ReplicaEntry
-from cluster.status import Registry, read_registry, render
+from cluster.status import Registry, as_plain, read_registry, render
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
@@ -33,6 +34,21 @@ def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
     table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
     expected = ["replica-0", "ready", "e1", "77", "127.0.0.1:9", "3", "+2", "waiting", "40/100", "160"]
     assert row(table, "replica-0") == expected
+
+
+def test_json_says_what_the_table_says() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    registry = Registry({ReplicaId("replica-0"): record("replica-0", "e1")}, refused=("replica x: bad",))
+    shown = json.loads(json.dumps(as_plain(replace(state(entry), redis_url="redis://:pass@r/0"), registry)))
+    (replica,) = shown["replicas"]
+    assert (replica["replica_id"], replica["state"], replica["epoch"], replica["pid"]) == (
+        *("replica-0", "ready", "e1"),
+        77,
+    )
+    assert replica["load"]["num_running"] == 3 and replica["load"]["num_waiting"] == 2
+    assert shown["ready"] and shown["router_url"] == "http://h:8000"
+    assert shown["refused_records"] == ["replica x: bad"] and shown["redis_complaint"] is None
+    assert "pass" not in shown["redis_url"]
 
 
 def test_the_state_of_an_earlier_incarnation_is_not_shown_as_the_present_one() -> None:

@@ -13,6 +13,7 @@ from tests.tools import needed_tool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = ROOT / "helm/rules/kvasir.yaml"
+RUNBOOK = ROOT / "docs/alerts.md"
 UNIT_TESTS = ROOT / "helm/rules/kvasir_test.yaml"
 
 
@@ -68,10 +69,20 @@ def test_every_alert_says_what_is_wrong_what_to_do_and_how_urgent_it_is() -> Non
     for alert in alerts():
         assert re.fullmatch(r"Kvasir[A-Z]\w+", alert["alert"])
         assert alert["labels"]["severity"] in ("critical", "warning")
-        assert set(alert["annotations"]) == {"summary", "description"}
+        assert set(alert["annotations"]) == {"summary", "description", "runbook"}
         assert len(alert["annotations"]["description"]) > 80, alert["alert"]
     names = [alert["alert"] for alert in alerts()]
     assert len(set(names)) == len(names)
+
+
+def test_every_alert_has_a_section_in_the_documentation_that_says_how_urgent_it_is() -> None:
+    sections = re.findall(
+        r"^## (\w+)\n\n\*\*(\w+)\.\*\* \S.+\n\n\S", RUNBOOK.read_text("utf-8"), re.MULTILINE
+    )
+    assert dict(sections).keys() == {alert["alert"] for alert in alerts()}
+    for alert in alerts():
+        assert alert["annotations"]["runbook"] == f"docs/alerts.md#{alert['alert'].lower()}"
+        assert dict(sections)[alert["alert"]].lower() == alert["labels"]["severity"], alert["alert"]
 
 
 def test_every_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_is_silent() -> None:
