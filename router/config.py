@@ -108,8 +108,8 @@ class RouterConfig:
     max_connections: int = setting(8192, help="most connections of clients at a time; beyond, 503")
     address_share: float = setting(
         0.5,
-        help="share of the connections, and of what is read of bodies, that one client address may take; 1"
-        " where all clients come from one, as behind a load balancer",
+        help="share of the connections, of the requests at a time, and of the room for bodies that one client"
+        " address may take; 1 where all clients come from one, as behind a load balancer",
     )
     head_seconds: float = setting(
         10.0, help="longest time for a request's headers, and for a new connection to send any"

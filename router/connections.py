@@ -9,10 +9,10 @@ limit.
 
 import enum
 import ipaddress
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from router.address_shares import AddressShares
 from router.config import RouterConfig
 
 IPV6_NETWORK_BITS = 64
@@ -53,9 +53,7 @@ class Connections:
         self.write_seconds = write_seconds
         self.num_farewells = 0
         self._max_open = max_open
-        self._max_of_address = max(1, int(max_open * address_share))
-        self._num_open = 0
-        self._of_address: Counter[str] = Counter()
+        self._open = AddressShares(max_open, address_share=address_share)
         self._ended = dict.fromkeys(Ended, 0)
 
     @classmethod
@@ -69,27 +67,21 @@ class Connections:
 
     def enter(self, address: str | None) -> Ended | None:
         """Count a connection; or say why not, and then it must not leave."""
-        if self._num_open >= self._max_open:
+        if self._open.num >= self._max_open:
             return Ended.TOO_MANY
-        if address is not None:
-            if self._of_address[address] >= self._max_of_address:
-                return Ended.TOO_MANY_OF_ADDRESS
-            self._of_address[address] += 1
-        self._num_open += 1
+        if not self._open.has_room(address):
+            return Ended.TOO_MANY_OF_ADDRESS
+        self._open.add(address)
         return None
 
     def leave(self, address: str | None) -> None:
-        self._num_open -= 1
-        if address is not None:
-            self._of_address[address] -= 1
-            if not self._of_address[address]:
-                del self._of_address[address]
+        self._open.add(address, -1)
 
     def count(self, reason: Ended) -> None:
         self._ended[reason] += 1
 
     def statistics(self) -> ConnectionStatistics:
-        return ConnectionStatistics(self._num_open, self._max_open, dict(self._ended))
+        return ConnectionStatistics(self._open.num, self._max_open, dict(self._ended))
 
 
 def address_of(client: tuple[str, int] | None) -> str | None:

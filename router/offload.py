@@ -1,17 +1,16 @@
 """Offload: large bodies are prepared beside the event loop, a few at a time.
 
-Owns the process that does it (`offload_process.py`) and the queue in front of it: `PLACES` bodies are worked
-on, `MOST_WAITING` wait, for `WAIT_SECONDS` at most. Knows nothing of what is in a body.
+Owns the process that does it (`offload_process.py`). `PLACES` bodies are worked on, `MOST_WAITING` wait, for
+`WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`). Knows nothing of what is in a
+body.
 
 The process is started when it is first needed, and again if it has died.
 """
 
 import asyncio
-import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +24,7 @@ from router.offload_process import (
     PREPARE,
     Load,
 )
+from router.offload_queue import OffloadQueue, QueueFull
 from router.prompt.catalog import ModelCatalog
 from router.prompt.template import Verdict
 
@@ -56,7 +56,13 @@ class Offload:
     """For one event loop. `close()` when no request is left."""
 
     def __init__(
-        self, catalog: ModelCatalog, *, max_choices: int, max_prompts: int, bounds: Bounds | None = None
+        self,
+        catalog: ModelCatalog,
+        *,
+        max_choices: int,
+        max_prompts: int,
+        address_share: float = 1.0,
+        bounds: Bounds | None = None,
     ) -> None:
         self._bounds = bounds or Bounds()
         self._catalog = catalog
@@ -66,14 +72,22 @@ class Offload:
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: dict[Digest, Verdict] = {}
         self._starting = asyncio.Lock()
-        self._places = asyncio.Semaphore(PLACES)
-        self._num_waiting = self._num_working = 0
+        self._queue = OffloadQueue(
+            num_places=PLACES,
+            most_waiting=MOST_WAITING,
+            wait_seconds=WAIT_SECONDS,
+            address_share=address_share,
+        )
         self._num_done = self._num_ended = self._num_refused = 0
 
-    async def prepare(self, kind: str, body: bytes) -> Outcome:
-        """Raises what is wrong with the request; RouterBusy where there are too many of its kind."""
-        async with self._place():
-            outcome = await self._prepare(kind, body)
+    async def prepare(self, kind: str, body: bytes, address: str | None = None) -> Outcome:
+        """Raises what is wrong with the request; RouterBusy where there are too many of its kind, of its
+        client's address or of all."""
+        try:
+            async with self._queue.place(address):
+                outcome = await self._prepare(kind, body)
+        except QueueFull as error:
+            raise self._refused() from error
         match outcome:
             case RefusedRequest():
                 raise outcome.error()
@@ -88,8 +102,8 @@ class Offload:
 
     def statistics(self) -> OffloadStatistics:
         return OffloadStatistics(
-            num_working=self._num_working,
-            num_waiting=self._num_waiting,
+            num_working=self._queue.num_working,
+            num_waiting=self._queue.num_waiting,
             num_done=self._num_done,
             num_ended=self._num_ended,
             num_refused=self._num_refused,
@@ -100,28 +114,6 @@ class Offload:
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(_end, process)
-
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        await self._wait()
-        self._num_working += 1
-        try:
-            yield
-        finally:
-            self._num_working -= 1
-            self._places.release()
-
-    async def _wait(self) -> None:
-        if self._num_waiting >= MOST_WAITING:
-            raise self._refused()
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                await self._places.acquire()
-        except TimeoutError as error:
-            raise self._refused() from error
-        finally:
-            self._num_waiting -= 1
 
     def _refused(self) -> RouterBusy:
         self._num_refused += 1

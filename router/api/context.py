@@ -1,12 +1,12 @@
 """ApiContext: what every HTTP endpoint of a router shares.
 
-Owns the count of requests in flight. Knows no dialect; the parts that it names are built at the edge.
+Knows no dialect; the parts that it names are built at the edge.
 """
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -22,8 +22,8 @@ from router.body_budget import BodyBudget, BodyHold
 from router.config import RouterConfig
 from router.connections import Connections, address_of
 from router.dispatch_state import DispatchStatistics
-from router.errors import Overloaded
 from router.generation import Generation
+from router.in_flight import InFlight
 from router.metrics import RouterMetrics
 from router.offload import Offload
 from router.prompt.catalog import ModelCatalog
@@ -76,7 +76,8 @@ class ApiContext:
     observers: list[Observer] = field(default_factory=list)
     """Told of each request to a route that generates, at its end."""
     tracing: Tracing = field(default_factory=Tracing)
-    num_in_flight: int = field(default=0, init=False)
+    in_flight: InFlight = field(init=False)
+    """Counts requests while they are served."""
     bounds: Bounds = field(default_factory=Bounds)
     """Of preparing a large body."""
     offload: Offload = field(init=False)
@@ -94,9 +95,11 @@ class ApiContext:
             self.catalog,
             max_choices=self.config.max_choices,
             max_prompts=self.config.max_prompts,
+            address_share=self.config.address_share,
             bounds=self.bounds,
         )
         self.metrics.watch(lambda parts: parts.read_offload(self.offload.statistics()))
+        self.in_flight = InFlight(self.config.max_in_flight, address_share=self.config.address_share)
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )
@@ -106,21 +109,10 @@ class ApiContext:
         self.metrics.watch(lambda parts: parts.read_bodies(self.bodies.statistics()))
         self.observers.append(self.metrics.observe)
         self.metrics.watch(lambda parts: parts.read_connections(self.connections.statistics()))
-        self.metrics.watch(lambda parts: parts.read_in_flight(self.num_in_flight))
+        self.metrics.watch(lambda parts: parts.read_in_flight(self.in_flight.num))
         self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
         self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
         self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
-
-    @contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Counts one request. Raises Overloaded when there are too many."""
-        if self.num_in_flight >= self.config.max_in_flight:
-            raise Overloaded("The router is serving as many requests as it can. Please try again in 1s.")
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
 
     def hold(self, generations: Sequence[Generation]) -> AbstractContextManager[None]:
         """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""
@@ -148,7 +140,7 @@ class ApiContext:
         """A request's body and its place among those in flight, for routes that answer at once."""
         with self.hold_body(scope) as held:
             body = await self.read_body(scope, receive, held)
-            with self.in_flight():
+            with self.in_flight.hold(address_of(scope.get("client"))):
                 yield body
 
     def priority(self, asked: int | None) -> int:

@@ -16,6 +16,7 @@ from router.api.context import ApiContext
 from router.api.openai_shared import encode_json
 from router.api.prepared import WrittenAnswer
 from router.api.token_counts import detokenize, tokenize
+from router.connections import address_of
 from router.errors import UnknownModel
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
@@ -95,7 +96,7 @@ class ControlRoutes:
                 with contextlib.suppress(TooMuchWork):
                     written = answer(context.catalog, body, is_bounded=True)
                     return Response(written, media_type="application/json")
-            outcome = await context.offload.prepare(kind, body)
+            outcome = await context.offload.prepare(kind, body, address_of(request.scope.get("client")))
         assert isinstance(outcome, WrittenAnswer)
         return Response(outcome.body, media_type="application/json")
 

@@ -15,6 +15,7 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.openai_shared import encode_json
 from router.api.serving import Prepare
+from router.connections import address_of
 from router.explain import explanation
 
 
@@ -38,7 +39,7 @@ class ExplainRoutes:
 
         async def explain(request: Request) -> Response:
             async with context.body(request.scope, request.receive) as body:
-                answer = await prepare(context, body)
+                answer = await prepare(context, body, address_of(request.scope.get("client")))
             explanations = [
                 explanation(
                     prompt.generation,

@@ -124,7 +124,7 @@ class LiveRoutes:
                 "name": self._fleet.name,
                 "since": self._started_at,
                 "policy": self._context.config.policy,
-                "in_flight": self._context.num_in_flight,
+                "in_flight": self._context.in_flight.num,
             },
             "index": [
                 {

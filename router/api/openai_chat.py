@@ -26,15 +26,15 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 _fields_decoder = msgspec.msgpack.Decoder(ChatRequest)
 
 
-async def prepare_chat(context: ApiContext, body: bytes) -> Answer:
+async def prepare_chat(context: ApiContext, body: bytes, address: str | None) -> Answer:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     if is_light_chat(body):
         try:
             request, token_ids, num_stable = await _encode(context, body)
         except TooMuchWork:
-            request, token_ids, num_stable = await _offload(context, body)
+            request, token_ids, num_stable = await _offload(context, body, address)
     else:
-        request, token_ids, num_stable = await _offload(context, body)
+        request, token_ids, num_stable = await _offload(context, body, address)
     with about_model(request.model):
         return _answer(context, request, token_ids, num_stable)
 
@@ -82,8 +82,10 @@ async def _encode(context: ApiContext, body: bytes) -> tuple[ChatRequest, list[i
     return request, token_ids, num_stable_tokens(model.tokenizer, chat)
 
 
-async def _offload(context: ApiContext, body: bytes) -> tuple[ChatRequest, list[int], int | None]:
-    prepared = await context.offload.prepare("chat", body)
+async def _offload(
+    context: ApiContext, body: bytes, address: str | None
+) -> tuple[ChatRequest, list[int], int | None]:
+    prepared = await context.offload.prepare("chat", body, address)
     assert isinstance(prepared, PreparedRequest)
     (prompt,) = prepared.prompts
     return _fields_decoder.decode(prepared.fields), prompt.ids(), prompt.num_stable_tokens

@@ -35,7 +35,7 @@ _Encoded = tuple[list[int], str]
 """Token ids, and the text that the answer begins with."""
 
 
-async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
+async def prepare_completion(context: ApiContext, body: bytes, address: str | None) -> Answer:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     if is_light_completion(body):
         request = decode_body(_decoder, body)
@@ -44,7 +44,7 @@ async def prepare_completion(context: ApiContext, body: bytes) -> Answer:
             check_completion(request, context.config.max_choices)
             encoded = _encode(model, request, prompts_of(request.prompt, context.config.max_prompts))
     else:
-        prepared = await context.offload.prepare("completion", body)
+        prepared = await context.offload.prepare("completion", body, address)
         assert isinstance(prepared, PreparedRequest)
         request = _fields_decoder.decode(prepared.fields)
         model = context.catalog.get(request.model)

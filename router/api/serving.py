@@ -26,6 +26,7 @@ from router.api.http import (
 )
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import COMMENT, EVENT_STREAM_HEADERS, error_event
+from router.connections import address_of
 from router.errors import ErrorKind, RouterError
 from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 from router.trace_points import RequestTrace
@@ -37,7 +38,8 @@ MAX_WAITING_DELTAS = 8192
 
 LOOK_SECONDS = 0.5
 
-Prepare = Callable[[ApiContext, bytes], Awaitable[Answer]]
+Prepare = Callable[[ApiContext, bytes, str | None], Awaitable[Answer]]
+"""From a body and its client's address."""
 
 
 class GenerationEndpoint:
@@ -67,14 +69,14 @@ class GenerationEndpoint:
                 observe(served)
 
     async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
-        context = self._context
+        context, address = self._context, address_of(scope.get("client"))
         try:
             with context.hold_body(scope) as held:
                 body = await context.read_body(scope, receive, held)
                 exchange.has_read()
-                with context.in_flight():
+                with context.in_flight.hold(address):
                     async with exchange.while_connected(receive):
-                        answer = await self._prepare(context, body)
+                        answer = await self._prepare(context, body, address)
                         exchange.has_prepared(answer)
                         del body
                         held.give_back()

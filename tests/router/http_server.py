@@ -39,7 +39,7 @@ class HttpServer:
     @property
     def is_idle(self) -> bool:
         return (
-            self.context.num_in_flight == 0
+            self.context.in_flight.num == 0
             and self.context.bodies.statistics().num_bytes == 0
             and self.dispatcher.num_open == 0
         )

@@ -131,11 +131,17 @@ def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(
-    quick: Offload, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+async def impatient(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Offload]:
     monkeypatch.setattr(offload_module, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(offload_module, "MOST_WAITING", 1)
+    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16, bounds=QUICK)
+    yield made
+    await made.close()
+
+
+async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(impatient: Offload) -> None:
+    quick = impatient
     body = json.dumps(CHAT).encode()
     await quick.prepare("chat", body)
     assert quick._process is not None

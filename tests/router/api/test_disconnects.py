@@ -92,7 +92,7 @@ async def test_a_body_that_comes_too_slowly_is_given_up_and_takes_no_place_in_fl
         writer.write(_head(length, path) + (b"1\r\n{\r\n" if length is None else b"{"))
         while not server.context.bodies.statistics().num_bytes:  # noqa: ASYNC110 (nobody else can tell)
             await asyncio.sleep(0.005)
-        assert server.context.num_in_flight == 0
+        assert server.context.in_flight.num == 0
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408")
         assert b'"code":"request_timeout"' in answer

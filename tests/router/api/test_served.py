@@ -186,9 +186,8 @@ async def test_a_wrong_method(watched: Watched) -> None:
 async def test_a_full_router() -> None:
     async with http_server(max_in_flight=1) as server:
         watched = Watched(server)
-        server.context.num_in_flight = 1
-        await post(watched, CHAT)
-        server.context.num_in_flight = 0
+        with server.context.in_flight.hold(None):
+            await post(watched, CHAT)
         served = await watched.one()
         assert (served.status, served.error_kind) == (429, ErrorKind.OVERLOADED)
 

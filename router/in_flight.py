@@ -1,0 +1,41 @@
+"""InFlight: how many requests a router serves at a time, of one client address at most its share.
+
+Owns the count. Knows nothing of what a request asks for: that is weighed by `admission.py`.
+"""
+
+from router.address_shares import AddressShares
+from router.errors import Overloaded
+
+
+class InFlight:
+    def __init__(self, most: int, *, address_share: float) -> None:
+        self._held = AddressShares(most, address_share=address_share)
+
+    @property
+    def num(self) -> int:
+        return self._held.num
+
+    def hold(self, address: str | None) -> "InFlightHold":
+        """A context that counts one request. Raises Overloaded where there is no room for it."""
+        if not self._held.has_room(address):
+            whose = "this address" if self._held.has_room(None) else "all clients"
+            raise Overloaded(
+                f"The router is serving as many requests of {whose} as it can. Please try again in 1s."
+            )
+        return InFlightHold(self._held, address)
+
+
+class InFlightHold:
+    """One request's place."""
+
+    __slots__ = ("_address", "_held")
+
+    def __init__(self, held: AddressShares, address: str | None) -> None:
+        self._held = held
+        self._address = address
+
+    def __enter__(self) -> None:
+        self._held.add(self._address)
+
+    def __exit__(self, *_: object) -> None:
+        self._held.add(self._address, -1)
