@@ -22,9 +22,9 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage, SamplingParams
 from replicas.protocol.status import ReplicaId
 from router.generation import Generation
-from router.metrics import MOST_TENANTS, RouterMetrics
+from router.observation.metrics import MOST_TENANTS, RouterMetrics
+from router.observation.served import ServedPrompt, ServedRequest, TokenGaps
 from router.routing.decision import Decision, DecisionReason
-from router.served import ServedPrompt, ServedRequest, TokenGaps
 
 MODEL = "toy"
 ROUNDS = 5

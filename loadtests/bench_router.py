@@ -28,7 +28,7 @@ from loadtests.streaming import Answer, Connection
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import SamplingParams
-from router.replica_client import ReplicaClient
+from router.fleet.replica_client import ReplicaClient
 
 WORDS = (
     "cache block prefix replica router prompt token answer question engine memory the a of to and in "

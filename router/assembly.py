@@ -22,25 +22,25 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
 from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
-from router.access_log import log_request
 from router.api.context import ApiContext
 from router.api.prepared import Bounds
 from router.app import Apps, create_apps
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.fleet_source import FleetSource
-from router.index_mirror import IndexMirror
-from router.loop_lag import LoopLag
-from router.membership import Membership, RegistrySource
-from router.metrics import RouterMetrics
-from router.overdue import OverdueWatch
-from router.part_metrics import PartMetrics
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.overdue import OverdueWatch
+from router.dispatch.retries import RetryPolicy
+from router.dispatch.waiting_room import WaitingRoom
+from router.fleet.index_mirror import IndexMirror
+from router.fleet.membership import Membership, RegistrySource
+from router.live_page.fleet_source import FleetSource
+from router.observation.access_log import log_request
+from router.observation.loop_lag import LoopLag
+from router.observation.metrics import RouterMetrics
+from router.observation.part_metrics import PartMetrics
+from router.observation.trace_points import Tracing
 from router.prompt.catalog import ModelCatalog, bundle_digest
-from router.retries import RetryPolicy
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
-from router.trace_points import Tracing
-from router.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +216,8 @@ def _open_tls(config: RouterConfig) -> RouterTls | None:
 def _open_tracing(config: RouterConfig) -> Tracing:
     if config.otlp_endpoint is None:
         return Tracing()
-    from router.tracing import SpanTracing  # here, since a router without traces must not load the SDK
+    from router.observation.tracing import (
+        SpanTracing,  # here, since a router without traces must not load the SDK
+    )
 
     return SpanTracing(config.otlp_endpoint, config.trace_sample_ratio)

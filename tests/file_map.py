@@ -17,7 +17,7 @@ PACKAGES = ("replicas", "router", "cluster", "loadtests")
 PROGRAMS = ("helm", "deploy", "requirements")
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 OTHER_FOLDERS = {
-    "router/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
+    "router/live_page/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
     "helm/": "The chart: routers, pools of replicas, Redis. README.md has its values.",
     "helm/files/": "What the chart puts into pods.",
     "helm/templates/": "The objects; helm/ci/ has examples of values.",

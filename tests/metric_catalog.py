@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import FleetMetrics
 from replicas.observation.metrics import ReplicaMetrics
-from router.metrics import RouterMetrics
+from router.observation.metrics import RouterMetrics
 
 Labels = frozenset[str]
 

@@ -1,8 +1,9 @@
 """How much work a body can be, told from its bytes before anything is made of them.
 
 Owns the bounds of what is prepared on the event loop; whatever is beyond goes to a process of its own
-(`router/offload.py`). Bounds are on bytes and on JSON values: eight MiB of one string are a few milliseconds'
-work, eight MiB of nested lists are seconds. And on powers of ten: msgspec takes 40 µs to read 1e300.
+(`router/large_bodies/`). Bounds are on bytes and on JSON values: eight MiB of one string are a few
+milliseconds' work, eight MiB of nested lists are seconds. And on powers of ten: msgspec takes 40 µs to read
+1e300.
 """
 
 TINY_BYTES = 2**10

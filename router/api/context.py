@@ -21,21 +21,21 @@ from router.api.prepared import Bounds
 from router.body_budget import BodyBudget, BodyHold
 from router.config import RouterConfig
 from router.connections import Connections, address_of
-from router.dispatch_state import DispatchStatistics
+from router.dispatch.dispatch_state import DispatchStatistics
 from router.generation import Generation
 from router.in_flight import InFlight
-from router.metrics import RouterMetrics
-from router.offload import Offload
+from router.large_bodies.offload import Offload
+from router.observation.metrics import RouterMetrics
+from router.observation.served import Observer
+from router.observation.trace_points import RunTrace, Tracing
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.table import Preview
-from router.served import Observer
-from router.trace_points import RunTrace, Tracing
 from router.turns import Turns
 
 
 class Runs(Protocol):
-    """One generation under way: `router.run.Run`, or a script of one in tests."""
+    """One generation under way: `router.dispatch.run.Run`, or a script of one in tests."""
 
     @property
     def decision(self) -> Decision: ...

@@ -2,7 +2,7 @@
 
 Owns the routes, and that they cost little: nothing is computed unless somebody asks, what was computed is
 told to everybody who asks within the same moment, and long walks let others run in between. Shapes are
-`router/live_view.py`'s.
+`router/live_page/live_view.py`'s.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from starlette.routing import Route
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
-from router import live_view
 from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.openai_shared import HttpError, encode_json
-from router.index_mirror import MirrorStatistics
-from router.live import Live
-from router.live_view import ReplicaView
-from router.sightings import Node
+from router.fleet.index_mirror import MirrorStatistics
+from router.live_page import live_view
+from router.live_page.live import Live
+from router.live_page.live_view import ReplicaView
+from router.observation.sightings import Node
 
 STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5

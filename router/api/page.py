@@ -53,7 +53,7 @@ def _read_files(folder: Path) -> Mapping[str, PageFile]:
     return files
 
 
-FILES = _read_files(Path(__file__).resolve().parent.parent / "page")
+FILES = _read_files(Path(__file__).resolve().parent.parent / "live_page" / "page")
 
 
 class PageRoutes:

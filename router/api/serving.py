@@ -28,8 +28,8 @@ from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, meth
 from router.api.sse import COMMENT, EVENT_STREAM_HEADERS, error_event
 from router.connections import address_of
 from router.errors import ErrorKind, RouterError
-from router.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
-from router.trace_points import RequestTrace
+from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
+from router.observation.trace_points import RequestTrace
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ or of messages.
 
 minijinja counts its instructions, so a loop without end costs it a few milliseconds. One instruction may
 still do a lot: `"x" * 10**9`, or a filter that pads. Templates with such instructions are not *bounded*, nor
-is anything that jinja2 renders: those are for a process that can be ended (`router/offload.py`).
+is anything that jinja2 renders: those are for a process that can be ended (`router/large_bodies/offload.py`).
 """
 
 import json

@@ -140,7 +140,8 @@ def test_no_word_of_a_client_is_in_a_log_or_a_span(log_format: str) -> None:
             router_log = stack.run_directory / "router.log"
             num_requests = len([path for _, path, _ in REQUESTS if path in (CHAT, COMPLETIONS)]) + 8
             wait_until(
-                lambda: router_log.read_text().count("router.access_log") >= num_requests, "every line"
+                lambda: router_log.read_text().count("router.observation.access_log") >= num_requests,
+                "every line",
             )
             with contextlib.suppress(KeyError):
                 stack.terminate("router")
@@ -155,7 +156,7 @@ def test_no_word_of_a_client_is_in_a_log_or_a_span(log_format: str) -> None:
         assert (marker.encode() in spans.lower()) is (marker == STATE), marker
     if log_format == "json":
         lines = [json.loads(line) for line in logs["router.log"].splitlines()]
-        ended = [line for line in lines if line["logger"] == "router.access_log"]
+        ended = [line for line in lines if line["logger"] == "router.observation.access_log"]
         assert {line["status"] for line in ended} >= {200, 400, 404, 405, 413, 499}
         assert all(line["message"] == "request" and line["request_id"] for line in ended)
         taken = [json.loads(line) for line in logs["replica-0.log"].splitlines()]

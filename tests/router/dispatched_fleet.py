@@ -10,15 +10,15 @@ import pytest
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import FinishReason, SamplingParams, TokenDelta
 from replicas.protocol.status import Adapter, ReplicaId
-from router.dispatch import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.outlook import NOTHING_COMING
+from router.dispatch.retries import RetryPolicy
+from router.dispatch.run import Run
+from router.dispatch.waiting_room import WaitingRoom
+from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
-from router.outlook import NOTHING_COMING
-from router.replica_client import ReplicaClient
-from router.retries import RetryPolicy
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
-from router.run import Run
-from router.waiting_room import WaitingRoom
 from tests.router.scripted_replica import CARD, ScriptedReplica, token_at
 
 ROOT = BlockHash(bytes(16))

@@ -20,7 +20,7 @@ from router.config import RouterConfig
 from router.connections import Connections
 from router.http_protocol import protocol_of
 from router.listeners import SEND_BUFFER_BYTES
-from router.metrics import RouterMetrics
+from router.observation.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from replicas.protocol.blocks import BlockHash
-from router.index_mirror import IndexMirror
+from router.fleet.index_mirror import IndexMirror
 from router.routing.overlap import PrefixIndex
 from tests.router.index_set_writer import IndexSetWriter
 from tests.router.scripted_replica import eventually

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
-from router.index_mirror import MirrorStatistics
-from router.live_view import ReplicaView
+from router.fleet.index_mirror import MirrorStatistics
+from router.live_page.live_view import ReplicaView
 
 
 def replica_view(name: str, load: LoadSnapshot | None = None, complaint: str | None = None) -> ReplicaView:

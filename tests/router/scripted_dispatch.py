@@ -6,11 +6,11 @@ from types import TracebackType
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
-from router.dispatch_state import DispatchStatistics
+from router.dispatch.dispatch_state import DispatchStatistics
 from router.generation import Generation
+from router.observation.trace_points import NO_TRACE, RunTrace
 from router.routing.decision import Decision, DecisionReason
 from router.routing.table import Preview
-from router.trace_points import NO_TRACE, RunTrace
 
 NEVER = "never"
 """In a script: nothing more comes until the run is left."""

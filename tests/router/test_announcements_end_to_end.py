@@ -20,11 +20,11 @@ from replicas.protocol.frames import SamplingParams
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId
 from replicas.simulated_engine.engine import SimulatedEngine
-from router.dispatch import Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.errors import UnknownModel
+from router.fleet.index_mirror import IndexMirror
+from router.fleet.membership import Membership, RegistrySource
 from router.generation import Generation
-from router.index_mirror import IndexMirror
-from router.membership import Membership, RegistrySource
 from router.routing.bucket import AffinityRanking
 from router.routing.cost import CostParameters
 from router.routing.overlap import PrefixIndex

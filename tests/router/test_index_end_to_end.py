@@ -13,7 +13,7 @@ from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId, ReplicaState
-from router.index_mirror import IndexMirror
+from router.fleet.index_mirror import IndexMirror
 from router.routing.overlap import PrefixIndex
 from tests.redis_server import RedisServer
 from tests.replicas.scripted_engine import CARD

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from replicas.process.logs import TEXT_FORMAT, JsonFormatter, TextFormatter
-from router.access_log import log_request
+from router.observation.access_log import log_request
 from router.prompt.tokenizer import Tokenizer
 from tests.router.http_server import HttpServer
 
@@ -62,7 +62,7 @@ async def test_a_crash_while_an_answer_is_made_is_logged_with_its_request_and_it
     assert answer.status_code == 500
     (crashed,) = [line for line in log.lines if "a request failed" in line]
     assert "the-one" in crashed and "RuntimeError" in crashed and "scripted_dispatch.py" in crashed
-    (ended,) = [line for line in log.lines if "router.access_log" in line]
+    (ended,) = [line for line in log.lines if "router.observation.access_log" in line]
     assert "the-one" in ended and "InternalError" in ended
     assert MARKER not in "\n".join(log.lines)
 
@@ -99,7 +99,7 @@ async def test_the_line_of_a_request_says_what_became_of_it(
 ) -> None:
     handler = Log()
     handler.setFormatter(JsonFormatter({}))
-    logger = logging.getLogger("router.access_log")
+    logger = logging.getLogger("router.observation.access_log")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     server.context.observers.append(log_request)

@@ -22,8 +22,8 @@ from router.errors import (
     about_model,
 )
 from router.generation import Generation
+from router.observation.served import CLIENT_GONE, ServedRequest
 from router.routing.decision import Decision, DecisionReason
-from router.served import CLIENT_GONE, ServedRequest
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import NEVER, Script, Step, says
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from loadtests.worst_bodies import CHAT, COMPLETIONS, SHAPES, WorstBody, worst_bodies
-from router import offload
 from router.api.body_weight import MOST_BYTES
+from router.large_bodies import offload
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer

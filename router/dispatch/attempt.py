@@ -1,0 +1,103 @@
+"""Attempt and Choice: where the parts of one generation run, and what each has produced.
+
+Plain records that `dispatch.py` owns and changes; nothing here acts by itself.
+"""
+
+from collections.abc import Sequence
+
+from replicas.protocol.status import ReplicaId
+from router.dispatch.inflight import Inflight
+from router.dispatch.suspects import SURVIVED_TOKENS, Presence, Trial
+from router.fleet.replica_client import ReplicaClient
+from router.observation.trace_points import AttemptTrace
+from router.routing.table import RoutedRequest
+
+PromptOf = tuple[str, Sequence[int]]
+"""The model's name, and the tokens."""
+
+
+class Attempt:
+    """One submission to one replica. `choices` maps the submission's choices to the generation's."""
+
+    __slots__ = (
+        "choices",
+        "client",
+        "inflight",
+        "num_open",
+        "prompt",
+        "replica_id",
+        "routed",
+        "started",
+        "trace",
+        "trial",
+    )
+
+    def __init__(
+        self,
+        routed: RoutedRequest,
+        client: ReplicaClient,
+        inflight: Inflight,
+        choices: Sequence[int],
+        trace: AttemptTrace,
+        *,
+        model: str,
+        token_ids: Sequence[int],
+        trial: Trial | None = None,
+    ) -> None:
+        self.replica_id: ReplicaId = routed.decision.replica_id
+        self.routed = routed
+        self.client = client
+        self.inflight = inflight
+        self.choices = choices
+        self.num_open = len(choices)
+        self.started = False
+        self.trace = trace
+        self.prompt: PromptOf = (model, token_ids)
+        """Without what was resumed."""
+        self.trial = trial
+        """Set while its prompt is suspected and has not survived here."""
+
+    @property
+    def has_survived(self) -> bool:
+        """Its prompt has been computed there and some tokens after it, and the replica lives."""
+        return self.inflight.num_tokens >= SURVIVED_TOKENS * len(self.choices)
+
+    def presence(self) -> Presence:
+        """For the day of the replica's death."""
+        return Presence(
+            num_uncached_tokens=self.routed.num_uncached_tokens,
+            num_tokens_out=self.inflight.num_tokens // len(self.choices),
+            is_heard=self.inflight.request_id <= self.client.num_heard_submits,
+            is_on_trial=self.trial is not None,
+        )
+
+    def first_token(self) -> None:
+        self.started = True
+        self.routed.first_token()
+        self.trace.first_token()
+
+    def release(self) -> None:
+        """Stop what still runs there, and give reservation and prediction back. Called once."""
+        if self.trial is not None:
+            self.trial.close()
+        self.client.abort(self.inflight.request_id)
+        self.routed.__exit__(None, None, None)
+        self.trace.end()
+
+
+class Choice:
+    """One continuation. `attempt` serves it now: None before it is placed, and once it is closed."""
+
+    __slots__ = ("attempt", "closed", "has_usage", "num_attempts", "num_losses", "token_ids")
+
+    def __init__(self) -> None:
+        self.attempt: Attempt | None = None
+        self.closed = False
+        self.has_usage = False
+        self.num_attempts = 0  # since it last got anywhere
+        self.num_losses = 0
+        self.token_ids: list[int] = []
+
+    @property
+    def is_unplaced(self) -> bool:
+        return self.attempt is None and not self.closed

@@ -1,0 +1,219 @@
+"""DispatchState: what all runs of a router share.
+
+Owns who is in flight where, what is suspected, who waits, and the counts of what has become of them.
+Knows nothing of one generation: `run.py` does.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from replicas.protocol.status import ReplicaId
+from router.dispatch.attempt import Attempt, PromptOf
+from router.dispatch.outlook import Outlook
+from router.dispatch.retries import RetryBudget, RetryPolicy
+from router.dispatch.suspects import Presence, Suspects, SuspectStatistics, blamed
+from router.dispatch.waiting_room import RoomStatistics, WaitingRoom
+from router.fleet.replica_client import ReplicaClient
+from router.routing.table import RoutingTable
+
+MAX_LEFT = 64
+LEFT_SECONDS = 5.0
+
+MIN_RETRY_AFTER_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 60.0
+
+
+NO_SUSPECTS = SuspectStatistics(0, 0, 0)
+EMPTY_ROOM = RoomStatistics(0, 0, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchStatistics:
+    """Counts since the start, but for `num_running`, `retries_left`, the room's and some of the suspects'.
+
+    `num_lost` are attempts whose replica was lost.
+    """
+
+    num_running: int = 0
+    num_retries: int = 0
+    num_resumes: int = 0
+    num_lost: int = 0
+    num_overdue: int = 0
+    retries_left: float = 0.0
+    num_retries_refused: int = 0
+    suspects: SuspectStatistics = NO_SUSPECTS
+    room: RoomStatistics = EMPTY_ROOM
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What runs over one stream, in the order of submission."""
+
+    max_step_tokens: int
+    attempts: dict[Attempt, None] = field(default_factory=dict)
+    left: deque[tuple[float, Presence, PromptOf]] = field(default_factory=lambda: deque(maxlen=MAX_LEFT))
+    """Whose client has gone before they got anywhere: what they have begun may still be the end of it."""
+    is_dead: bool = False
+
+
+class _Prompts:
+    """A set of prompts, without a hash of all their tokens."""
+
+    def __init__(self, prompts: Iterable[PromptOf]) -> None:
+        self._prompts: dict[tuple[str, int, int], list[PromptOf]] = {}
+        for prompt in prompts:
+            self._prompts.setdefault(_key(prompt), []).append(prompt)
+
+    def __contains__(self, prompt: PromptOf) -> bool:
+        return prompt in self._prompts.get(_key(prompt), ())
+
+
+def _key(prompt: PromptOf) -> tuple[str, int, int]:
+    model, token_ids = prompt
+    return model, len(token_ids), token_ids[-1]
+
+
+class DispatchState:
+    """`clients` gives the open client of a replica, or None if there is none just now."""
+
+    def __init__(
+        self,
+        table: RoutingTable,
+        clients: Callable[[ReplicaId], ReplicaClient | None],
+        *,
+        rng: random.Random,
+        clock: Callable[[], float],
+        retry: RetryPolicy,
+        room: WaitingRoom,
+        outlook: Callable[[str], Outlook],
+    ) -> None:
+        self.table = table
+        self.clients = clients
+        self.rng = rng
+        self.clock = clock
+        self.retry = retry
+        self.room = room
+        self.outlook = outlook
+        self.budget = RetryBudget()
+        self.suspects = Suspects(rng.randbytes(32))
+        self.num_running = 0
+        self.num_retries = 0
+        self.num_resumes = 0
+        self.num_lost = 0
+        self.num_overdue = 0
+        self._num_runs = 0
+        self._in_flight: WeakKeyDictionary[ReplicaClient, _InFlight] = WeakKeyDictionary()
+        table.on_change = room.call
+
+    def next_order(self) -> int:
+        """Runs are numbered as they come."""
+        self._num_runs += 1
+        return self._num_runs
+
+    # Who is in flight where.
+
+    def begin(self, attempt: Attempt) -> None:
+        there = self._in_flight.get(attempt.client)
+        if there is None:
+            card = self.table.card(attempt.replica_id)
+            there = _InFlight(0 if card is None else card.max_batched_tokens)
+            self._in_flight[attempt.client] = there
+        there.attempts[attempt] = None
+
+    def end(self, attempt: Attempt) -> None:
+        """Give back what it holds. Once per attempt."""
+        there = self._in_flight[attempt.client]
+        there.attempts.pop(attempt, None)
+        had_trial = attempt.trial is not None
+        if attempt.num_open and not attempt.has_survived:
+            there.left.append((self.clock(), attempt.presence(), attempt.prompt))
+        attempt.release()
+        if had_trial:
+            self.room.call(attempt.prompt[0])
+
+    def replica_died(self, client: ReplicaClient) -> None:
+        """Whoever notices it says so; what was in flight is judged once."""
+        there = self._in_flight.get(client)
+        if there is None or there.is_dead:
+            return
+        there.is_dead = True
+        if self.clients(client.replica_id) is client:
+            self.table.set_draining(client.replica_id)  # its engine is gone, and its stream will be
+        if not client.is_draining:  # else it was told to leave, and has not waited for its last requests
+            self._blame(there)
+
+    def blame_those_at(self, client: ReplicaClient) -> None:
+        """It lives, but is as good as dead."""
+        self._blame(self._in_flight[client])
+
+    def streams(self) -> list[ReplicaClient]:
+        """Over which something was ever sent."""
+        return list(self._in_flight)
+
+    def attempts_at(self, client: ReplicaClient) -> list[Attempt]:
+        return list(self._in_flight[client].attempts)
+
+    def _blame(self, there: _InFlight) -> None:
+        now = self.clock()
+        present = [(presence, prompt) for left, presence, prompt in there.left if now - left < LEFT_SECONDS]
+        present += [(attempt.presence(), attempt.prompt) for attempt in there.attempts]
+        found = blamed([presence for presence, _ in present], there.max_step_tokens)
+        innocent = self._surviving_prompts()
+        self.suspects.blame(
+            [
+                (self.suspects.digest(*prompt), presence.is_heard)
+                for presence, prompt in (present[position] for position in found)
+                if prompt not in innocent
+            ],
+            now,
+        )
+
+    def _surviving_prompts(self) -> "_Prompts":
+        """Those that a living replica has computed just now: no replica dies of them."""
+        living = (there for there in self._in_flight.values() if not there.is_dead)
+        return _Prompts(
+            attempt.prompt for there in living for attempt in there.attempts if attempt.has_survived
+        )
+
+    # Suspects.
+
+    def survived(self, attempt: Attempt) -> None:
+        """A suspect that has got this far is none."""
+        assert attempt.trial is not None
+        self.suspects.survived(attempt.trial.digest)
+        attempt.trial.close()
+        attempt.trial = None
+        self.room.call(attempt.prompt[0])
+
+    # What is told.
+
+    def retry_after_seconds(self, model: str) -> float:
+        """When it is worth asking again: once the idlest replica has computed the prompts that it has.
+
+        While there is none: after as long again as there has been none.
+        """
+        return min(
+            MAX_RETRY_AFTER_SECONDS,
+            max(
+                MIN_RETRY_AFTER_SECONDS,
+                self.table.backlog_seconds(model),
+                self.outlook(model).away_seconds,
+            ),
+        )
+
+    def statistics(self) -> DispatchStatistics:
+        now = self.clock()
+        return DispatchStatistics(
+            num_running=self.num_running,
+            num_retries=self.num_retries,
+            num_resumes=self.num_resumes,
+            num_lost=self.num_lost,
+            num_overdue=self.num_overdue,
+            retries_left=self.budget.left(now),
+            num_retries_refused=self.budget.num_refused,
+            suspects=self.suspects.statistics(),
+            room=self.room.statistics(now),
+        )

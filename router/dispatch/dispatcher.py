@@ -1,0 +1,70 @@
+"""Dispatcher: makes runs, and tells what has become of them.
+
+Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
+"""
+
+import random
+import time
+from collections.abc import Callable
+
+from replicas.protocol.status import ReplicaId
+from router.dispatch.dispatch_state import DispatchState, DispatchStatistics
+from router.dispatch.outlook import NOTHING_COMING, Outlook
+from router.dispatch.retries import RetryPolicy
+from router.dispatch.run import Run
+from router.dispatch.waiting_room import WaitingRoom
+from router.fleet.replica_client import ReplicaClient
+from router.generation import Generation
+from router.observation.trace_points import NO_TRACE, RunTrace
+from router.routing.decision import RoutingRequest
+from router.routing.table import Preview, RoutingTable
+
+DEFAULT_RETRY = RetryPolicy()
+MAX_WAITING = 2048
+MAX_WAITING_BYTES = 256 << 20
+
+
+class Dispatcher:
+    """Makes runs. `clients` gives the open client of a replica, or None if there is none just now."""
+
+    def __init__(
+        self,
+        table: RoutingTable,
+        clients: Callable[[ReplicaId], ReplicaClient | None],
+        *,
+        rng: random.Random,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        room: WaitingRoom | None = None,
+        outlook: Callable[[str], Outlook] = lambda _: NOTHING_COMING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.table = table
+        self.state = DispatchState(
+            table,
+            clients,
+            rng=rng,
+            clock=clock,
+            retry=retry,
+            room=room or WaitingRoom(max_waiting=MAX_WAITING, max_bytes=MAX_WAITING_BYTES),
+            outlook=outlook,
+        )
+
+    def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> Run:
+        """An async context manager; leaving it stops what still runs and gives everything back."""
+        return Run(self.state, generation, trace)
+
+    def preview(self, generation: Generation) -> Preview:
+        """Where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
+        request = RoutingRequest(
+            generation.bucket, len(generation.token_ids), self.table.block_size(generation.model)
+        )
+        return self.table.preview(
+            generation.model, request, generation.block_hashes, adapter=generation.adapter
+        )
+
+    def retry_after_seconds(self, model: str) -> float:
+        """When it is worth asking again, for a client that was refused."""
+        return self.state.retry_after_seconds(model)
+
+    def statistics(self) -> DispatchStatistics:
+        return self.state.statistics()

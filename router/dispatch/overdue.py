@@ -1,0 +1,72 @@
+"""OverdueWatch: moves requests away from replicas that are alive and get nowhere.
+
+A second net: a replica's own watchdog ends an engine that hangs. Owns the looks at every replica with
+requests in flight. Knows nothing of what a generation does then: its attempt is lost, and it goes elsewhere.
+"""
+
+import asyncio
+import logging
+from weakref import WeakKeyDictionary
+
+from router.dispatch.dispatch_state import DispatchState
+from router.dispatch.inflight import ReplicaLost
+from router.dispatch.pulse import Pulse
+from router.fleet.replica_client import ReplicaClient
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 12
+"""So many looks in the time after which something is overdue."""
+
+
+class OverdueWatch:
+    """`run()` as a task of the owner's."""
+
+    def __init__(self, state: DispatchState, seconds: float) -> None:
+        self._state = state
+        self._seconds = seconds
+        self._pulses: WeakKeyDictionary[ReplicaClient, Pulse] = WeakKeyDictionary()
+        self._hanging: WeakKeyDictionary[ReplicaClient, float] = WeakKeyDictionary()
+        """Since when."""
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._seconds / LOOKS)
+            self.look()
+
+    def look(self) -> None:
+        """At every replica once."""
+        for client in self._state.streams():
+            if client.lost is None:
+                self._look_at(client)
+
+    def _look_at(self, client: ReplicaClient) -> None:
+        state, table = self._state, self._state.table
+        latest = table.loads.latest(client.replica_id)
+        if latest is None:
+            return
+        attempts = {attempt.inflight.request_id: attempt for attempt in state.attempts_at(client)}
+        tokens = {number: attempt.inflight.num_tokens for number, attempt in attempts.items()}
+        pulse = self._pulses.setdefault(client, Pulse(self._seconds))
+        hangs, overdue = pulse.look(latest[0], client.num_deltas, tokens, state.clock())
+        if hangs:
+            self._begin_hanging(client, len(overdue))
+        elif client in self._hanging and (
+            pulse.has_moved or state.clock() - self._hanging[client] >= self._seconds
+        ):
+            del self._hanging[client]
+            table.set_stalled(client.replica_id, is_stalled=False)
+            logger.info("replica %s is tried again", client.replica_id)
+        for number in overdue:
+            state.num_overdue += 1
+            attempts[number].inflight.fail(ReplicaLost("nothing has come of it for too long"))
+
+    def _begin_hanging(self, client: ReplicaClient, num_overdue: int) -> None:
+        logger.warning(
+            "replica %s is alive and gets nowhere; its requests move requests=%d",
+            client.replica_id,
+            num_overdue,
+        )
+        self._hanging[client] = self._state.clock()
+        self._state.blame_those_at(client)
+        self._state.table.set_stalled(client.replica_id, is_stalled=True)

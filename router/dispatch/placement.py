@@ -1,0 +1,246 @@
+"""Placement: a replica for each part of one generation, and the waiting until there is one.
+
+Owns what was tried, and the generation's place in line. Knows neither streams nor tokens that come back.
+
+    some replica is ready          it is asked, unless somebody who came earlier still waits
+    its prompt is suspected        only a replica without another suspect is asked
+    its prompt is condemned        nobody is
+    all that are ready refused it  once more after a wait
+    none is ready                  in line, if replicas are coming
+"""
+
+import enum
+import math
+import time
+from collections.abc import Callable, Collection
+
+from replicas.protocol.frames import RefusalCode
+from replicas.protocol.status import ReplicaId
+from router.dispatch.attempt import Choice
+from router.dispatch.dispatch_state import DispatchState
+from router.dispatch.retries import Patience
+from router.dispatch.suspects import PromptDigest, Standing
+from router.dispatch.waiting_room import Lane, Ticket
+from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, RouterError, UnknownModel
+from router.generation import Generation
+from router.observation.trace_points import RunTrace
+from router.routing.decision import RoutingRequest
+from router.routing.table import RoutedRequest
+
+BYTES_PER_TOKEN = 40
+"""Of a prompt that waits: a Python list of integers."""
+
+
+class Obstacle(enum.Enum):
+    """Why nobody could be asked."""
+
+    NONE_READY = enum.auto()
+    ALL_REFUSED = enum.auto()
+    LINE = enum.auto()
+    """Others were here before, or there is no room for those who wait."""
+    TRIALS = enum.auto()
+    """It is suspected, and every replica has a suspect on trial."""
+    OWN_TRIAL = enum.auto()
+    """The same prompt is on trial somewhere."""
+
+
+class Placement:
+    """`call` wakes the run that this belongs to: it is worth another try."""
+
+    def __init__(
+        self, state: DispatchState, generation: Generation, trace: RunTrace, call: Callable[[], None]
+    ) -> None:
+        self.patience = Patience(state.retry)
+        self.num_attempts = 0
+        self.suspected: PromptDigest | None = None
+        """Set where the prompt may have killed a replica; then an attempt is a trial."""
+        self.routing_seconds = 0.0
+        self._state = state
+        self._generation = generation
+        self._trace = trace
+        self._call = call
+        self._order = state.next_order()
+        self._ticket: Ticket | None = None
+        self._line_ends_at = 0.0
+        self._owes_retry = False
+        self._digest: PromptDigest | None = None
+
+    def seconds_to_wait(self) -> float:
+        """0 if a try is worth while now."""
+        now = self._state.clock()
+        if now < self.patience.not_before:
+            return self.patience.not_before - now
+        if self._ticket is not None and not self._ticket.is_called:
+            return max(0.0, self._line_ends_at - now)
+        return 0.0
+
+    def may_try(self, choice: Choice, *, is_visible: bool) -> bool:
+        """Whether attempts are left for this choice, and retries for this router."""
+        policy = self._state.retry
+        if choice.num_attempts >= policy.max_attempts or choice.num_losses >= policy.max_losses:
+            return False
+        if self._owes_retry:
+            self._owes_retry = False
+            # An answer that has begun is gone on with in any case.
+            return self._state.budget.take(self._state.clock()) or is_visible
+        return True
+
+    def route(self, num_tokens: int) -> RoutedRequest | Obstacle:
+        """Raises GenerationFailed for a prompt that is condemned."""
+        generation, table = self._generation, self._state.table
+        exclude: Collection[ReplicaId] = self.patience.excluded
+        self.suspected = self._suspicion()
+        if self.suspected is not None:
+            if self._state.suspects.is_on_trial(self.suspected):
+                return Obstacle.OWN_TRIAL
+            exclude = {*exclude, *self._state.suspects.places_taken()}
+        elif self._is_behind(exclude):
+            return Obstacle.LINE
+        try:
+            request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
+            started = time.perf_counter()
+            # Also of a resumed choice only the prompt's blocks: what has been said since nobody else can ask.
+            routed = table.route(
+                generation.model,
+                request,
+                generation.block_hashes,
+                exclude=exclude,
+                adapter=generation.adapter,
+            )
+            self.routing_seconds = time.perf_counter() - started
+            return routed
+        except (NoReplicaAvailable, UnknownModel):
+            # Unknown: a model can be asked for a moment before its first replica is routed to.
+            return self._obstacle()
+
+    def wait(self, obstacle: Obstacle) -> float:
+        """Seconds until the next try is due, if nobody calls before; 0 when it has waited enough."""
+        state, now = self._state, self._state.clock()
+        is_trial = obstacle in (Obstacle.TRIALS, Obstacle.OWN_TRIAL)
+        is_coming = obstacle is Obstacle.NONE_READY and self._is_coming()
+        if not (is_trial or is_coming or obstacle is Obstacle.LINE):
+            self._leave_line()
+            if not self.patience.wait_for_all(now, state.rng.random()):
+                return 0.0
+            seconds = self.patience.not_before - now
+            self._trace.waits(seconds)
+            return seconds
+        longest = state.retry.trial_seconds if is_trial else state.retry.wait_seconds
+        seconds = self.patience.wait_in_line(now, longest)
+        if not seconds or not self._stand_in_line(is_trial=is_trial, now=now):
+            return 0.0
+        self._line_ends_at = now + seconds
+        assert self._ticket is not None
+        if self._ticket.is_called:
+            state.room.went_in_vain(self._ticket, call_next=obstacle is Obstacle.OWN_TRIAL)
+        else:
+            self._trace.waits(seconds)
+        return seconds
+
+    def submitted(self, *, is_visible: bool) -> None:
+        if is_visible:
+            self._state.num_resumes += 1
+        elif self.num_attempts:
+            self._state.num_retries += 1
+        else:
+            self._state.budget.add_request()
+        self.num_attempts += 1
+
+    def failed(self, replica_id: ReplicaId, code: RefusalCode, *, is_death: bool) -> None:
+        self.patience.failed(replica_id, code, self._state.clock(), self._state.rng.random())
+        # Where a living replica has refused it, trying again is more work for the others.
+        self._owes_retry = self._owes_retry or not (is_death or code is RefusalCode.DRAINING)
+
+    def done(self) -> None:
+        """All is placed."""
+        self._leave_line()
+        self.patience.placed()
+
+    def close(self) -> None:
+        self._leave_line()
+
+    def give_up(self, *, is_visible: bool) -> RouterError:
+        generation, state, failure = self._generation, self._state, self.patience.failure
+        model = generation.model if generation.adapter is None else generation.adapter.name
+        if is_visible:
+            return GenerationFailed("The generation was interrupted and could not be resumed.")
+        if failure is RefusalCode.OVERLOADED:
+            return Overloaded(
+                f"All replicas of model {model} are busy. Try again shortly.",
+                retry_after_seconds=state.retry_after_seconds(generation.model),
+            )
+        has_failed = failure in (RefusalCode.INTERNAL, RefusalCode.ENGINE_FAILED)
+        if has_failed and self.num_attempts >= state.retry.max_attempts:
+            return GenerationFailed("The generation failed on several replicas.")
+        return NoReplicaAvailable(
+            f"No replica of model {model} is available. Try again shortly.",
+            retry_after_seconds=state.retry_after_seconds(generation.model),
+        )
+
+    def _suspicion(self) -> PromptDigest | None:
+        """The prompt's digest if it may have killed a replica. Raises for one that has killed two."""
+        suspects, generation = self._state.suspects, self._generation
+        if not suspects.has_any:
+            return None
+        if self._digest is None:
+            self._digest = suspects.digest(generation.model, generation.token_ids)
+        now = self._state.clock()
+        standing = suspects.standing(self._digest, now)
+        if standing is Standing.CONDEMNED:
+            minutes = math.ceil(suspects.remaining_seconds(self._digest, now) / 60)
+            raise GenerationFailed(
+                "Replicas have died computing this prompt, so it is not tried again. It is refused for the"
+                f" next {minutes} minutes."
+            )
+        return self._digest if standing is Standing.SUSPECT else None
+
+    def _is_behind(self, exclude: Collection[ReplicaId]) -> bool:
+        """Whether it has to let others go first, or to wait until there is room for those in line."""
+        state, generation = self._state, self._generation
+        if self._ticket is None:
+            return not state.room.is_empty and state.room.is_before(self._lane(is_trial=False), self._order)
+        if state.clock() >= self._line_ends_at:
+            return False  # it may be refused where there is no room, but it is not kept from asking
+        model, adapter = generation.model, generation.adapter
+        return state.table.has_ready(model, adapter=adapter, exclude=exclude) and not state.table.has_room(
+            model, adapter=adapter, exclude=exclude
+        )
+
+    def _obstacle(self) -> Obstacle:
+        model, adapter, table = self._generation.model, self._generation.adapter, self._state.table
+        if not table.has_ready(model, adapter=adapter):
+            return Obstacle.NONE_READY
+        if self.suspected is not None and table.has_ready(
+            model, adapter=adapter, exclude=self.patience.excluded
+        ):
+            return Obstacle.TRIALS
+        return Obstacle.ALL_REFUSED
+
+    def _is_coming(self) -> bool:
+        """A replica that gets nowhere will move again, or be replaced."""
+        model = self._generation.model
+        return self._state.outlook(model).is_coming or self._state.table.has_stalled(model)
+
+    def _lane(self, *, is_trial: bool) -> Lane:
+        return Lane(self._generation.model, self._generation.adapter, is_trial)
+
+    def _stand_in_line(self, *, is_trial: bool, now: float) -> bool:
+        """False if there is no room left for another."""
+        lane = self._lane(is_trial=is_trial)
+        if self._ticket is not None and self._ticket.lane != lane:
+            self._leave_line()
+        if self._ticket is None:
+            self._ticket = self._state.room.enter(
+                lane,
+                order=self._order,
+                num_bytes=BYTES_PER_TOKEN * len(self._generation.token_ids),
+                now=now,
+                call=self._call,
+                must=self.num_attempts > 0,
+            )
+        return self._ticket is not None
+
+    def _leave_line(self) -> None:
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            self._state.room.leave(ticket)

@@ -1,0 +1,318 @@
+"""Run: one generation from its routing decision to its last token, whatever dies under it.
+
+Owns attempts: where a generation runs now, what it has produced so far, and where it goes when that
+replica is lost or refuses. Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
+
+    not yet visible to the client   the whole request is submitted again elsewhere
+    visible                         each unfinished choice resumes elsewhere from prompt + tokens so far
+    out of attempts or replicas     an error of `errors.py`
+
+What a client is told of its prompt's cache is what the first replica to answer said: usage of a resumed
+attempt is dropped, since its cached tokens are an effect of the loss.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+
+from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, TokenDelta
+from replicas.protocol.status import ReplicaId
+from router.dispatch.attempt import Attempt, Choice
+from router.dispatch.dispatch_state import DispatchState
+from router.dispatch.inflight import Mailbox, ReplicaLost
+from router.dispatch.placement import Obstacle, Placement
+from router.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    RouterError,
+)
+from router.generation import Generation
+from router.observation.trace_points import RunTrace
+from router.routing.decision import Decision
+from router.routing.table import RoutedRequest
+
+
+class Run:
+    """Iterate for batches of deltas; `delta.key.choice` says whose. Ends when every choice has ended."""
+
+    decision: Decision
+    """Of the latest attempt."""
+    decision_seconds: float
+    """How long the table took for it."""
+
+    def __init__(self, state: DispatchState, generation: Generation, trace: RunTrace) -> None:
+        assert generation.num_choices >= 1
+        self._state = state
+        self._generation = generation
+        self._trace = trace
+        self._choices = [Choice() for _ in range(generation.num_choices)]
+        self._num_open = generation.num_choices
+        self._num_unplaced = generation.num_choices
+        self._attempts: list[Attempt] = []
+        self._mailbox = Mailbox()
+        self._placement = Placement(state, generation, trace, self._mailbox.wake)
+        self._visible = False
+        self._error: RouterError | None = None
+
+    @property
+    def num_attempts(self) -> int:
+        return self._placement.num_attempts
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        return self.decision.replica_id
+
+    @property
+    def num_waiting(self) -> int:
+        """Deltas that have come and were not yet asked for."""
+        return sum(attempt.inflight.num_waiting for attempt in self._attempts)
+
+    async def __aenter__(self) -> "Run":
+        self._state.num_running += 1
+        try:
+            while (seconds := self._place()) is not None:
+                await self._pause(seconds)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def __aiter__(self) -> "Run":
+        return self
+
+    async def __anext__(self) -> Sequence[TokenDelta]:
+        while True:
+            batch = self._collect()
+            if batch:
+                self._visible = True
+                return batch
+            if self._error is not None:
+                raise self._error
+            if not self._num_open:
+                raise StopAsyncIteration
+            seconds = self._place() if self._num_unplaced else None
+            if seconds is None:
+                await self._mailbox.wait()
+                continue
+            await self._pause(seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        """Until something comes, somebody calls, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._mailbox.wait()
+
+    def abort_choice(self, choice: int) -> None:
+        """Stop one choice in the engine; no delta of it follows. What has ended is ignored."""
+        state = self._choices[choice]
+        if state.closed:
+            return
+        attempt = state.attempt
+        if attempt is None:
+            self._num_unplaced -= 1
+        else:
+            attempt.client.abort(attempt.inflight.request_id, attempt.choices.index(choice))
+        self._close_choice(state)
+
+    # What arrives.
+
+    def _collect(self) -> list[TokenDelta]:
+        batch: list[TokenDelta] = []
+        for attempt in self._attempts.copy():
+            for delta in attempt.inflight.take():
+                index = attempt.choices[delta.key.choice]
+                # A choice that was closed, or has moved on, has no more to say from here.
+                if self._choices[index].attempt is attempt:
+                    self._receive(attempt, index, delta, batch)
+            if attempt.inflight.lost is not None and attempt.num_open:
+                self._state.num_lost += 1
+                if attempt.client.lost is not None:  # else that one request alone has come to nothing
+                    self._state.replica_died(attempt.client)
+                self._abandon(attempt, RefusalCode.INTERNAL)
+        return batch
+
+    def _receive(self, attempt: Attempt, index: int, delta: TokenDelta, batch: list[TokenDelta]) -> None:
+        finish = delta.finish_reason
+        if finish is FinishReason.ERROR or finish is FinishReason.ABORT:
+            # Nobody here asked for it. Tokens that came along are not counted: they are sampled again.
+            self._fail(attempt, self._choices[index], delta.refusal, visible=self._visible or bool(batch))
+            return
+        if not attempt.started:
+            attempt.first_token()
+        choice = self._choices[index]
+        choice.token_ids.extend(delta.token_ids)
+        if attempt.trial is not None and (finish is not None or attempt.has_survived):
+            self._state.survived(attempt)
+        if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
+            key = RequestKey(delta.key.request_id, index)
+            delta = replace(delta, key=key, usage=None if choice.has_usage else delta.usage)
+        choice.has_usage = choice.has_usage or delta.usage is not None
+        batch.append(delta)
+        if finish is not None:
+            self._close_choice(choice)
+
+    def _close_choice(self, choice: Choice) -> None:
+        attempt, choice.attempt = choice.attempt, None
+        choice.closed = True
+        self._num_open -= 1
+        if attempt is not None:
+            attempt.num_open -= 1
+            if not attempt.num_open:
+                self._release(attempt)
+
+    # What goes wrong.
+
+    def _fail(self, attempt: Attempt, choice: Choice, refusal: Refusal | None, *, visible: bool) -> None:
+        code = RefusalCode.INTERNAL if refusal is None else refusal.code
+        if refusal is not None and code in (
+            RefusalCode.CONTEXT_LENGTH_EXCEEDED,
+            RefusalCode.INVALID_REQUEST,
+        ):
+            self._error = _client_error(refusal, visible=visible)
+            for index in range(len(self._choices)):
+                self.abort_choice(index)
+            return
+        if code is RefusalCode.ENGINE_FAILED:
+            self._state.replica_died(attempt.client)
+        if visible:
+            self._unplace(attempt, choice, code)
+        else:
+            self._abandon(attempt, code)
+
+    def _abandon(self, attempt: Attempt, code: RefusalCode) -> None:
+        for index in attempt.choices:
+            if self._choices[index].attempt is attempt:
+                self._unplace(attempt, self._choices[index], code)
+
+    def _unplace(self, attempt: Attempt, choice: Choice, code: RefusalCode) -> None:
+        is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
+        self._placement.failed(attempt.replica_id, code, is_death=is_death)
+        choice.num_losses += is_death
+        if attempt.has_survived:
+            choice.num_attempts = 0
+        attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")
+        choice.attempt = None
+        self._num_unplaced += 1
+        attempt.num_open -= 1
+        if not attempt.num_open:
+            self._release(attempt)
+
+    # Where it goes.
+
+    def _place(self) -> float | None:
+        """Submit what no replica has. None when all is placed; else the seconds until the next try, if
+        nobody wakes the run before.
+
+        Raises what the client gets when attempts or patience run out.
+        """
+        placement = self._placement
+        seconds = placement.seconds_to_wait()
+        if seconds > 0:
+            return seconds
+        while self._num_unplaced:
+            unplaced = [index for index, choice in enumerate(self._choices) if choice.is_unplaced]
+            # Choices that nobody has seen yet go together, as they came: they share one prefill.
+            part = unplaced if len(unplaced) == len(self._choices) and not self._visible else unplaced[:1]
+            first = self._choices[part[0]]
+            if not placement.may_try(first, is_visible=self._visible):
+                raise placement.give_up(is_visible=self._visible)
+            routed = placement.route(len(self._generation.token_ids) + len(first.token_ids))
+            if isinstance(routed, Obstacle):
+                seconds = placement.wait(routed)
+                if seconds <= 0:
+                    raise placement.give_up(is_visible=self._visible)
+                return seconds
+            self._submit(part, routed)
+        placement.done()
+        return None
+
+    def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
+        generation = self._generation
+        replica_id = routed.decision.replica_id
+        client = self._state.clients(replica_id)
+        token_ids, sampling = generation.token_ids, generation.sampling
+        output = self._choices[part[0]].token_ids
+        if len(part) < generation.num_choices:
+            # Choice i of a request samples with seed + i; alone it is choice 0 and brings its own seed.
+            sampling = replace(sampling, seed=(sampling.seed + part[0]) % 2**64)
+        if output:
+            token_ids = [*token_ids, *output]
+        trace = self._trace.attempt(routed.decision, is_resumed=bool(output))
+        try:
+            if client is None:
+                raise ReplicaLost(f"replica {replica_id} is not connected")
+            inflight = client.submit(
+                token_ids,
+                sampling,
+                generation.root,
+                num_choices=len(part),
+                priority=generation.priority,
+                adapter=None if generation.adapter is None else generation.adapter.name,
+                user=generation.user,
+                num_output_tokens=len(output),
+                announcement=routed.announcement,
+                num_expected_tokens=len(token_ids) - routed.decision.overlap_tokens,
+                origin_id=self._trace.request_id,
+                trace_parent=trace.trace_parent,
+                trace_state=trace.trace_state,
+                mailbox=self._mailbox,
+            )
+        except BaseException as error:
+            routed.__exit__(None, None, None)
+            trace.failed("not_connected")
+            trace.end()
+            if not isinstance(error, ReplicaLost):
+                raise
+            self._placement.patience.excluded.add(replica_id)
+            return
+        routed.sent(inflight.request_id)
+        self._placement.submitted(is_visible=self._visible)
+        self.decision, self.decision_seconds = routed.decision, self._placement.routing_seconds
+        suspected = self._placement.suspected
+        trial = None if suspected is None else self._state.suspects.begin_trial(suspected, replica_id)
+        attempt = Attempt(
+            routed,
+            client,
+            inflight,
+            part,
+            trace,
+            model=generation.model,
+            token_ids=generation.token_ids,
+            trial=trial,
+        )
+        self._state.begin(attempt)
+        self._attempts.append(attempt)
+        self._num_unplaced -= len(part)
+        for index in part:
+            self._choices[index].attempt = attempt
+            self._choices[index].num_attempts += 1
+
+    # What is given back.
+
+    def _release(self, attempt: Attempt) -> None:
+        self._attempts.remove(attempt)
+        self._state.end(attempt)
+
+    def _close(self) -> None:
+        for attempt in self._attempts.copy():
+            self._release(attempt)
+        self._placement.close()
+        self._num_open = self._num_unplaced = 0
+        self._trace.end()
+        self._state.num_running -= 1
+
+
+def _client_error(refusal: Refusal, *, visible: bool) -> RouterError:
+    if visible:  # a resumed part of what another replica had accepted
+        return GenerationFailed(f"The generation was interrupted and could not be resumed: {refusal.message}")
+    if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
+        return ContextLengthExceeded(refusal.message)
+    return InvalidRequest(refusal.message)

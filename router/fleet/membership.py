@@ -1,0 +1,381 @@
+"""Membership: who is in the fleet just now, with one open stream to each.
+
+Owns the clients and who stands in the routing table. Knows nothing of requests; what it is told comes
+from a source (`replica_sources.py`) and from the streams themselves, which know of a death first.
+
+    registry            stream               then
+    lease, same epoch   up                   routed to
+    lease, same epoch   broken               out of the table at once; connected again with back-off
+    lease, same epoch   broken, had drained  out of the table; this incarnation does not come back
+    lease, new epoch    -                    the old client is closed, a new one opened
+    lease gone          silent or broken     closed and forgotten
+    lease gone          frames keep coming   kept: the registry lost it, not the replica
+    cannot be read      up / broken          as it is / as above
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from replicas.process.tls import RouterTls
+from replicas.protocol.call_tokens import Audience, Caller, Role
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
+from replicas.protocol.keys import ReplicaRecord
+from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from router.dispatch.outlook import Outlook
+from router.fleet.replica_client import ReplicaClient, ReplicaLost
+from router.fleet.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
+from router.fleet.replica_words import Traffic
+from router.routing.table import RoutingTable
+
+__all__ = [
+    "FleetView",
+    "Member",
+    "Membership",
+    "MembershipStatistics",
+    "RegistrySource",
+    "ReplicaSource",
+    "StaticSource",
+]
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_SECONDS = 0.05
+MAX_BACKOFF_SECONDS = 2.0
+
+PROOF_SECONDS = 2.0
+"""A frame as young as that proves life where the lease says nothing."""
+
+COMING_BACK_SECONDS = 120.0
+"""A model that has lost its last replica so long ago is taken to get another."""
+
+OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
+OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]
+OnAdapters = Callable[[str, Sequence[Adapter]], None]
+
+
+class MembershipStatistics(NamedTuple):
+    """`num_known` and `num_routed` are as of now, `num_refused_records` as of the latest look; the others
+    count since the start."""
+
+    num_known: int
+    num_routed: int
+    num_lost_streams: int
+    num_refused: int
+    num_frames: int
+    num_submits: int
+    num_aborts: int
+    num_malformed: int
+    num_refused_records: Mapping[str, int]
+
+
+class _Refused(Exception):
+    """The replica will not be routed to as it is now. The message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One incarnation of a replica. `client` is set while it stands in the routing table."""
+
+    model: str
+    record: ReplicaRecord
+    card: ModelCard | None = None
+    client: ReplicaClient | None = None
+    is_accepted: bool = False
+    """It holds the model's identity: as long as one does, no other fingerprint takes the name."""
+    is_refused: bool = False
+    """It will not be routed to as it is."""
+    complaint: str | None = None
+    """What is wrong with it, and mostly why it is not connected; one sentence or gRPC's words."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_routed(self) -> bool:
+        return self.client is not None
+
+
+def _adapters(members: Sequence[Member]) -> list[Adapter]:
+    """In the order in which their replicas registered, which no clock decides and every router knows."""
+    ready = [member for member in members if member.record.state is ReplicaState.READY]
+    ready.sort(key=lambda member: (member.record.order, member.record.epoch))
+    return [adapter for member in ready if member.card is not None for adapter in member.card.adapters]
+
+
+@dataclass(slots=True)
+class _Model:
+    """What the replicas of one name must agree on. None until the first was introduced."""
+
+    identity: tuple[str, int] | None = None
+    absent_since: float | None = None
+    """Since when none of its replicas is routed to, once one was."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Membership:
+    """`run()` as a task of the owner's.
+
+    `on_model` comes before a model's first replica is routed to, and again when its fingerprint
+    changes. `on_records` comes with each view and each change, with the replicas in the table;
+    `on_adapters` with it, with what those that take requests have loaded, the newest replica's at the end.
+    """
+
+    def __init__(
+        self,
+        source: ReplicaSource,
+        table: RoutingTable,
+        *,
+        index_stride: int,
+        on_model: OnModel,
+        on_records: OnRecords | None = None,
+        on_adapters: OnAdapters | None = None,
+        tls: RouterTls | None = None,
+        secret: ClusterSecret | None = None,
+        stall_seconds: float = 10.0,
+        proof_seconds: float = PROOF_SECONDS,
+    ) -> None:
+        self._source = source
+        self._table = table
+        self._index_stride = index_stride
+        self._on_model = on_model
+        self._on_records = on_records
+        self._on_adapters = on_adapters
+        self._tls = tls
+        self._call_key = None if secret is None else secret.key(Purpose.CALLS)
+        self._stall_seconds = stall_seconds
+        self._proof_seconds = proof_seconds
+        self._members: dict[ReplicaId, Member] = {}
+        self._models: dict[str, _Model] = {}
+        self._num_lost_streams = 0
+        self._num_refused = 0
+        self._traffic = Traffic()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            views = self._source.views()
+            try:
+                async for view in views:
+                    self._apply(view, tasks)
+            finally:
+                if inspect.isasyncgen(views):
+                    await views.aclose()
+
+    def client(self, replica_id: ReplicaId) -> ReplicaClient | None:
+        """The open client of a replica in the routing table."""
+        member = self._members.get(replica_id)
+        return None if member is None else member.client
+
+    def outlook(self, model: str) -> Outlook:
+        """Whether a model is likely to have a ready replica soon: the last one left a moment ago or is just
+        leaving, or one has a lease and is being connected to."""
+        known = self._models.get(model)
+        since = None if known is None else known.absent_since
+        is_coming = self._is_connecting(model) or self._is_leaving(model)
+        if since is None:
+            return Outlook(is_coming)
+        away_seconds = asyncio.get_running_loop().time() - since
+        return Outlook(is_coming or away_seconds < COMING_BACK_SECONDS, away_seconds)
+
+    def _is_leaving(self, model: str) -> bool:
+        states = [member.record.state for member in self._members.values() if member.model == model]
+        return bool(states) and all(state is ReplicaState.DRAINING for state in states)
+
+    def _is_connecting(self, model: str) -> bool:
+        return any(
+            member.model == model
+            and member.record.state is ReplicaState.READY
+            and not (member.is_routed or member.is_refused)
+            for member in self._members.values()
+        )
+
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def statistics(self) -> MembershipStatistics:
+        num_routed = sum(member.is_routed for member in self._members.values())
+        return MembershipStatistics(
+            num_known=len(self._members),
+            num_routed=num_routed,
+            num_lost_streams=self._num_lost_streams,
+            num_refused=self._num_refused,
+            num_frames=self._traffic.num_frames,
+            num_submits=self._traffic.num_submits,
+            num_aborts=self._traffic.num_aborts,
+            num_malformed=self._traffic.num_malformed,
+            num_refused_records=self._source.num_refused,
+        )
+
+    def _apply(self, view: FleetView, tasks: asyncio.TaskGroup) -> None:
+        for member in self.members():
+            self._review(member, view.get(member.model, {}).get(member.record.replica_id))
+        for model, records in view.items():
+            for replica_id, record in records.items():
+                if replica_id not in self._members and record.state is ReplicaState.READY:
+                    member = Member(model, record)
+                    self._members[replica_id] = member
+                    member.task = tasks.create_task(self._keep(member), name=f"replica {replica_id}")
+        for name, known in self._models.items():
+            if known.identity is not None:
+                self._publish(name)
+
+    def _review(self, member: Member, record: ReplicaRecord | None) -> None:
+        if record is None:
+            if self._proves_life(member):
+                self._complain(member, "its lease is gone, but its stream is alive; it is kept")
+            else:
+                self._dismiss(member, "its lease is gone")
+        elif (record.epoch, record.address) != (member.record.epoch, member.record.address):
+            self._dismiss(member, f"it was restarted; its epoch is now {record.epoch}")
+        elif record.state is ReplicaState.STOPPED:
+            self._dismiss(member, "it has stopped")
+        else:
+            member.record = record
+            if member.is_routed:
+                member.complaint = None
+            if record.state is ReplicaState.DRAINING and member.is_routed:
+                self._table.set_draining(record.replica_id)
+            elif member.is_routed:
+                self._table.update_load_from_registry(record.replica_id, record.load)
+
+    def _proves_life(self, member: Member) -> bool:
+        quiet_seconds = None if member.client is None else member.client.quiet_seconds()
+        return quiet_seconds is not None and quiet_seconds < self._proof_seconds
+
+    def _dismiss(self, member: Member, reason: str) -> None:
+        assert member.task is not None
+        logger.info("replica %s leaves: %s", member.record.replica_id, reason)
+        del self._members[member.record.replica_id]
+        self._withdraw(member)
+        member.task.cancel()
+
+    def _withdraw(self, member: Member) -> None:
+        """Out of the routing table, if it is in there."""
+        if member.client is not None:
+            member.client = None
+            self._table.remove_replica(member.record.replica_id)
+            self._publish(member.model)
+
+    def _publish(self, model: str) -> None:
+        routed = [member for member in self._members.values() if member.model == model and member.is_routed]
+        known = self._models[model]
+        if routed:
+            known.absent_since = None
+        elif known.absent_since is None:
+            known.absent_since = asyncio.get_running_loop().time()
+        if self._on_records is not None:
+            self._on_records(model, {member.record.replica_id: member.record for member in routed})
+        if self._on_adapters is not None:
+            self._on_adapters(model, _adapters(routed))
+
+    async def _keep(self, member: Member) -> None:
+        """Stay connected to one incarnation until it is dismissed."""
+        num_failures = 0
+        while True:
+            client: ReplicaClient | None = None
+            try:
+                client = await self._client_of(member)
+                await self._connect(member, client)
+            except (_Refused, ReplicaLost) as error:
+                member.is_refused = isinstance(error, _Refused)
+                self._complain(member, str(error))
+            except Exception as error:  # outermost frame of the task: one replica must not end the others
+                reason = f"this router failed, its log says where: {error!r}"
+                if member.complaint != reason:
+                    logger.exception("replica %s cannot be connected", member.record.replica_id)
+                member.complaint = reason
+            finally:
+                if client is not None:
+                    await client.close()
+            if client is not None and client.is_draining:
+                return
+            num_failures = 0 if client is not None and client.num_frames else num_failures + 1
+            await asyncio.sleep(min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2 ** min(num_failures, 10)))
+
+    def _caller(self, record: ReplicaRecord) -> Caller | None:
+        if self._call_key is None:
+            return None
+        return Caller(self._call_key, Role.ROUTER, Audience(record.replica_id, record.epoch))
+
+    async def _client_of(self, member: Member) -> ReplicaClient:
+        return ReplicaClient(
+            member.record.replica_id,
+            member.record.address,
+            self._table.update_load,
+            on_lost=lambda lost: self._lose(member, lost),
+            on_draining=self._table.set_draining,
+            stall_seconds=self._stall_seconds,
+            traffic=self._traffic,
+            tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),
+            caller=self._caller(member.record),
+        )
+
+    async def _connect(self, member: Member, client: ReplicaClient) -> None:
+        """Describe, introduce, route to it; returns when the stream has ended."""
+        record = member.record
+        card, _, replica_id, epoch = await client.describe(include_tokenizer=False)
+        if (replica_id, epoch, card.name) != (record.replica_id, record.epoch, member.model):
+            raise _Refused(
+                f"at {record.address} is replica {replica_id} with epoch {epoch} and model {card.name},"
+                f" not {record.replica_id} with {record.epoch} and {member.model}"
+            )
+        await self._introduce(member, client, card)
+        try:
+            self._table.add_replica(record.replica_id, card, self._index_stride)
+        except ValueError as error:
+            raise self._refuse(member, str(error)) from error
+        if member.record.state is ReplicaState.DRAINING:
+            self._table.set_draining(record.replica_id)
+        member.card, member.client, member.complaint = card, client, None
+        member.is_refused = False
+        self._table.update_load_from_registry(record.replica_id, member.record.load)
+        self._publish(member.model)
+        logger.info("replica %s joins model=%s address=%s", record.replica_id, member.model, record.address)
+        await client.serve()
+
+    async def _introduce(self, member: Member, client: ReplicaClient, card: ModelCard) -> None:
+        """Make the model known, once; refuse a replica that serves something else under its name."""
+        model = self._models.setdefault(card.name, _Model())
+        identity = (card.fingerprint, card.block_size)
+        async with model.lock:  # of two replicas that join together one brings the tokenizer
+            if model.identity != identity:
+                if any(other.is_accepted and other.model == card.name for other in self._members.values()):
+                    raise self._refuse(
+                        member,
+                        f"it serves {card.name} with fingerprint {card.fingerprint[:16]} and block size"
+                        f" {card.block_size}, the replicas before it with others",
+                    )
+                bundle = (await client.describe(include_tokenizer=True)).bundle
+                assert bundle is not None
+                outcome = self._on_model(card, bundle)
+                if outcome is not None:
+                    await outcome
+                model.identity = identity
+            member.is_accepted = True
+
+    def _refuse(self, member: Member, reason: str) -> _Refused:
+        if member.complaint != reason:
+            self._num_refused += 1
+        return _Refused(reason)
+
+    def _complain(self, member: Member, reason: str) -> None:
+        """Once per reason: the next attempts say the same."""
+        if member.complaint != reason:
+            member.complaint = reason
+            logger.warning(
+                "replica %s: %s address=%s", member.record.replica_id, reason, member.record.address
+            )
+
+    def _lose(self, member: Member, lost: ReplicaClient) -> None:
+        """Called by the client at the moment its stream breaks."""
+        if member.client is not lost:
+            return
+        assert member.task is not None
+        if lost.is_draining and not lost.num_inflight:
+            logger.info("replica %s has drained", member.record.replica_id)
+            member.complaint = "it has drained"
+        elif not member.task.cancelling():  # else this router ends, and nothing is lost
+            self._num_lost_streams += 1
+            self._complain(member, f"its stream is lost: {lost.lost}")
+        self._withdraw(member)

@@ -1,0 +1,309 @@
+"""ReplicaClient: one multiplexed Serve stream from this router process to one replica.
+
+Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to whoever waits for
+them. One client is one stream: when that breaks, everything in flight is told `ReplicaLost` and the
+client is spent. Knows nothing of routing, retries or leases: `membership.py` decides whether to
+connect again, `dispatch.py` what becomes of the requests.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import grpc
+
+from replicas.process.tls import ChannelTls
+from replicas.protocol import replica_pb2 as pb
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.call_tokens import Caller
+from replicas.protocol.frames import (
+    NO_USER,
+    Abort,
+    LoadSnapshot,
+    SamplingParams,
+    Submit,
+    UserTag,
+)
+from replicas.protocol.keys import Announcement
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.wire import abort_to_wire, submit_to_wire
+from router.dispatch.inflight import Inflight, Mailbox, ReplicaLost
+from router.fleet.replica_channel import ReplicaChannel
+from router.fleet.replica_words import ReplicaWords, Traffic
+
+__all__ = ["Description", "Inflight", "Mailbox", "ReplicaClient", "ReplicaLost"]
+
+MAX_FRAME_TOKEN_BYTES = 1 << 20
+"""Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
+
+NO_ANNOUNCEMENT = Announcement(0, ())
+
+LoadListener = Callable[[ReplicaId, LoadSnapshot, int], None]
+"""Hears each frame's load, and how many submits of this stream it counts."""
+
+
+class Description(NamedTuple):
+    card: ModelCard
+    bundle: TokenizerBundle | None
+    replica_id: ReplicaId
+    epoch: Epoch
+
+
+class ReplicaClient:
+    """`serve()` carries the stream; `submit` and `abort` are synchronous and never wait."""
+
+    def __init__(
+        self,
+        replica_id: ReplicaId,
+        address: str,
+        on_load: LoadListener,
+        *,
+        on_lost: Callable[["ReplicaClient"], None] | None = None,
+        on_draining: Callable[[ReplicaId], None] = lambda _: None,
+        stall_seconds: float = 10.0,
+        traffic: Traffic | None = None,
+        tls: ChannelTls | None = None,
+        caller: Caller | None = None,
+    ) -> None:
+        self.replica_id = replica_id
+        self.address = address
+        self.lost: ReplicaLost | None = None
+        self.is_draining = False  # so it says
+        self.num_frames = 0
+        self.num_deltas = 0
+        self.num_heard_submits = 0
+        """The replica has said that it has the first so many of what was submitted here."""
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._on_draining = on_draining
+        self._owes_answer = False
+        self._stall_seconds = stall_seconds
+        self._traffic = Traffic() if traffic is None else traffic
+        self._last_frame_time: float | None = None
+        self._num_submits = 0
+        self._inflight: dict[int, Inflight] = {}
+        self._submits: deque[pb.Submit] = deque()
+        self._aborts: list[pb.Abort] = []
+        self._outbox_filled = asyncio.Event()
+        self._words = ReplicaWords(replica_id, self._traffic)
+        self._channel = ReplicaChannel(address, tls, caller)
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    def quiet_seconds(self) -> float | None:
+        """Time since the last frame; None while there was none."""
+        if self._last_frame_time is None:
+            return None
+        return asyncio.get_running_loop().time() - self._last_frame_time
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        root: BlockHash,
+        *,
+        num_choices: int = 1,
+        priority: int = 0,
+        adapter: str | None = None,
+        user: UserTag = NO_USER,
+        num_output_tokens: int = 0,
+        announcement: Announcement = NO_ANNOUNCEMENT,
+        num_expected_tokens: int = 0,
+        origin_id: str = "",
+        trace_parent: str = "",
+        trace_state: str = "",
+        mailbox: Mailbox | None = None,
+    ) -> Inflight:
+        """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
+
+        Encoded here and now: what the protocol cannot carry raises (ValueError, OverflowError or
+        TypeError) for this request alone, and not for the stream that all of them share.
+        """
+        if self.lost is not None:
+            raise self.lost
+        request_id = self._num_submits + 1
+        message = submit_to_wire(
+            Submit(
+                request_id=request_id,
+                token_ids=token_ids,
+                sampling=sampling,
+                root=root,
+                num_choices=num_choices,
+                priority=priority,
+                adapter=adapter,
+                user=user,
+                num_output_tokens=num_output_tokens,
+                announced_hashes=announcement.block_hashes,
+                announcement_id=announcement.announcement_id,
+                num_expected_tokens=num_expected_tokens,
+                origin_id=origin_id,
+                trace_parent=trace_parent,
+                trace_state=trace_state,
+            )
+        )
+        self._num_submits = request_id
+        self._traffic.num_submits += 1
+        inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
+        self._inflight[request_id] = inflight
+        self._submits.append(message)
+        self._outbox_filled.set()
+        return inflight
+
+    def abort(self, request_id: int, choice: int | None = None) -> None:
+        """Stop a choice, or all of them; nothing more is delivered for it. What has ended is ignored."""
+        inflight = self._inflight.get(request_id)
+        if inflight is None:
+            return
+        if choice is None or inflight.close_choice(choice):
+            del self._inflight[request_id]
+        self._traffic.num_aborts += 1
+        self._aborts.append(abort_to_wire(Abort(request_id, choice)))
+        self._outbox_filled.set()
+
+    async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
+        """Who listens there and what it serves. Raises ReplicaLost without a sensible answer in time."""
+        try:
+            response: pb.DescribeResponse = await self._channel.stub.Describe(
+                pb.DescribeRequest(include_tokenizer=include_tokenizer),
+                metadata=self._channel.metadata("Describe"),
+                timeout=timeout_seconds,
+            )
+        except grpc.RpcError as error:
+            raise ReplicaLost(self._channel.reason(error)) from error
+        try:
+            card, replica_id, epoch = self._words.description(response)
+        except ValueError as error:
+            raise ReplicaLost(f"its description breaks the contract: {error}") from error
+        bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
+        return Description(card, bundle, replica_id, epoch)
+
+    async def serve(self) -> None:
+        """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
+        if self.lost is not None:
+            return
+        call = self._channel.stub.Serve(metadata=self._channel.metadata("Serve"))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call))
+                tasks.create_task(self._watch())
+                await self._read(call)
+        except* ReplicaLost:
+            # Before Python 3.13 a group that is already ending swallows a cancellation.
+            if _is_cancelled():
+                raise asyncio.CancelledError from None
+        finally:
+            self._break("the connection was closed")
+            call.cancel()
+
+    async def close(self) -> None:
+        self._break("the connection was closed")
+        await self._channel.close()
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
+        """Always raises: ReplicaLost, once the stream has ended for whatever reason."""
+        time = asyncio.get_running_loop().time
+        try:
+            async for message in call:
+                self.num_frames += 1
+                self._traffic.num_frames += 1
+                self._last_frame_time = time()
+                self._receive(message)
+        except grpc.RpcError as error:
+            raise self._break(self._channel.reason(error)) from error
+        except asyncio.CancelledError:
+            # A channel that is closed under its call raises this too, though nobody cancelled the task.
+            if _is_cancelled():
+                raise
+            raise self._break("the connection was closed") from None
+        raise self._break("it closed the stream")
+
+    def _receive(self, message: pb.ServerFrame) -> None:
+        """Part by part: a wrong load is passed over, a wrong delta costs the request that it is for."""
+        self.num_heard_submits = max(self.num_heard_submits, message.num_counted_submits)
+        load = self._words.load(message.load)
+        if load is not None:
+            self._on_load(self.replica_id, load, message.num_counted_submits)
+        if message.is_draining and not self.is_draining:
+            # What was submitted until now goes first; then the replica is told that nothing follows.
+            self.is_draining = self._owes_answer = True
+            self._on_draining(self.replica_id)
+            self._outbox_filled.set()
+        self.num_deltas += len(message.deltas)
+        inflights = self._inflight
+        for wire in message.deltas:
+            request_id, choice = wire.request_id, wire.choice
+            inflight = inflights.get(request_id)
+            if inflight is None or choice not in inflight.open_choices:
+                if not 0 < request_id <= self._num_submits:
+                    self._words.stranger(request_id)
+                continue  # aborted; this delta crossed the abort on its way
+            try:
+                delta = self._words.delta(wire)
+            except ValueError as error:
+                self.abort(request_id)
+                inflight.fail(ReplicaLost(f"an answer of it breaks the contract: {error}"))
+                continue
+            if delta.finish_reason is not None and inflight.close_choice(choice):
+                del inflights[request_id]
+            inflight.deliver(delta)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
+        """Everything that was submitted and aborted in one turn of the event loop goes in one frame."""
+        try:
+            while True:
+                await self._outbox_filled.wait()
+                self._outbox_filled.clear()
+                while self._submits or self._aborts or self._owes_answer:
+                    await call.write(self._next_frame())
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the stream has ended; the read loop learns why
+
+    def _next_frame(self) -> pb.ClientFrame:
+        submits: list[pb.Submit] = []
+        room = MAX_FRAME_TOKEN_BYTES
+        while self._submits and (not submits or len(self._submits[0].token_ids) <= room):
+            submits.append(self._submits.popleft())
+            room -= len(submits[-1].token_ids)
+        if self._submits:
+            return pb.ClientFrame(submits=submits)
+        # Aborts go last: each may be for a submit of this very turn.
+        aborts, self._aborts = self._aborts, []
+        knows_draining, self._owes_answer = self._owes_answer, False
+        return pb.ClientFrame(submits=submits, aborts=aborts, knows_draining=knows_draining)
+
+    async def _watch(self) -> None:
+        """A replica sends a frame with every heartbeat, so silence means that the stream is dead.
+
+        Counted in several short naps, so that a pause of this process itself is not held against it.
+        """
+        num_naps = 5
+        while True:
+            seen = self.num_frames
+            for _ in range(num_naps):
+                await asyncio.sleep(self._stall_seconds / num_naps)
+                if self.num_frames != seen:
+                    break
+            else:
+                raise self._break(f"nothing came for {self._stall_seconds:g} seconds")
+
+    def _break(self, reason: str) -> ReplicaLost:
+        """Tell everyone, once. Synchronous, so that no request is routed here in between."""
+        if self.lost is None:
+            self.lost = ReplicaLost(reason)
+            if self._on_lost is not None:
+                self._on_lost(self)
+            for inflight in self._inflight.values():
+                inflight.fail(self.lost)
+            self._inflight.clear()
+            self._submits.clear()
+            self._aborts.clear()
+        return self.lost
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling() > 0

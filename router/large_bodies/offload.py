@@ -1,0 +1,247 @@
+"""Offload: large bodies are prepared beside the event loop, a few at a time.
+
+Owns the process that does it (`offload_process.py`). `PLACES` bodies are worked on, `MOST_WAITING` wait, for
+`WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`). Knows nothing of what is in a
+body.
+
+The process is started when it is first needed, and again if it has died.
+"""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from replicas.protocol.status import TokenizerBundle
+from router.api.prepared import Bounds, CrashedJob, Digest, Job, ModelWindow, Outcome, RefusedRequest
+from router.errors import InvalidRequest, RouterBusy
+from router.large_bodies.offload_process import (
+    LENGTH,
+    LOAD,
+    PREPARE,
+    Load,
+)
+from router.offload_queue import OffloadQueue, QueueFull
+from router.prompt.catalog import ModelCatalog
+from router.prompt.template import Verdict
+
+PLACES = 2
+MOST_WAITING = 64
+WAIT_SECONDS = 10.0
+RETRY_SECONDS = 2.0
+
+READ_BYTES = 256 * 2**10
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStatistics:
+    """`num_ended` counts bodies that took more than they may, `num_refused` those that found no place."""
+
+    num_working: int
+    num_waiting: int
+    num_done: int
+    num_ended: int
+    num_refused: int
+
+
+class _Hung(Exception):
+    """The other end has closed its socket."""
+
+
+class Offload:
+    """For one event loop. `close()` when no request is left."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        *,
+        max_choices: int,
+        max_prompts: int,
+        address_share: float = 1.0,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._bounds = bounds or Bounds()
+        self._catalog = catalog
+        self._max_choices = max_choices
+        self._max_prompts = max_prompts
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._verdicts: dict[Digest, Verdict] = {}
+        self._starting = asyncio.Lock()
+        self._queue = OffloadQueue(
+            num_places=PLACES,
+            most_waiting=MOST_WAITING,
+            wait_seconds=WAIT_SECONDS,
+            address_share=address_share,
+        )
+        self._num_done = self._num_ended = self._num_refused = 0
+
+    async def prepare(self, kind: str, body: bytes, address: str | None = None) -> Outcome:
+        """Raises what is wrong with the request; RouterBusy where there are too many of its kind, of its
+        client's address or of all."""
+        try:
+            async with self._queue.place(address):
+                outcome = await self._prepare(kind, body)
+        except QueueFull as error:
+            raise self._refused() from error
+        match outcome:
+            case RefusedRequest():
+                raise outcome.error()
+            case CrashedJob():
+                raise RuntimeError(f"a body could not be prepared:\n{outcome.traceback}")
+        return outcome
+
+    async def try_out(self, digest: bytes, bundle: TokenizerBundle) -> Verdict:
+        """Whether the bundle's chat template comes to an end. Its bodies can be prepared from then on."""
+        async with self._starting:
+            return await self._load(Digest(digest), bundle)
+
+    def statistics(self) -> OffloadStatistics:
+        return OffloadStatistics(
+            num_working=self._queue.num_working,
+            num_waiting=self._queue.num_waiting,
+            num_done=self._num_done,
+            num_ended=self._num_ended,
+            num_refused=self._num_refused,
+        )
+
+    async def close(self) -> None:
+        self._forget()
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(_end, process)
+
+    def _refused(self) -> RouterBusy:
+        self._num_refused += 1
+        return RouterBusy(
+            "The router has as many large requests to read as it can."
+            f" Please try again in {RETRY_SECONDS:g}s.",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+    async def _prepare(self, kind: str, body: bytes) -> Outcome:
+        windows = self._windows()
+        await self._load_all()
+        job = Job(kind, self._max_choices, self._max_prompts, windows)
+        try:
+            answer = await self._ask(PREPARE, msgspec.msgpack.encode(job), body)
+        except _Hung as error:
+            if not self._is_running():
+                self._forget()
+                raise self._refused() from error
+            self._num_ended += 1
+            raise InvalidRequest(
+                f"The request cannot be prepared: to read and tokenise it takes more than {self._bounds}.",
+                code="too_much_work",
+            ) from error
+        self._num_done += 1
+        outcome: Outcome = msgspec.msgpack.decode(answer, type=Outcome)
+        return outcome
+
+    def _windows(self) -> dict[str, ModelWindow]:
+        catalog = self._catalog
+        adapters = set(catalog.adapter_names())
+        names = [*catalog.names(), *adapters]
+        found: dict[str, ModelWindow] = {}
+        for name in names:
+            card = catalog.get(name).card
+            digest = Digest(catalog.bundle_of(card.name)[0])
+            found[name] = ModelWindow(digest, card.context_length, card.vocab_size, name in adapters)
+        return found
+
+    async def _load_all(self) -> None:
+        bundles = [self._catalog.bundle_of(name) for name in self._catalog.names()]
+        if self._is_running() and all(digest in self._verdicts for digest, _ in bundles):
+            return
+        async with self._starting:
+            for digest, bundle in bundles:
+                await self._load(Digest(digest), bundle)
+
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def _load(self, digest: Digest, bundle: TokenizerBundle) -> Verdict:
+        """Once per digest and process."""
+        if not self._is_running():
+            self._forget()
+            await self._start()
+        verdict = self._verdicts.get(digest)
+        if verdict is None:
+            load = msgspec.msgpack.encode(Load(digest, dict(bundle.files)))
+            try:
+                answer = await self._ask(LOAD, load)
+            except _Hung as error:
+                self._forget()
+                raise self._refused() from error
+            verdict = self._verdicts[digest] = msgspec.msgpack.decode(answer, type=Verdict)
+        return verdict
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._control = ours
+        with theirs:
+            self._process = await asyncio.to_thread(_start_process, theirs.fileno(), self._bounds)
+
+    def _forget(self) -> None:
+        """The process ends when its control socket is closed."""
+        control, self._control = self._control, None
+        self._verdicts.clear()
+        if control is not None:
+            control.close()
+
+    async def _ask(self, kind: bytes, *messages: bytes) -> bytes:
+        """Raises _Hung."""
+        assert self._control is not None
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            try:
+                with theirs:
+                    socket.send_fds(self._control, [kind], [theirs.fileno()])
+                for message in messages:
+                    await loop.sock_sendall(ours, LENGTH.pack(len(message)))
+                    await loop.sock_sendall(ours, message)
+                (length,) = LENGTH.unpack(await _receive(ours, LENGTH.size))
+                return await _receive(ours, length)
+            except OSError as error:
+                raise _Hung from error
+
+
+async def _receive(peer: socket.socket, length: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    parts: list[bytes] = []
+    while length:
+        part = await loop.sock_recv(peer, min(length, READ_BYTES))
+        if not part:
+            raise _Hung
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def _start_process(handle: int, bounds: Bounds) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "router.large_bodies.offload_process",
+            str(handle),
+            msgspec.json.encode(bounds),
+        ],
+        pass_fds=[handle],
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.wait(CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

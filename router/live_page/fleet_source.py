@@ -1,0 +1,61 @@
+"""FleetSource: a router's own view of its fleet, for the page at `/`.
+
+Owns nothing: it asks membership, routing table and mirrors, all in memory, whenever it is asked.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.status import ReplicaId
+from router.errors import UnknownModel
+from router.fleet.index_mirror import IndexMirror, MirrorStatistics
+from router.fleet.membership import Member, Membership
+from router.live_page.live_view import ReplicaView
+from router.routing.table import RoutingTable
+
+NOT_CONNECTED = "not connected"
+"""It has a lease, but no stream: nothing is sent there."""
+
+
+class FleetSource:
+    """`name` tells this router process from others."""
+
+    def __init__(
+        self, name: str, membership: Membership, table: RoutingTable, mirrors: Mapping[str, IndexMirror]
+    ) -> None:
+        self.name = name
+        self._membership = membership
+        self._table = table
+        self._mirrors = mirrors
+
+    def replicas(self) -> Sequence[ReplicaView]:
+        """By name."""
+        members = sorted(self._membership.members(), key=lambda member: member.record.replica_id)
+        return [self._view(member) for member in members]
+
+    def _view(self, member: Member) -> ReplicaView:
+        record, card = member.record, member.card
+        latest = self._table.loads.latest(record.replica_id)
+        load, num_on_the_way = (record.load, 0) if latest is None else latest
+        return ReplicaView(
+            replica_id=record.replica_id,
+            model=member.model,
+            engine=None if card is None else card.engine,
+            block_size=None if card is None else card.block_size,
+            epoch=record.epoch,
+            address=record.address,
+            state=record.state.value if member.is_routed else NOT_CONNECTED,
+            load=load,
+            num_on_the_way=num_on_the_way,
+            complaint=member.complaint,
+        )
+
+    def overlaps(self, model: str, block_hashes: Sequence[BlockHash]) -> Mapping[ReplicaId, int]:
+        try:
+            return self._table.index(model).overlaps(block_hashes)
+        except UnknownModel:
+            return {}
+
+    def mirrors(self) -> Mapping[str, MirrorStatistics]:
+        self._table.end_lingering()
+        return {model: mirror.statistics() for model, mirror in self._mirrors.items()}

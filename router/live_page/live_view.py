@@ -1,0 +1,204 @@
+"""The live page's data: what a router knows of its fleet and has seen lately, as plain values.
+
+Owns the shapes and their caps, so that neither a large fleet nor a long list makes an answer long. Knows
+no HTTP; who asks may be told the same again for a while.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.status import Epoch, ReplicaId
+from router.explain import candidates_by_cost
+from router.live_page.live import user_name
+from router.observation.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
+from router.observation.sightings import Node, Root, Uses
+
+MAX_REPLICAS = 256
+MAX_NODES = 240
+MAX_HOLDERS = 8
+MAX_DECISIONS = 60
+MAX_COMPLAINT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica as this router sees it. `num_on_the_way` requests were sent and are in no load yet;
+    `engine` is None until it has been described. `complaint` says what is wrong with it, if anything is."""
+
+    replica_id: ReplicaId
+    model: str
+    engine: str | None
+    block_size: int | None
+    epoch: Epoch
+    address: str
+    state: str
+    load: LoadSnapshot
+    num_on_the_way: int
+    complaint: str | None = None
+
+
+def replicas_data(replicas: Sequence[ReplicaView], slots: Sequence[Slot]) -> list[dict[str, Any]]:
+    """With what this router sent them, by slot."""
+    return [_replica(replica, slots) for replica in replicas[:MAX_REPLICAS]]
+
+
+def _replica(replica: ReplicaView, slots: Sequence[Slot]) -> dict[str, Any]:
+    load = replica.load
+    seen = [slot.replicas.get(replica.replica_id) for slot in slots]
+    total = sum((one[1] for one in seen if one is not None), Origins())
+    return {
+        "id": replica.replica_id,
+        "model": replica.model,
+        "engine": replica.engine,
+        "block_size": replica.block_size,
+        "epoch": replica.epoch,
+        "address": replica.address,
+        "state": replica.state,
+        "complaint": None if replica.complaint is None else _line(replica.complaint),
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "on_the_way": replica.num_on_the_way,
+        "pending_tokens": load.num_pending_tokens,
+        "used_blocks": load.num_used_blocks,
+        "cached_blocks": load.num_cached_blocks,
+        "total_blocks": load.num_total_blocks,
+        "requests": [0 if one is None else one[0] for one in seen],
+        "tokens": total.num_tokens,
+        "cached_tokens": total.num_cached,
+    }
+
+
+def _line(text: str) -> str:
+    whole = " ".join(text.split())
+    return whole if len(whole) <= MAX_COMPLAINT else whole[: MAX_COMPLAINT - 1] + "…"
+
+
+def slots_data(start: int, slots: Sequence[Slot]) -> dict[str, Any]:
+    """Columns, oldest first; the last slot is not over yet."""
+    return {
+        "start": start,
+        "seconds": SLOT_SECONDS,
+        "most": NUM_SLOTS,
+        "requests": [slot.num_requests for slot in slots],
+        "errors": [slot.num_errors for slot in slots],
+        "computed": [slot.origins.num_computed for slot in slots],
+        "own": [slot.origins.num_own for slot in slots],
+        "cross_user": [slot.origins.num_cross_user for slot in slots],
+        "unattributed": [slot.origins.num_unattributed for slot in slots],
+        "ttft_p50": [_milliseconds(slot.ttft.percentile(0.5)) for slot in slots],
+        "ttft_p90": [_milliseconds(slot.ttft.percentile(0.9)) for slot in slots],
+    }
+
+
+def node_data(node: Node) -> dict[str, Any]:
+    """All but who holds it."""
+    uses = node.uses
+    parent = node.parent
+    return {
+        "id": node.number,
+        "parent": None if isinstance(parent, Root) else parent.number,
+        "place": _place(node.root),
+        "start": node.start * node.block_size,
+        "end": node.end * node.block_size,
+        "hash": node.hashes[-4:].hex(),
+        "requests": uses.num_requests,
+        "hits": uses.num_hits,
+        "own_hits": uses.num_own_hits,
+        "cross_user_hits": uses.num_cross_user_hits,
+        "users": _users(uses),
+        "requests_of_other_users": uses.num_requests_of_others,
+        "requests_of_nobody": uses.num_requests_of_nobody,
+        "key": uses.key,
+        "several_keys": uses.num_keys > 1,
+        "first": uses.first_ended_at,
+        "last": uses.last_ended_at,
+        "children": len(node.children),
+    }
+
+
+def _place(root: Root) -> dict[str, Any]:
+    place = root.place
+    return {
+        # Not the root itself: it is a key.
+        "root": hashlib.blake2b(root.block_hash, digest_size=4).hexdigest(),
+        "model": place.model,
+        "adapter": place.adapter,
+        "tenant": place.tenant,
+    }
+
+
+def _users(uses: Uses) -> list[tuple[str | None, int]]:
+    by_requests = sorted(uses.users.items(), key=lambda item: -item[1])
+    return [(user_name(user), num_requests) for user, num_requests in by_requests]
+
+
+def add_holders(row: dict[str, Any], depths: dict[int, dict[ReplicaId, int]]) -> None:
+    """To one row after the other, the deepest first. `depths` has the leading tokens that replicas hold, by
+    node, to begin with for the `frontier`: who holds a prefix holds all that it begins with."""
+    start, end, parent = row["start"], row["end"], row["parent"]
+    held = depths.pop(row["id"], {})
+    deepest = sorted((-min(depth, end), replica_id) for replica_id, depth in held.items() if depth > start)
+    row["holders"] = [(replica_id, -depth) for depth, replica_id in deepest[:MAX_HOLDERS]]
+    row["num_holders"] = len(deepest)
+    if parent is None:
+        return
+    above = depths.setdefault(parent, {})
+    for replica_id, depth in held.items():
+        if depth > above.get(replica_id, 0):
+            above[replica_id] = depth
+
+
+def frontier(rows: Iterable[Node]) -> list[Node]:
+    """Those that have no child among them."""
+    nodes = list(rows)
+    parents = {node.parent.number for node in nodes if isinstance(node.parent, Node)}
+    return [node for node in nodes if node.number not in parents]
+
+
+def decision_data(recent: RecentDecision) -> dict[str, Any]:
+    """A line of the list."""
+    decision, usage = recent.decision, recent.usage
+    found = recent.findings()
+    return {
+        "number": recent.number,
+        "at": recent.arrived_at + recent.ended_seconds,
+        "model": recent.model,
+        "user": user_name(recent.user),
+        "replica": None if decision is None else decision.replica_id,
+        "reason": None if decision is None else decision.reason.value,
+        "prompt_tokens": recent.num_prompt_tokens,
+        "expected_tokens": None if decision is None else decision.overlap_tokens,
+        "cached_tokens": None if usage is None else usage.num_cached_tokens,
+        "cross_user_tokens": None if usage is None else usage.num_cross_user_tokens,
+        "own_tokens": None if usage is None else usage.num_own_tokens,
+        "ttft_ms": _milliseconds(recent.first_token_seconds),
+        "status": recent.status,
+        "error": recent.error,
+        "finding": found[0].kind.value if found else None,
+    }
+
+
+def explained_data(recent: RecentDecision) -> dict[str, Any]:
+    """All of a decision."""
+    decision = recent.decision
+    return {
+        **decision_data(recent),
+        "request_id": recent.request_id,
+        "route": recent.route,
+        "adapter": recent.adapter,
+        "tenant": recent.tenant,
+        "key": recent.key,
+        "arrived_at": recent.arrived_at,
+        "ended_ms": _milliseconds(recent.ended_seconds),
+        "output_tokens": recent.num_output_tokens,
+        "rank": None if decision is None else decision.rank,
+        "candidates": [] if decision is None else candidates_by_cost(decision),
+        "findings": [{"kind": one.kind.value, "text": one.text} for one in recent.findings()],
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 1)

@@ -1,0 +1,44 @@
+"""AccessLog: one line for each request to a route that generates, at its end.
+
+Owns what the line says: ids, names of ours, times and numbers; never what a client has written.
+"""
+
+import logging
+
+from router.observation.served import ServedRequest
+
+logger = logging.getLogger(__name__)
+
+LINE = (
+    "request request_id=%s trace_id=%s route=%s model=%s status=%d error=%s"
+    " prepared_ms=%s first_token_ms=%s ended_ms=%s"
+    " prompt_tokens=%s cached_tokens=%s cross_user_tokens=%s output_tokens=%d replica=%s reason=%s"
+)
+
+
+def log_request(served: ServedRequest) -> None:
+    """An observer. Tokens are summed over prompts; replica and reason are those of the first."""
+    usages = [prompt.usage for prompt in served.prompts if prompt.usage is not None]
+    decision = served.prompts[0].decision if served.prompts else None
+    logger.info(
+        LINE,
+        served.request_id,
+        served.trace_id,
+        served.route,
+        served.model,
+        served.status,
+        served.error,
+        _milliseconds(served.prepared_seconds),
+        _milliseconds(served.first_token_seconds),
+        _milliseconds(served.ended_seconds),
+        sum(usage.num_prompt_tokens for usage in usages) if usages else None,
+        sum(usage.num_cached_tokens for usage in usages) if usages else None,
+        sum(usage.num_cross_user_tokens for usage in usages) if usages else None,
+        sum(prompt.num_output_tokens for prompt in served.prompts),
+        None if decision is None else decision.replica_id,
+        None if decision is None else decision.reason.value,
+    )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

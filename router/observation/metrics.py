@@ -1,0 +1,377 @@
+"""RouterMetrics: what a router tells Prometheus of the requests that it has served.
+
+Owns names, labels and buckets. Label values come from closed sets (served models, our own routes, status
+codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. Knows nothing of
+where the numbers arise; those that the router's parts count for themselves are `part_metrics.py`'s.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from replicas.protocol.frames import PromptUsage
+from router.errors import ErrorKind, HeadFault
+from router.observation.instruments import Distribution, Distributions, Number, Numbers
+from router.observation.part_metrics import PartMetrics
+from router.observation.served import GAP_BOUNDS, ServedPrompt, ServedRequest
+from router.observation.tenant_labels import TenantLabels
+from router.routing.decision import Decision
+
+LATENCY_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+)
+
+OWN_WORK_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+"""For what the router itself does with a request."""
+
+DECISION_BUCKETS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
+
+TENANT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+UNKNOWN_MODEL = "unknown"
+
+MOST_TENANTS = 100
+
+ALARMING_CODES = ("429", "500", "503")
+"""Those that alerts and dashboards count."""
+
+RANKS = ("0", "1", "2", "3+")
+"""Places in a bucket's affinity order, as labels."""
+
+Read = Callable[[PartMetrics], None]
+
+
+class RouterMetrics(Collector):
+    """One per router, for one thread. Series are kept by their labels: to look them up costs more than to
+    count."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._families: list[Numbers | Distributions] = []
+        self._declare_requests()
+        self._declare_tokens()
+        self._declare_tenants()
+        self.parts = PartMetrics()
+        self._tenant_labels = TenantLabels(MOST_TENANTS)
+        self._of_model: dict[str, _ModelSeries] = {}
+        self._of_tenant: dict[str, _TenantSeries] = {}
+        self._of_outcome: dict[tuple[str, str, int], Number] = {}
+        self._of_decision: dict[tuple[str, str, int], Number] = {}
+        self._reads: list[Read] = []
+        registry.register(self)
+
+    def observe(self, served: ServedRequest) -> None:
+        """Take in one request, at its end."""
+        name = served.model or UNKNOWN_MODEL
+        model = None
+        if served.model is not None:
+            model = self._of_model.get(name) or self._add_model(name)
+        self._count_outcome(name, served.route, served.status)
+        if served.error_kind is not None:
+            self._errors.of(name, served.error_kind).value += 1
+        if model is None or not served.prompts:
+            return
+        tenant = self._tenant(served.prompts[0].generation.tenant)
+        tenant.requests.value += 1
+        self._observe_times(served, model, tenant)
+        for prompt in served.prompts:
+            self._observe_prompt(prompt, name, model, tenant)
+
+    def _observe_times(self, served: ServedRequest, model: "_ModelSeries", tenant: "_TenantSeries") -> None:
+        if served.prepared_seconds is not None and served.read_seconds is not None:
+            model.prepare.observe(served.prepared_seconds - served.read_seconds)
+        if served.first_token_seconds is not None:
+            model.ttft.observe(served.first_token_seconds)
+            tenant.ttft.observe(served.first_token_seconds)
+        if served.error is None:
+            model.e2e.observe(served.ended_seconds)
+        gaps = served.token_gaps
+        if gaps is not None:
+            model.itl.add(gaps.counts, gaps.total_seconds)
+            num_later_tokens = served.prompts[0].num_output_tokens - gaps.num_first_tokens
+            if num_later_tokens > 0:  # of the first ones, some may have lain behind a stop string
+                model.tpot.observe(gaps.total_seconds / num_later_tokens)
+
+    def _observe_prompt(
+        self, prompt: ServedPrompt, name: str, model: "_ModelSeries", tenant: "_TenantSeries"
+    ) -> None:
+        decision = prompt.decision
+        if decision is not None:
+            self._count_decision(name, decision)
+        if prompt.decision_seconds is not None:
+            self._decision_seconds.of().observe(prompt.decision_seconds)
+        model.output_tokens.value += prompt.num_output_tokens
+        tenant.output_tokens.value += prompt.num_output_tokens
+        usage = prompt.usage
+        if usage is None:
+            return
+        model.count(usage)
+        tenant.count(usage)
+        if decision is not None:
+            model.overlap_tokens.value += decision.overlap_tokens
+            model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
+
+    def count_refusal(self, fault: HeadFault) -> None:
+        self._refused.of(fault).value += 1
+
+    def watch(self, read: Read) -> None:
+        """Have numbers that others count anyway read at each scrape, where they live: on the event loop."""
+        self._reads.append(read)
+
+    def refresh(self) -> None:
+        """Read what is watched, before `render`."""
+        for read in self._reads:
+            read(self.parts)
+
+    def render(self) -> bytes:
+        """Prometheus text, as of the last `refresh`."""
+        return "".join(family.text() for family in self.families()).encode()
+
+    async def scrape(self) -> bytes:
+        """Prometheus text as of now, made one metric at a time, so that nobody's stream waits for it all."""
+        self.refresh()
+        texts: list[str] = []
+        for family in self.families():
+            texts.append(family.text())
+            await asyncio.sleep(0)
+        return "".join(texts).encode()
+
+    def collect(self) -> Iterable[Metric]:
+        """For readers of a registry; a scrape has no need of it."""
+        yield from text_string_to_metric_families(self.render().decode())
+
+    def families(self) -> Iterator[Numbers | Distributions]:
+        """Every metric, with all its series."""
+        yield from self._families
+        yield from self.parts.families
+
+    def _numbers(self, kind: str, name: str, help_text: str, *labels: str) -> Numbers:
+        family = Numbers(kind, name, help_text, labels)
+        self._families.append(family)
+        return family
+
+    def _distributions(
+        self, name: str, help_text: str, bounds: tuple[float, ...], *labels: str
+    ) -> Distributions:
+        family = Distributions(name, help_text, bounds, labels)
+        self._families.append(family)
+        return family
+
+    def _declare_requests(self) -> None:
+        number, spread = self._numbers, self._distributions
+        self._requests = number(
+            "counter", "router_requests_total", "Requests answered", "model", "route", "code"
+        )
+        self._errors = number(
+            "counter",
+            "router_request_errors_total",
+            "Requests that ended otherwise than with their whole answer, by what was in the way",
+            *("model", "kind"),
+        )
+        self._refused = number(
+            "counter",
+            "router_refused_requests_total",
+            "Requests of any route that were refused by their head, before their body was read, by what was"
+            " wrong: host, origin, content_type or content_encoding",
+            "fault",
+        )
+        for fault in HeadFault:
+            self._refused.of(fault)
+        self._ttft = spread(
+            "router_ttft_seconds", "From a request's arrival to its first token", LATENCY_BUCKETS, "model"
+        )
+        self._e2e = spread(
+            "router_e2e_seconds",
+            "From a request's arrival to the end of its answer",
+            LATENCY_BUCKETS,
+            "model",
+        )
+        self._tpot = spread(
+            "router_tpot_seconds",
+            "Mean time per token after the first, of each request for one continuation",
+            GAP_BOUNDS,
+            "model",
+        )
+        self._itl = spread(
+            "router_itl_seconds",
+            "Time between two arrivals of tokens, of requests for one continuation",
+            GAP_BOUNDS,
+            "model",
+        )
+        self._prepare = spread(
+            "router_prepare_seconds",
+            "From a request's last byte to its prompt, checked, rendered, tokenised and hashed",
+            OWN_WORK_BUCKETS,
+            "model",
+        )
+        self._decision_seconds = spread(
+            "router_decision_seconds",
+            "Time of one routing decision: overlaps, costs, reservation and prediction",
+            DECISION_BUCKETS,
+        )
+        self._decisions = number(
+            "counter",
+            "router_decisions_total",
+            "Routing decisions by their reason and the replica's place in the affinity order",
+            *("model", "reason", "rank"),
+        )
+
+    def _declare_tokens(self) -> None:
+        def number(name: str, help_text: str, *labels: str) -> Numbers:
+            return self._numbers("counter", name, help_text, "model", *labels)
+
+        self._prompt_tokens = number("router_prompt_tokens_total", "Prompt tokens")
+        self._by_origin = number(
+            "router_prompt_tokens_by_origin_total",
+            "Prompt tokens by where their KV came from: computed for this request, by an earlier one of the"
+            " same user (own), of another user, or cached and not attributed, as either user is not known",
+            "origin",
+        )
+        self._cached_tokens = number("router_cached_tokens_total", "Prompt tokens that a replica had cached")
+        self._cross_user_tokens = number(
+            "router_cross_user_cached_tokens_total",
+            "Cached prompt tokens that another user's request had computed",
+        )
+        self._slower_tier_tokens = number(
+            "router_slower_tier_tokens_total",
+            "Cached prompt tokens that a replica read back from a tier below its device",
+        )
+        self._output_tokens = number("router_output_tokens_total", "Tokens generated")
+        self._overlap_tokens = number(
+            "router_overlap_tokens_total", "Cached tokens that were expected where a request was sent"
+        )
+        self._overlap_error = self._distributions(
+            "router_overlap_error_tokens",
+            "Distance between the overlap that was expected and the tokens that were cached",
+            TOKEN_BUCKETS,
+            "model",
+        )
+
+    def _declare_tenants(self) -> None:
+        def number(name: str, help_text: str) -> Numbers:
+            return self._numbers("counter", name, help_text, "tenant")
+
+        self._tenant_requests = number("router_tenant_requests_total", "Requests for a known model")
+        self._tenant_prompt_tokens = number("router_tenant_prompt_tokens_total", "Prompt tokens")
+        self._tenant_cached_tokens = number(
+            "router_tenant_cached_tokens_total", "Prompt tokens that a replica had cached"
+        )
+        self._tenant_cross_user_tokens = number(
+            "router_tenant_cross_user_cached_tokens_total",
+            "Cached prompt tokens that another user's request had computed",
+        )
+        self._tenant_output_tokens = number("router_tenant_output_tokens_total", "Tokens generated")
+        self._tenant_ttft = self._distributions(
+            "router_tenant_ttft_seconds",
+            "From a request's arrival to its first token",
+            TENANT_BUCKETS,
+            "tenant",
+        )
+
+    def _add_model(self, name: str) -> "_ModelSeries":
+        """The series of a served model or adapter; never call it with a name that is not served."""
+        for kind in ErrorKind:  # from zero on: a counter that begins with its first burst has had no increase
+            self._errors.of(name, kind)
+        series = self._of_model[name] = _ModelSeries(
+            ttft=self._ttft.of(name),
+            e2e=self._e2e.of(name),
+            tpot=self._tpot.of(name),
+            itl=self._itl.of(name),
+            prepare=self._prepare.of(name),
+            prompt_tokens=self._prompt_tokens.of(name),
+            computed_tokens=self._by_origin.of(name, "computed"),
+            own_tokens=self._by_origin.of(name, "own"),
+            cross_user_origin=self._by_origin.of(name, "cross_user"),
+            unattributed_tokens=self._by_origin.of(name, "unattributed"),
+            cached_tokens=self._cached_tokens.of(name),
+            cross_user_tokens=self._cross_user_tokens.of(name),
+            slower_tier_tokens=self._slower_tier_tokens.of(name),
+            output_tokens=self._output_tokens.of(name),
+            overlap_tokens=self._overlap_tokens.of(name),
+            overlap_error=self._overlap_error.of(name),
+        )
+        return series
+
+    def _tenant(self, tenant: str) -> "_TenantSeries":
+        label = self._tenant_labels.of(tenant)
+        series = self._of_tenant.get(label)
+        if series is None:
+            series = self._of_tenant[label] = _TenantSeries(
+                requests=self._tenant_requests.of(label),
+                prompt_tokens=self._tenant_prompt_tokens.of(label),
+                cached_tokens=self._tenant_cached_tokens.of(label),
+                cross_user_tokens=self._tenant_cross_user_tokens.of(label),
+                output_tokens=self._tenant_output_tokens.of(label),
+                ttft=self._tenant_ttft.of(label),
+            )
+        return series
+
+    def _count_outcome(self, model: str, route: str, code: int) -> None:
+        key = (model, route, code)
+        number = self._of_outcome.get(key)
+        if number is None:
+            number = self._of_outcome[key] = self._requests.of(model, route, str(code))
+            for alarming in ALARMING_CODES:  # from zero on, as errors are
+                self._requests.of(model, route, alarming)
+        number.value += 1
+
+    def _count_decision(self, model: str, decision: Decision) -> None:
+        rank = min(decision.rank, len(RANKS) - 1)
+        key = (model, decision.reason, rank)
+        number = self._of_decision.get(key)
+        if number is None:
+            number = self._of_decision[key] = self._decisions.of(model, decision.reason, RANKS[rank])
+        number.value += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _ModelSeries:
+    ttft: Distribution
+    e2e: Distribution
+    tpot: Distribution
+    itl: Distribution
+    prepare: Distribution
+    prompt_tokens: Number
+    computed_tokens: Number
+    own_tokens: Number
+    cross_user_origin: Number
+    unattributed_tokens: Number
+    cached_tokens: Number
+    cross_user_tokens: Number
+    slower_tier_tokens: Number
+    output_tokens: Number
+    overlap_tokens: Number
+    overlap_error: Distribution
+
+    def count(self, usage: PromptUsage) -> None:
+        cached, own, cross_user = usage.num_cached_tokens, usage.num_own_tokens, usage.num_cross_user_tokens
+        self.prompt_tokens.value += usage.num_prompt_tokens
+        self.computed_tokens.value += usage.num_prompt_tokens - cached
+        self.own_tokens.value += own
+        self.cross_user_origin.value += cross_user
+        self.unattributed_tokens.value += cached - own - cross_user
+        self.cached_tokens.value += cached
+        self.cross_user_tokens.value += cross_user
+        self.slower_tier_tokens.value += usage.num_slower_tier_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class _TenantSeries:
+    requests: Number
+    prompt_tokens: Number
+    cached_tokens: Number
+    cross_user_tokens: Number
+    output_tokens: Number
+    ttft: Distribution
+
+    def count(self, usage: PromptUsage) -> None:
+        self.prompt_tokens.value += usage.num_prompt_tokens
+        self.cached_tokens.value += usage.num_cached_tokens
+        self.cross_user_tokens.value += usage.num_cross_user_tokens

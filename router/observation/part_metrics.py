@@ -1,0 +1,277 @@
+"""PartMetrics: what a router's parts count for themselves, as Prometheus shall see it.
+
+Owns the names. Each `read_…` copies the numbers of one part, just before a scrape, on the event loop where
+that part lives. Knows nothing of requests.
+"""
+
+from collections.abc import Mapping
+
+from replicas.protocol.status import ReplicaId
+from router.admission import AdmissionStatistics
+from router.body_budget import BodyStatistics
+from router.connections import ConnectionStatistics
+from router.dispatch.dispatch_state import DispatchStatistics
+from router.fleet.index_mirror import MirrorStatistics
+from router.fleet.membership import MembershipStatistics
+from router.large_bodies.offload import OffloadStatistics
+from router.observation.instruments import Distributions, Numbers
+from router.prompt.catalog import ModelCatalog
+from router.prompt.chains import ChainStatistics
+from router.routing.load import ReplicaLoad
+
+
+class PartMetrics:
+    def __init__(self) -> None:
+        self.families: list[Numbers | Distributions] = []
+        self._in_flight = self._gauge("router_in_flight", "Requests being served")
+        self._admitted_sequences = self._gauge(
+            "router_admitted_sequences", "Sequences (prompts times n) of the requests being served"
+        )
+        self._admitted_tokens = self._gauge(
+            "router_admitted_tokens",
+            "Tokens of the requests being served: of their prompts, and of answers up to 1,024 each",
+        )
+        self._admission_refusals = self._counter(
+            "router_admission_refusals_total", "Requests refused for their sequences and tokens"
+        )
+        self._connections = self._gauge("router_connections", "Connections of clients")
+        self._max_connections = self._gauge(
+            "router_connections_limit", "Connections of clients that there may be"
+        )
+        self._ended_connections = self._counter(
+            "router_ended_connections_total",
+            "Connections that the router ended, or did not take, by what was wrong",
+            "reason",
+        )
+        self._body_bytes = self._gauge(
+            "router_body_bytes", "Memory of request bodies that are read or prepared"
+        )
+        self._max_body_bytes = self._gauge("router_body_bytes_limit", "Memory that such bodies may take")
+        self._refused_bodies = self._counter(
+            "router_refused_bodies_total", "Request bodies refused for the memory of all of them"
+        )
+        self._lag = self._gauge(
+            "router_event_loop_lag_seconds",
+            "How late the event loop came to a task that was due, at worst within the last 10 to 20 seconds",
+        )
+        self._dropped_spans = self._counter(
+            "router_dropped_spans_total", "Spans that no trace collector took"
+        )
+        self._declare_offload()
+        self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
+        self._hash_hits = self._counter("router_hash_cache_hits_total", "Prompt blocks found hashed")
+        self._hash_misses = self._counter("router_hash_cache_misses_total", "Prompt blocks hashed")
+        self._declare_dispatch()
+        self._declare_fleet()
+        self._declare_models()
+
+    def _declare_offload(self) -> None:
+        self._large_working = self._gauge(
+            "router_large_bodies", "Large bodies being prepared beside the event loop"
+        )
+        self._large_waiting = self._gauge(
+            "router_large_bodies_waiting", "Large bodies that wait to be prepared"
+        )
+        self._large = self._counter(
+            "router_large_bodies_total",
+            "Large bodies by what became of them: done, ended (it took too much time or memory), or refused"
+            " (too many others waited)",
+            "outcome",
+        )
+
+    def _declare_dispatch(self) -> None:
+        self._retries = self._counter("router_retries_total", "Submissions repeated before the first token")
+        self._resumes = self._counter("router_resumes_total", "Submissions that continued elsewhere")
+        self._lost_attempts = self._counter("router_lost_attempts_total", "Submissions lost")
+        self._overdue_attempts = self._counter(
+            "router_overdue_attempts_total",
+            "Submissions that moved elsewhere since a living replica got nowhere with them",
+        )
+        self._runs = self._gauge("router_runs", "Generations in dispatch")
+        self._retry_budget = self._gauge(
+            "router_retry_budget", "Retries at living replicas that may still be made just now"
+        )
+        self._retries_refused = self._counter(
+            "router_retries_refused_total", "Retries that were not made, as the budget had none left"
+        )
+        self._suspects = self._gauge(
+            "router_suspects", "Prompts that are remembered since a replica died computing them"
+        )
+        self._condemned = self._counter(
+            "router_condemned_prompts_total", "Prompts that are refused since replicas died of them"
+        )
+        self._waiting = self._gauge("router_waiting", "Generations that wait in line for a replica")
+        self._waiting_bytes = self._gauge("router_waiting_bytes", "Memory of their prompts")
+        self._waiting_oldest = self._gauge(
+            "router_waiting_oldest_seconds", "How long the one that has waited longest has"
+        )
+        self._waiting_refusals = self._counter(
+            "router_waiting_refusals_total", "Generations for which there was no room in the line"
+        )
+        self._reservations = self._gauge(
+            "router_reservations", "Reservations of load that have not been given back"
+        )
+
+    def _declare_fleet(self) -> None:
+        self._replicas_known = self._gauge("router_replicas_known", "Replicas with a lease")
+        self._replicas = self._gauge("router_replicas", "Replicas that are routed to")
+        self._lost_streams = self._counter("router_lost_streams_total", "Streams lost")
+        self._refused = self._counter("router_refused_replicas_total", "Replicas refused")
+        self._tls_expiry = self._gauge(
+            "router_tls_expiry_timestamp_seconds",
+            "When this router's certificate, or the CA of its replicas, expires, in seconds since 1970",
+            "file",
+        )
+        self._refused_records = self._gauge(
+            "router_refused_records",
+            "Entries of the registry that the latest look passed over: malformed, unsigned, signed with"
+            " another cluster secret (other_secret) or wrongly (forged), or copied back from earlier (old)",
+            "reason",
+        )
+        self._malformed_words = self._counter(
+            "router_malformed_messages_total",
+            "Loads, answers and descriptions of replicas that broke the contract and were passed over",
+        )
+        self._frames = self._counter("router_frames_total", "Frames that came from replicas")
+        self._submits = self._counter("router_submits_total", "Submits sent to replicas")
+        self._aborts = self._counter("router_aborts_total", "Aborts sent to replicas")
+        self._replica_requests = self._gauge(
+            "router_replica_requests",
+            "Requests that run or wait at a replica, as far as this router can tell",
+            "replica",
+        )
+        self._replica_pending = self._gauge(
+            "router_replica_pending_tokens",
+            "Prompt tokens that a replica has yet to compute, as far as this router can tell",
+            "replica",
+        )
+
+    def _declare_models(self) -> None:
+        self._cache_bytes = self._gauge(
+            "router_token_cache_bytes", "Memory of encoded text segments", "model"
+        )
+        self._cache_hits = self._counter(
+            "router_token_cache_hits_total", "Text segments found encoded", "model"
+        )
+        self._cache_misses = self._counter(
+            "router_token_cache_misses_total", "Text segments encoded", "model"
+        )
+        self._entries = self._gauge("router_index_entries", "Pairs of replica and block hash", "model")
+        self._predictions = self._gauge(
+            "router_index_predictions", "Requests whose blocks are sent or announced", "model"
+        )
+        self._changes = self._counter("router_index_changes_total", "Index changes applied", "model")
+        self._resyncs = self._counter("router_index_resyncs_total", "Block sets read again", "model")
+        self._malformed = self._counter(
+            "router_index_malformed_total", "Changes that were unreadable", "model"
+        )
+        self._index_lag = self._gauge("router_index_lag_seconds", "How far the mirror lies behind", "model")
+        self._index_connected = self._gauge(
+            "router_index_connected", "1 while the mirror follows Redis, else 0", "model"
+        )
+
+    def read_in_flight(self, num_in_flight: int) -> None:
+        self._in_flight.of().value = num_in_flight
+
+    def read_admission(self, statistics: AdmissionStatistics) -> None:
+        self._admitted_sequences.of().value = statistics.num_sequences
+        self._admitted_tokens.of().value = statistics.num_tokens
+        self._admission_refusals.of().value = statistics.num_refused
+
+    def read_connections(self, statistics: ConnectionStatistics) -> None:
+        self._connections.of().value = statistics.num_open
+        self._max_connections.of().value = statistics.max_open
+        for reason, number in statistics.num_ended.items():
+            self._ended_connections.of(reason).value = number
+
+    def read_offload(self, statistics: OffloadStatistics) -> None:
+        self._large_working.of().value = statistics.num_working
+        self._large_waiting.of().value = statistics.num_waiting
+        for outcome, number in (
+            ("done", statistics.num_done),
+            ("ended", statistics.num_ended),
+            ("refused", statistics.num_refused),
+        ):
+            self._large.of(outcome).value = number
+
+    def read_bodies(self, statistics: BodyStatistics) -> None:
+        self._body_bytes.of().value = statistics.num_bytes
+        self._max_body_bytes.of().value = statistics.max_bytes
+        self._refused_bodies.of().value = statistics.num_refused
+
+    def read_lag(self, seconds: float) -> None:
+        self._lag.of().value = seconds
+
+    def read_dropped_spans(self, count: int) -> None:
+        self._dropped_spans.of().value = count
+
+    def read_dispatch(self, statistics: DispatchStatistics) -> None:
+        self._retries.of().value = statistics.num_retries
+        self._resumes.of().value = statistics.num_resumes
+        self._lost_attempts.of().value = statistics.num_lost
+        self._overdue_attempts.of().value = statistics.num_overdue
+        self._runs.of().value = statistics.num_running
+        self._retry_budget.of().value = statistics.retries_left
+        self._retries_refused.of().value = statistics.num_retries_refused
+        self._suspects.of().value = statistics.suspects.num_remembered
+        self._condemned.of().value = statistics.suspects.num_condemned
+        self._waiting.of().value = statistics.room.num_waiting
+        self._waiting_bytes.of().value = statistics.room.num_bytes
+        self._waiting_oldest.of().value = statistics.room.oldest_seconds
+        self._waiting_refusals.of().value = statistics.room.num_refused
+
+    def read_membership(self, statistics: MembershipStatistics) -> None:
+        self._replicas_known.of().value = statistics.num_known
+        self._replicas.of().value = statistics.num_routed
+        self._lost_streams.of().value = statistics.num_lost_streams
+        self._refused.of().value = statistics.num_refused
+        self._frames.of().value = statistics.num_frames
+        self._submits.of().value = statistics.num_submits
+        self._aborts.of().value = statistics.num_aborts
+        self._malformed_words.of().value = statistics.num_malformed
+        for reason, count in statistics.num_refused_records.items():
+            self._refused_records.of(reason).value = count
+
+    def read_tls(self, ends: Mapping[str, float]) -> None:
+        for file, seconds in ends.items():
+            self._tls_expiry.of(file).value = seconds
+
+    def read_loads(self, num_reserved: int, loads: Mapping[ReplicaId, ReplicaLoad]) -> None:
+        self._reservations.of().value = num_reserved
+        self._replica_requests.clear()
+        self._replica_pending.clear()
+        for replica_id, load in loads.items():
+            self._replica_requests.of(replica_id).value = load.num_requests
+            self._replica_pending.of(replica_id).value = load.num_pending_tokens
+
+    def read_token_caches(self, catalog: ModelCatalog) -> None:
+        for name in catalog.names():
+            statistics = catalog.get(name).tokenizer.cache.statistics()
+            self._cache_bytes.of(name).value = statistics.num_bytes
+            self._cache_hits.of(name).value = statistics.num_hits
+            self._cache_misses.of(name).value = statistics.num_misses
+
+    def read_chains(self, statistics: ChainStatistics) -> None:
+        self._hash_bytes.of().value = statistics.num_bytes
+        self._hash_hits.of().value = statistics.num_hits
+        self._hash_misses.of().value = statistics.num_misses
+
+    def read_index(self, mirrors: Mapping[str, MirrorStatistics]) -> None:
+        for name, statistics in mirrors.items():
+            self._entries.of(name).value = statistics.num_entries
+            self._predictions.of(name).value = statistics.num_predictions
+            self._changes.of(name).value = statistics.num_changes
+            self._resyncs.of(name).value = statistics.num_resyncs
+            self._malformed.of(name).value = statistics.num_malformed
+            self._index_lag.of(name).value = statistics.lag_seconds
+            self._index_connected.of(name).value = int(statistics.is_connected)
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Numbers:
+        return self._add(Numbers("gauge", name, help_text, labels))
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Numbers:
+        return self._add(Numbers("counter", name, help_text, labels))
+
+    def _add(self, family: Numbers) -> Numbers:
+        self.families.append(family)
+        return family

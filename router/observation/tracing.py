@@ -1,0 +1,169 @@
+"""Spans of a router: a request, its preparation, where it is routed to, and every attempt there.
+
+Owns which spans there are and what they say: numbers, ids, names of ours and reasons; never what a client
+has written, but for the trace state that it wrote for collectors. Imported only where traces are switched on.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+
+from replicas.process.otlp import SpanExport, child_context, parent_context, trace_parent_of
+from replicas.process.trace_parent import TraceParent
+from router.observation.served import ServedRequest
+from router.observation.trace_points import AttemptTrace, RequestTrace, RunTrace, Tracing
+from router.routing.decision import Decision
+
+Attributes = dict[str, str | int | float | bool]
+
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+
+ERROR = Status(StatusCode.ERROR)
+
+
+class SpanTracing(Tracing):
+    def __init__(self, endpoint: str, sample_ratio: float) -> None:
+        instance = f"{socket.gethostname()}:{os.getpid()}"
+        self._export = SpanExport(endpoint, sample_ratio, service="kvasir-router", instance=instance)
+
+    def request(self, method: str, path: str, request_id: str, parent: TraceParent | None) -> RequestTrace:
+        known_method = method if method in METHODS else "_OTHER"
+        span = self._export.tracer.start_span(
+            f"{known_method} {path}",
+            parent_context(parent),
+            SpanKind.SERVER,
+            {
+                "http.request.method": known_method,
+                "http.route": path,
+                "gen_ai.operation.name": OPERATIONS[path],
+                "gen_ai.provider.name": "kvasir",
+                "kvasir.request_id": request_id,
+            },
+        )
+        if span.is_recording():
+            return _RequestSpans(request_id, self._export.tracer, span)
+        return RequestTrace(request_id, trace_parent_of(span))
+
+    @property
+    def num_dropped(self) -> int:
+        return self._export.num_dropped
+
+    def close(self, timeout_seconds: float) -> None:
+        self._export.close(timeout_seconds)
+
+
+class _RequestSpans(RequestTrace):
+    __slots__ = ("_span", "_tracer")
+
+    def __init__(self, request_id: str, tracer: Tracer, span: Span) -> None:
+        super().__init__(request_id, trace_parent_of(span))
+        self._tracer = tracer
+        self._span = span
+
+    def run(self) -> RunTrace:
+        return _RunSpans(self.request_id, self._tracer, self._span)
+
+    def end(self, served: ServedRequest) -> None:
+        span = self._span
+        ended_at = time.time_ns()
+
+        def moment(seconds: float) -> int:
+            """In nanoseconds since 1970, counted back from the end: what was a part of it ended before."""
+            return ended_at - int((served.ended_seconds - seconds) * 1e9)
+
+        self._tell_preparation(served, moment)
+        if served.first_token_seconds is not None:
+            span.add_event("first token", timestamp=moment(served.first_token_seconds))
+        span.set_attributes(_outcome(served))
+        if served.status >= 500:
+            span.set_status(ERROR)
+        span.end(ended_at)
+
+    def _tell_preparation(self, served: ServedRequest, moment: Callable[[float], int]) -> None:
+        if served.read_seconds is None:
+            return
+        span = self._tracer.start_span(
+            "prepare", child_context(self._span), start_time=moment(served.read_seconds)
+        )
+        if served.prepared_seconds is None:
+            span.set_status(ERROR)
+            span.end(moment(served.ended_seconds))
+        else:
+            span.end(moment(served.prepared_seconds))
+
+
+def _outcome(served: ServedRequest) -> Attributes:
+    attributes: Attributes = {
+        "http.response.status_code": served.status,
+        "gen_ai.request.stream": served.is_stream,
+    }
+    if served.error is not None:
+        attributes["error.type"] = served.error
+    if served.model is not None:
+        attributes["gen_ai.request.model"] = served.model
+    if served.prompts:
+        attributes["kvasir.tenant"] = served.prompts[0].generation.tenant
+        attributes["gen_ai.usage.output_tokens"] = sum(prompt.num_output_tokens for prompt in served.prompts)
+    usages = [prompt.usage for prompt in served.prompts if prompt.usage is not None]
+    if usages:
+        attributes["gen_ai.usage.input_tokens"] = sum(usage.num_prompt_tokens for usage in usages)
+        attributes["gen_ai.usage.cache_read.input_tokens"] = sum(usage.num_cached_tokens for usage in usages)
+        attributes["gen_ai.usage.cache_creation.input_tokens"] = sum(
+            usage.num_written_tokens for usage in usages
+        )
+        attributes["kvasir.cross_user_tokens"] = sum(usage.num_cross_user_tokens for usage in usages)
+    return attributes
+
+
+class _RunSpans(RunTrace):
+    __slots__ = ("_num_attempts", "_span", "_tracer")
+
+    def __init__(self, request_id: str, tracer: Tracer, parent: Span) -> None:
+        super().__init__(request_id, None)
+        self._tracer = tracer
+        self._span = tracer.start_span("route", child_context(parent))
+        self._num_attempts = 0
+
+    def attempt(self, decision: Decision, *, is_resumed: bool) -> AttemptTrace:
+        attributes: Attributes = {
+            "kvasir.replica": decision.replica_id,
+            "kvasir.reason": decision.reason.value,
+            "kvasir.rank": decision.rank,
+            "kvasir.overlap_tokens": decision.overlap_tokens,
+        }
+        self._span.set_attributes(attributes)
+        if self._num_attempts:
+            self._span.add_event("resume" if is_resumed else "retry", {"kvasir.replica": decision.replica_id})
+        self._num_attempts += 1
+        attributes["kvasir.attempt"] = self._num_attempts
+        span = self._tracer.start_span("attempt", child_context(self._span), SpanKind.CLIENT, attributes)
+        return _AttemptSpan(span)
+
+    def waits(self, seconds: float) -> None:
+        self._span.add_event("wait", {"kvasir.seconds": seconds})
+
+    def end(self) -> None:
+        self._span.end()
+
+
+class _AttemptSpan(AttemptTrace):
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(trace_parent_of(span))
+        self._span = span
+
+    def first_token(self) -> None:
+        self._span.add_event("first token")
+
+    def failed(self, reason: str) -> None:
+        self._span.set_attribute("error.type", reason)
+        self._span.set_status(ERROR)
+
+    def end(self) -> None:
+        self._span.end()

@@ -1,0 +1,188 @@
+"""What is prepared beside the event loop is bounded in time, memory and number, and gone with its client."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from replicas.protocol.status import TokenizerBundle
+from router.api.prepared import Bounds
+from router.errors import InvalidRequest, RouterBusy
+from router.large_bodies import offload as offload_module
+from router.large_bodies.offload import Offload
+from router.prompt.catalog import ModelCatalog, bundle_digest
+from router.prompt.template import Trial
+from tests.router import tiny_model
+from tests.router.http_server import http_server
+from tests.router.scripted_dispatch import says
+
+QUICK = Bounds(cpu_seconds=1.0, num_bytes=128 * 2**20)
+
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+HUGE = "{{ 'a' * 10**10 }}"
+FOLDED = "{{ 9**(9**9) }}"
+DEEP = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+
+PADDED = tiny_model.TEMPLATE + "{{ 'x' * (width or 1) }}"
+LOOPING = (
+    tiny_model.TEMPLATE + "{% for a in range(n or 1) %}{% for b in range(n or 1) %}{% endfor %}{% endfor %}"
+)
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture
+async def quick() -> AsyncIterator[Offload]:
+    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16, bounds=QUICK)
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("template", [ENDLESS, HUGE, FOLDED, DEEP])
+async def test_a_template_without_an_end_costs_a_model_its_chats_and_nobody_anything_else(
+    quick: Offload, template: str
+) -> None:
+    bundle = tiny_model.bundle(template)
+    verdict = await quick.try_out(bundle_digest(bundle), bundle)
+    assert verdict.complaint is not None and "chat template takes more than 1 s" in verdict.complaint
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(tiny_model.card(), bundle, verdict=verdict)
+    async with (
+        http_server(catalog=catalog, bounds=QUICK) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        server.dispatcher.script = says([tiny_model.END_OF_TURN])
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 400 and verdict.complaint in answer.json()["error"]["message"]
+        plain = await client.post("/v1/completions", json={"model": "tiny", "prompt": "Hello"})
+        assert plain.status_code == 200
+
+
+async def test_a_good_template_is_tried_out_elsewhere_and_not_again(quick: Offload) -> None:
+    bundle = tiny_model.bundle()
+    verdict = await quick.try_out(bundle_digest(bundle), bundle)
+    assert verdict.trials == {"default": Trial("minijinja", is_bounded=True)}
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [(PADDED, {"width": 10**12}), (LOOPING, {"n": 99_999})],
+    ids=["padded", "looping"],
+)
+async def test_arguments_that_make_an_honest_template_explode_fail_their_request_alone(
+    template: str, arguments: dict[str, int]
+) -> None:
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(tiny_model.card(), tiny_model.bundle(template))
+    async with (
+        http_server(catalog=catalog, bounds=QUICK) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        server.dispatcher.script = says([tiny_model.END_OF_TURN])
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = await client.post(path, json={**CHAT, "chat_template_kwargs": arguments})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] in ("too_much_work", "invalid_value")
+            assert (await client.post(path, json=CHAT)).status_code == 200
+
+
+async def test_a_body_that_takes_more_memory_than_it_may_is_refused(quick: Offload) -> None:
+    chat = {**CHAT, "metadata": 0, "chat_template_kwargs": {"a": 0}}
+    body = json.dumps(chat).replace('"a": 0', '"a": [' + "[]," * 2_000_000 + "0]").encode()
+    with pytest.raises(InvalidRequest, match="more than 1 s of processor time or 128 MiB") as refused:
+        await quick.prepare("chat", body)
+    assert refused.value.code == "too_much_work"
+    assert quick.statistics().num_ended == 1
+    await quick.prepare("chat", json.dumps(CHAT).encode())
+
+
+async def test_a_client_that_leaves_takes_the_work_with_it(quick: Offload) -> None:
+    await quick.prepare("chat", json.dumps(CHAT).encode())
+    process = quick._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # so that no child is forked before it is looked at
+    work = asyncio.create_task(quick.prepare("chat", _endless_body()))
+    while quick.statistics().num_working == 0:  # noqa: ASYNC110 (nobody else can tell)
+        await asyncio.sleep(0.01)
+    os.kill(process.pid, signal.SIGCONT)
+    while not _children(process.pid):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert quick.statistics().num_working == 0
+    while _children(process.pid):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def _endless_body() -> bytes:
+    return json.dumps({**CHAT, "metadata": [[]] * 1_000_000}).encode()
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.fixture
+async def impatient(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Offload]:
+    monkeypatch.setattr(offload_module, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(offload_module, "MOST_WAITING", 1)
+    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16, bounds=QUICK)
+    yield made
+    await made.close()
+
+
+async def test_those_that_wait_too_long_or_are_too_many_are_told_to_come_back(impatient: Offload) -> None:
+    quick = impatient
+    body = json.dumps(CHAT).encode()
+    await quick.prepare("chat", body)
+    assert quick._process is not None
+    os.kill(quick._process.pid, signal.SIGSTOP)
+    working = [asyncio.create_task(quick.prepare("chat", body)) for _ in range(offload_module.PLACES)]
+    while quick.statistics().num_working < offload_module.PLACES:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    waiting = asyncio.create_task(quick.prepare("chat", body))
+    await asyncio.sleep(0)
+    with pytest.raises(RouterBusy) as refused:
+        await quick.prepare("chat", body)
+    assert refused.value.retry_after_seconds > 0
+    with pytest.raises(RouterBusy):
+        await waiting
+    os.kill(quick._process.pid, signal.SIGCONT)
+    await asyncio.gather(*working)
+    assert quick.statistics().num_refused == 2
+    await quick.prepare("chat", body)
+
+
+async def test_a_process_that_has_died_is_started_again(quick: Offload) -> None:
+    body = json.dumps(CHAT).encode()
+    await quick.prepare("chat", body)
+    first = quick._process
+    assert first is not None
+    first.kill()
+    await asyncio.to_thread(first.wait)
+    await quick.prepare("chat", body)
+    assert quick._process is not first
+
+
+async def test_a_tokenizer_that_cannot_be_read_leaves_the_process_as_it_was(quick: Offload) -> None:
+    broken = TokenizerBundle({"tokenizer.json": b"{}"})
+    await quick.try_out(bundle_digest(broken), broken)
+    await quick.prepare("chat", json.dumps(CHAT).encode())
+
+
+async def test_the_process_ends_with_its_router() -> None:
+    made = Offload(tiny_model.catalog(), max_choices=16, max_prompts=16)
+    await made.prepare("chat", json.dumps(CHAT).encode())
+    process = made._process
+    assert process is not None
+    await made.close()
+    assert process.returncode == 0

@@ -1,0 +1,103 @@
+"""What the page is told of replicas that are not connected, from a real registry and real sockets."""
+
+import logging
+
+import pytest
+
+from replicas.protocol.status import ModelCard, TokenizerBundle
+from router.fleet.membership import RegistrySource
+from router.live_page.fleet_source import NOT_CONNECTED, FleetSource
+from router.live_page.live_view import MAX_COMPLAINT, ReplicaView, replicas_data
+from tests.own_log import own_records
+from tests.router.quiet_fleet import replica_view
+from tests.router.scripted_replica import ScriptedReplica, eventually
+from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
+
+__all__ = ["registry", "start", "world"]
+
+
+def view_of(world: World) -> ReplicaView | None:
+    """Of the only replica."""
+    views = FleetSource("me", world.membership, world.table, {}).replicas()
+    return views[0] if views else None
+
+
+def is_connected(world: World) -> bool:
+    view = view_of(world)
+    return view is not None and (view.state, view.complaint) == ("ready", None)
+
+
+def complains_of(world: World, words: str) -> bool:
+    view = view_of(world)
+    return view is not None and view.state == NOT_CONNECTED and words in (view.complaint or "")
+
+
+async def test_a_replica_that_cannot_be_reached_says_why_until_it_is_connected(
+    registry: Registry, world: World, free_port: int, start: Start
+) -> None:
+    absent = ScriptedReplica("r0")
+    absent.port = free_port
+    await registry.put(absent)
+    await eventually(lambda: complains_of(world, "Connection refused"))
+    replica = await start("r0", port=free_port)
+    await eventually(lambda: is_connected(world))
+    await replica.kill()
+    await eventually(lambda: complains_of(world, "Connection refused"))
+
+
+async def test_a_replica_that_became_somebody_else_says_so(
+    registry: Registry, world: World, start: Start
+) -> None:
+    replica = await start("r0")
+    await registry.put(replica)
+    await eventually(lambda: is_connected(world))
+    replica.script.describes_as = ("somebody-else", "e9")
+    replica.script.die_after_tokens = 0
+    await eventually(lambda: complains_of(world, "is replica somebody-else with epoch e9"))
+
+
+async def test_a_lease_that_ran_out_is_complained_of_until_it_is_back(
+    registry: Registry, world: World, start: Start
+) -> None:
+    replica = await start("r0")
+    await registry.put(replica)
+    await eventually(lambda: is_connected(world))
+    await registry.end_lease(replica)
+    await eventually(lambda: (view_of(world) or replica_view("x")).complaint is not None)
+    assert is_connected(world) is False
+    view = view_of(world)
+    assert view is not None and view.state == "ready" and "its lease is gone" in (view.complaint or "")
+    await registry.put(replica)
+    await eventually(lambda: is_connected(world))
+
+
+async def test_a_failure_of_the_router_itself_is_told_too_and_logged_once(
+    redis_url: str, registry: Registry, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_tries = 0
+
+    def refuse(card: ModelCard, bundle: TokenizerBundle) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise RuntimeError("no such tokenizer")
+
+    await registry.put(await start("r0"))
+    async with watching(RegistrySource(redis_url, POLL_SECONDS), on_model=refuse) as world:
+        await eventually(lambda: num_tries >= 3)
+        assert complains_of(world, "no such tokenizer")
+    (record,) = own_records(caplog, logging.ERROR)
+    assert record.exc_info is not None and record.getMessage() == "replica r0 cannot be connected"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (None, None),
+        ("all  in\none\r\n line ", "all in one line"),
+        ("x" * MAX_COMPLAINT, "x" * MAX_COMPLAINT),
+        ("x" * (MAX_COMPLAINT + 1), "x" * (MAX_COMPLAINT - 1) + "…"),
+    ],
+)
+def test_a_complaint_is_one_short_line(said: str | None, shown: str | None) -> None:
+    (data,) = replicas_data([replica_view("r0", complaint=said)], [])
+    assert data["complaint"] == shown
