@@ -22,11 +22,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Service:
-    """One long-running child with a log file. Its whole process group ends with it."""
+    """One long-running child with a log file. Its whole process group ends with it, unless
+    `children_outlive_it`: then what it has started lives on when it dies, until `stop`."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        children_outlive_it: bool = False,
+    ) -> None:
         self.name = name
         self.log = log
+        self._children_outlive_it = children_outlive_it
         self._command = tuple(command)
         self._environment = dict(environment)
         self._process: asyncio.subprocess.Process | None = None
@@ -63,7 +73,7 @@ class Service:
 
     def kill_group(self) -> None:
         """End what it may have left behind when it died."""
-        if self._process is not None:
+        if self._process is not None and not self._children_outlive_it:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

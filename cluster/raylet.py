@@ -36,7 +36,7 @@ class Raylet:
         # Given ports it does not wait for its agents to say theirs, for which it has but 15 s.
         for number, name in enumerate(_PORTS, start=free_ports_in_a_row(len(_PORTS))):
             command += [f"--{name}-port", str(number)]
-        self.service = Service("Ray's raylet", command, log, environment)
+        self.service = Service("Ray's raylet", command, log, environment, children_outlive_it=True)
 
     async def wait_first_dead(self) -> None:
         """Never returns where no process can be found."""

@@ -25,6 +25,7 @@ RAISED_AT_REST = frozenset(
         "router_replicas_known",
         "router_index_connected",
         "router_retry_budget",
+        "router_suspects",
         "router_connections_limit",
         "replica_redis_memory_ratio",
         "router_index_entries",

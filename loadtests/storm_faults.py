@@ -207,6 +207,8 @@ class Faults:
         if what == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+            while await asyncio.to_thread(_lives, pid):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             return f"{target} (process {pid})"
         seconds = self._rng.uniform(*FREEZE_SECONDS)
         async with self._freezer.frozen(pid):

@@ -4,8 +4,7 @@ Owns what is held. A request is weighed once it has been read: a hundred prompts
 are one HTTP request and sixteen hundred sequences. Knows no HTTP, and not what becomes of a request.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.errors import InvalidRequest, Overloaded
@@ -51,9 +50,9 @@ class Admission:
         self._num_tokens = 0
         self._num_refused = 0
 
-    @contextmanager
-    def hold(self, demand: Demand, retry_after_seconds: Callable[[], float]) -> Iterator[None]:
-        """Raises Overloaded while others hold too much, InvalidRequest if no waiting would help."""
+    def hold(self, demand: Demand, retry_after_seconds: Callable[[], float]) -> "AdmissionHold":
+        """From now until the context is left. Raises Overloaded while others hold too much, InvalidRequest
+        if no waiting would help."""
         if demand.num_sequences > self._max_sequences or demand.num_tokens > self._max_tokens:
             self._num_refused += 1
             raise InvalidRequest(
@@ -71,11 +70,27 @@ class Admission:
             )
         self._num_sequences += demand.num_sequences
         self._num_tokens += demand.num_tokens
-        try:
-            yield
-        finally:
-            self._num_sequences -= demand.num_sequences
-            self._num_tokens -= demand.num_tokens
+        return AdmissionHold(self, demand)
+
+    def give_back(self, demand: Demand) -> None:
+        self._num_sequences -= demand.num_sequences
+        self._num_tokens -= demand.num_tokens
 
     def statistics(self) -> AdmissionStatistics:
         return AdmissionStatistics(self._num_sequences, self._num_tokens, self._num_refused)
+
+
+class AdmissionHold:
+    """What one request holds. Leave it once."""
+
+    __slots__ = ("_admission", "_demand")
+
+    def __init__(self, admission: Admission, demand: Demand) -> None:
+        self._admission = admission
+        self._demand = demand
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.give_back(self._demand)

@@ -5,8 +5,6 @@ the values in a body may take is bounded where it is taken apart (`offload.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from router.errors import BodiesFull
@@ -31,14 +29,9 @@ class BodyBudget:
         self._of_address: Counter[str] = Counter()
         self._num_refused = 0
 
-    @contextmanager
-    def hold(self, address: str | None) -> Iterator["BodyHold"]:
-        """For one body. Whatever it has taken is given back at the end, if not before."""
-        held = BodyHold(self, address)
-        try:
-            yield held
-        finally:
-            held.give_back()
+    def hold(self, address: str | None) -> "BodyHold":
+        """For one body, as a context."""
+        return BodyHold(self, address)
 
     def statistics(self) -> BodyStatistics:
         return BodyStatistics(self._num_bytes, self._max_bytes, self._num_refused)
@@ -61,7 +54,7 @@ class BodyBudget:
 
 
 class BodyHold:
-    """What one body has taken."""
+    """What one body has taken. Leaving it gives back what was not given back before."""
 
     __slots__ = ("_address", "_budget", "_num_bytes")
 
@@ -69,6 +62,12 @@ class BodyHold:
         self._budget = budget
         self._address = address
         self._num_bytes = 0
+
+    def __enter__(self) -> "BodyHold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
 
     def expect(self, num_bytes: int) -> None:
         """Raises BodiesFull before anything is read, where all of it would not fit now."""
@@ -82,5 +81,6 @@ class BodyHold:
 
     def give_back(self) -> None:
         """All of it; there may be nothing."""
-        self._budget.change(self._address, -self._num_bytes)
-        self._num_bytes = 0
+        if self._num_bytes:
+            self._budget.change(self._address, -self._num_bytes)
+            self._num_bytes = 0

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from router.api.http import CONNECTION, sign_seconds
+from router.api.http import CONNECTION, Watcher, sign_seconds
 from router.api.openai_shared import HttpError
 from router.connections import MAX_FAREWELLS, Connections, Ended, address_of
 
@@ -90,6 +90,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._probe: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
         self._extensions: dict[str, Any] = {CONNECTION: self}
+        self._watcher: Watcher | None = None
+        self._is_lost = False
         self.is_half_closed = False
 
     # For those who answer.
@@ -106,6 +108,11 @@ class ClientProtocol(HttpToolsProtocol):
         """End a connection whose client does not read."""
         self._abort(Ended.NOT_READ)
 
+    def watch(self, watcher: Watcher | None) -> None:
+        self._watcher = watcher
+        if watcher is not None and self._is_lost:
+            watcher.left()
+
     # The connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -120,6 +127,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        if self._watcher is not None:
+            self._watcher.left()
         if self._is_counted:
             self.peers.leave(self._address)
         if self._is_refused:
@@ -143,8 +153,8 @@ class ClientProtocol(HttpToolsProtocol):
             return False
         self.is_half_closed = True
         self._send_signs(0)
-        assert self._answering is not None
-        self._answering.message_event.set()  # whoever streams has to look after it from now on
+        if self._watcher is not None:
+            self._watcher.half_closed()  # whoever streams has to look after it from now on
         return True
 
     def shutdown(self) -> None:

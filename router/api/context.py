@@ -6,7 +6,7 @@ Knows no dialect; the parts that it names are built at the edge.
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope
 
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.admission import Admission, demand_of
+from router.admission import Admission, AdmissionHold, demand_of
 from router.api.http import read_body
 from router.api.prepared import Bounds
 from router.body_budget import BodyBudget, BodyHold
@@ -114,12 +114,12 @@ class ApiContext:
         self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
         self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
 
-    def hold(self, generations: Sequence[Generation]) -> AbstractContextManager[None]:
+    def hold(self, generations: Sequence[Generation]) -> AdmissionHold:
         """While a request is served. Raises Overloaded, or InvalidRequest for one that asks for too much."""
         model = generations[0].model
         return self.admission.hold(demand_of(generations), lambda: self.dispatcher.retry_after_seconds(model))
 
-    def hold_body(self, scope: Scope) -> AbstractContextManager[BodyHold]:
+    def hold_body(self, scope: Scope) -> BodyHold:
         """For the memory of a request's body, until it is prepared."""
         return self.bodies.hold(address_of(scope.get("client")))
 

@@ -57,6 +57,14 @@ class Connection(Protocol):
     def give_up(self) -> None:
         """End it, since its client does not read."""
 
+    def watch(self, watcher: "Watcher | None") -> None:
+        """Who is told what becomes of it, at once if it has ended already; one at a time."""
+
+
+class Watcher(Protocol):
+    def left(self) -> None: ...
+    def half_closed(self) -> None: ...
+
 
 def connection_of(scope: Scope) -> Connection | None:
     """None where somebody else's server runs the application."""
@@ -182,9 +190,22 @@ class WhileConnected:
     """`async with`: what is inside is cancelled when the client leaves, and ClientGone is raised.
 
     `beat` is awaited now and then: every `beat_seconds`, and more often once the client has ended its side.
+    A connection tells by itself that its client has left; without one, the ASGI server is asked.
     """
 
-    __slots__ = ("_beat", "_beat_seconds", "_connection", "_gone", "_listener", "_receive", "_task")
+    __slots__ = (
+        "_beat",
+        "_beat_seconds",
+        "_beating",
+        "_connection",
+        "_gone",
+        "_listener",
+        "_loop",
+        "_num_signs",
+        "_receive",
+        "_task",
+        "_timer",
+    )
 
     def __init__(
         self,
@@ -198,38 +219,63 @@ class WhileConnected:
         self._connection = connection
         self._beat = beat
         self._beat_seconds = beat_seconds
+        self._num_signs = 0
         self._gone = False
+        self._beating: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._listener = asyncio.create_task(self._listen())
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._beat_seconds, self._on_timer)
+        if self._connection is None:
+            self._listener = asyncio.create_task(self._listen())
+        else:
+            self._connection.watch(self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._listener.cancel()
+        self._timer.cancel()
+        if self._connection is not None:
+            self._connection.watch(None)
+        for task in (self._beating, self._listener):
+            if task is not None:
+                task.cancel()
         if self._gone and (self._task.uncancel() == 0 or kind is not asyncio.CancelledError):
             raise ClientGone from error
 
+    def left(self) -> None:
+        """The client is gone."""
+        if not self._gone:
+            self._gone = True
+            self._task.cancel()
+
+    def half_closed(self) -> None:
+        """The client has ended its side: from now on it is looked after more often."""
+        self._wait()
+
+    def _wait(self) -> None:
+        self._timer.cancel()
+        seconds = self._beat_seconds
+        if self._connection is not None and self._connection.is_half_closed:
+            seconds = min(seconds, sign_seconds(self._num_signs))
+            self._num_signs += 1
+        self._timer = self._loop.call_later(seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._beating = asyncio.create_task(self._beat_once())
+
+    async def _beat_once(self) -> None:
+        await self._beat()
+        self._wait()
+
     async def _listen(self) -> None:
-        num_signs = 0
-        while True:
-            seconds = self._beat_seconds
-            if self._connection is not None and self._connection.is_half_closed:
-                seconds = min(seconds, sign_seconds(num_signs))
-                num_signs += 1
-            try:
-                async with asyncio.timeout(seconds):
-                    message = await self._receive()
-            except TimeoutError:
-                await self._beat()
-                continue
-            if message["type"] == "http.disconnect":
-                break
-        self._gone = True
-        self._task.cancel()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.left()
 
 
 async def send_whole(send: Send, status: int, headers: Iterable[Header], body: bytes) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from cluster.processes import named_children
@@ -96,6 +97,10 @@ def test_a_killed_raylet_comes_back_and_new_replicas_take_over_from_those_that_s
     wait_until(lambda: not Path(f"/proc/{before.pid}").exists(), lambda: "the old replica is still there")
     (now,) = running.state().replicas
     assert now.pid is not None
+    os.kill(psutil.Process(now.pid).ppid(), signal.SIGKILL)
+    wait_until(lambda: said.read_text().count("Ray's raylet ended") == 2, lambda: said.read_text())
+    assert psutil.pid_exists(now.pid), "a replica outlives every raylet, not the first alone"
+    assert complete(running) == 200
     os.kill(now.pid, signal.SIGKILL)
     wait_until(
         lambda: (
