@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat, fleet, explain, where, replay, loadtest, simulate.
+"""The `kvasir` command: up, down, status, chat, fleet, explain, where, and what other packages add.
 
 Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.errors import ClusterError, NotRunning
-from cluster.run_directory import ClusterState, RunDirectory, default_run_directory
+from cluster.commands.added import added_commands
+from cluster.commands.running import page_url, running_cluster
+from cluster.errors import ClusterError
+from cluster.local.run_directory import RunDirectory, default_run_directory
 
 MOST_REPLICAS = 512
 MOST_ROUTERS = 64
@@ -35,14 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "fleet": _fleet,
         "explain": _explain,
         "where": _where,
-        "replay": _replay,
-        "loadtest": _loadtest,
-        "simulate": _simulate,
     }
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        return _complain(f"there is no command {words[0]}; there are {', '.join(commands)} and test")
+    added = added_commands()
+    names = [*commands, *added]
+    if words and not words[0].startswith("-") and words[0] not in names:
+        return _complain(f"there is no command {words[0]}; there are {', '.join(names)} and test")
     try:
         arguments = _parser(os.environ, words[0] if words else "").parse_args(words)
+        if arguments.command in added:
+            return added[arguments.command].run(arguments, _say)
         return commands[arguments.command](arguments)
     except ClusterError as error:
         _complain(str(error))
@@ -85,7 +88,7 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
         "fleet", allow_abbrev=False, help="keep a fleet as a file says, on any Ray cluster"
     )
     if command == "fleet":
-        from cluster.fleet import add_arguments
+        from cluster.commands.fleet import add_arguments
 
         add_arguments(fleet)
     for name, what in (
@@ -93,23 +96,11 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
         ("where", "say which replicas hold a prompt or a block, asked of Redis itself"),
     ):
         _add_explain(commands.add_parser(name, parents=[common], allow_abbrev=False, help=what))
-    replay = commands.add_parser(
-        "replay", parents=[common], allow_abbrev=False, help="send recorded or generated traffic to a cluster"
-    )
-    if command == "replay":
-        _add_replay(replay)
-    loadtest = commands.add_parser(
-        "loadtest",
-        allow_abbrev=False,
-        help="the same traffic under several policies, side by side",
-    )
-    if command == "loadtest":
-        _add_loadtest(loadtest)
-    simulate = commands.add_parser(
-        "simulate", parents=[common], allow_abbrev=False, help="try policies and fleet sizes in virtual time"
-    )
-    if command == "simulate":
-        _add_simulate(simulate)
+    for name, added in added_commands().items():
+        parents = [common] if added.has_run_directory else []
+        subparser = commands.add_parser(name, parents=parents, allow_abbrev=False, help=added.help)
+        if command == name:
+            added.add_arguments(subparser)
     return parser
 
 
@@ -165,36 +156,6 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    try:
-        from loadtests.replay_command import add_arguments
-    except ModuleNotFoundError as error:
-        raise ClusterError(
-            f"replay is part of a checkout of Kvasir; there is no {error.name} here"
-        ) from error
-    add_arguments(parser)
-
-
-def _add_loadtest(parser: argparse.ArgumentParser) -> None:
-    try:
-        from loadtests.loadtest_plan import add_arguments
-    except ModuleNotFoundError as error:
-        raise ClusterError(
-            f"loadtest is part of a checkout of Kvasir; there is no {error.name} here"
-        ) from error
-    add_arguments(parser)
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    try:
-        from cluster.simulate import add_arguments
-    except ModuleNotFoundError as error:
-        raise ClusterError(
-            f"simulate is part of a checkout of Kvasir; there is no {error.name} here"
-        ) from error
-    add_arguments(parser)
-
-
 def _replica_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"needs a whole number from 1 to {MOST_REPLICAS}, not {text}")
@@ -223,8 +184,8 @@ def _up(arguments: argparse.Namespace) -> int:
     if arguments.model and not Path(arguments.model).is_dir():  # said before anything slow is imported
         raise ClusterError(f"there is no checkpoint directory {Path(arguments.model).absolute()}")
 
-    from cluster.processes import MARK
-    from cluster.ray_head import RAY_ENVIRONMENT, TOKEN_PATH
+    from cluster.local.processes import MARK
+    from cluster.local.ray_head import RAY_ENVIRONMENT, TOKEN_PATH
 
     directory = RunDirectory(arguments.run_dir)
     # Ray takes its settings from here alone, as it is imported, and hands the mark on to its workers.
@@ -233,24 +194,25 @@ def _up(arguments: argparse.Namespace) -> int:
     os.environ.update(
         {**RAY_ENVIRONMENT, TOKEN_PATH: str(directory.ray_token_file), MARK: str(directory.path)}
     )
-    from cluster.up import options_from, serve
+    from cluster.commands.up import options_from, serve
 
     return serve(options_from(arguments, directory, dict(os.environ)), _say)
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from cluster.down import take_down
+    from cluster.commands.down import take_down
 
     _say(take_down(RunDirectory(arguments.run_dir)))
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    state = _running(arguments, "start one with ./kvasir up")
+    state = running_cluster(arguments, "start one with ./kvasir up")
 
     import json
 
-    from cluster.status import as_plain, read_registry, render
+    from cluster.commands.status import as_plain, render
+    from cluster.registry import read_registry
 
     registry = read_registry(state.redis_url)
     _say(json.dumps(as_plain(state, registry), indent=2) if arguments.json else render(state, registry))
@@ -262,8 +224,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     import httpx
 
-    from cluster.chat import Chat, converse, first_model
-    from cluster.down import own_cluster
+    from cluster.commands.chat import Chat, converse, first_model
+    from cluster.commands.down import own_cluster
 
     with contextlib.ExitStack() as stack:
         url = arguments.url
@@ -288,73 +250,25 @@ def _chat(arguments: argparse.Namespace) -> int:
 def _fleet(arguments: argparse.Namespace) -> int:
     # Ray reads it when it is imported: else it copies this directory and builds an environment for workers.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    from cluster.fleet import run
+    from cluster.commands.fleet import run
 
     answers = sys.stdout  # Ray gets another one
     return run(arguments, dict(os.environ), lambda text: print(text, file=answers, flush=True))
 
 
-def _replay(arguments: argparse.Namespace) -> int:
-    from loadtests.replay_command import ReplayError, run
-
-    try:
-        return run(arguments, _router_url(arguments), _say)
-    except ReplayError as error:
-        raise ClusterError(str(error)) from error
-
-
-def _loadtest(arguments: argparse.Namespace) -> int:
-    from loadtests.loadtest_command import LoadtestError, run
-
-    try:
-        return run(arguments, _say)
-    except LoadtestError as error:
-        raise ClusterError(str(error)) from error
-
-
 def _explain(arguments: argparse.Namespace) -> int:
-    from cluster.explain import explain
+    from cluster.commands.explain import explain
 
-    return explain(arguments, _page_url(arguments), _say)
+    return explain(arguments, page_url(arguments), _say)
 
 
 def _where(arguments: argparse.Namespace) -> int:
-    from cluster.where import where
+    from cluster.commands.where import where
 
     redis_url = arguments.redis_url
     if redis_url is None:
-        redis_url = _running(arguments, "start one with ./kvasir up or give --redis-url").redis_url
-    return where(arguments, lambda: _page_url(arguments), redis_url, _say)
-
-
-def _simulate(arguments: argparse.Namespace) -> int:
-    from cluster.simulate import run
-
-    return run(arguments, _say)
-
-
-def _running(arguments: argparse.Namespace, remedy: str) -> ClusterState:
-    """The cluster that runs here. Raises NotRunning."""
-    directory = RunDirectory(arguments.run_dir)
-    state = directory.read_state() if directory.owner() is not None else None
-    if state is None:
-        raise NotRunning(f"no cluster runs in {directory.path}; {remedy}")
-    return state
-
-
-def _router_url(arguments: argparse.Namespace) -> str:
-    """The router that was named, or that of the cluster that runs here. Raises NotRunning."""
-    url: str | None = arguments.url
-    if url is None:
-        url = _running(arguments, "start one with ./kvasir up or give --url").router_url
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _page_url(arguments: argparse.Namespace) -> str:
-    """Where explanations are: of several routers that run here, the first. Raises NotRunning."""
-    if arguments.url is not None:
-        return _router_url(arguments)
-    return _running(arguments, "start one with ./kvasir up or give --url").router_pages[0]
+        redis_url = running_cluster(arguments, "start one with ./kvasir up or give --redis-url").redis_url
+    return where(arguments, lambda: page_url(arguments), redis_url, _say)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import StartFailed
-from cluster.processes import death_with_parent, kill_marked
-from cluster.run_directory import ClusterState, RunDirectory
+from cluster.local.processes import death_with_parent, kill_marked
+from cluster.local.run_directory import ClusterState, RunDirectory
 
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.run_directory import RunDirectory
+from cluster.local.run_directory import RunDirectory
 from replicas.protocol.status import ReplicaState
 
 

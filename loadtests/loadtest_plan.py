@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from loadtests.arguments import count, positive, seed
 from loadtests.load_options import HAVE_OPTIONS, LoadOptions, OptionsError
@@ -24,7 +25,7 @@ TRACE = "trace"
 REFUSED_SETTINGS = {**NOT_OF_A_LOCAL_CLUSTER, "redis_url": "each cluster of a load test has its own Redis"}
 
 
-class LoadtestError(Exception):
+class LoadtestError(ClusterError):
     """One sentence for whoever typed the command."""
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import uvloop
 
+from cluster.errors import ClusterError
 from loadtests.arguments import count, positive, share
 from loadtests.parameters import read_parameter
 from loadtests.prompts import SAMPLE_WORDS, Prompts, token_alphabet
@@ -41,7 +42,7 @@ from loadtests.workloads import (
 INTERRUPTED = 130
 
 
-class ReplayError(Exception):
+class ReplayError(ClusterError):
     """One sentence for whoever typed the command."""
 
 

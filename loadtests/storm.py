@@ -25,7 +25,7 @@ from pathlib import Path
 
 import httpx
 
-from cluster.run_directory import RunDirectory, default_run_directory
+from cluster.local.run_directory import RunDirectory, default_run_directory
 from loadtests.arguments import count, positive, seed
 from loadtests.figures import milliseconds, print_header
 from loadtests.fresh_cluster import fresh_cluster

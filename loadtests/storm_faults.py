@@ -16,9 +16,9 @@ import httpx
 import psutil
 import redis
 
-from cluster.processes import find_marked, named_children
-from cluster.run_directory import ClusterState, RunDirectory
-from cluster.status import read_registry
+from cluster.local.processes import find_marked, named_children
+from cluster.local.run_directory import ClusterState, RunDirectory
+from cluster.registry import read_registry
 from loadtests.soak_figures import raised_gauges
 from replicas.protocol.status import ReplicaState
 

@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "ARCHITECTURE.md"
 PACKAGES = ("replicas", "router", "cluster", "loadtests")
+SERVING = ("replicas", "router", "cluster")
 PROGRAMS = ("helm", "deploy", "requirements")
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 OTHER_FOLDERS = {
@@ -90,10 +91,10 @@ def _line(name: str) -> str:
 def _mark(name: str) -> str:
     if name.endswith(".proto"):
         return "◆"
-    if name.split("/")[0] not in PACKAGES:
-        return " "
     module = name.removesuffix(".py").replace("/", ".")
-    return "●" if any(f"{module}.".startswith(f"{pure}.") for pure in _PURE) else "○"
+    if any(f"{module}.".startswith(f"{pure}.") for pure in _PURE):
+        return "●"
+    return "○" if name.split("/")[0] in SERVING else " "
 
 
 def _pure_modules() -> list[str]:

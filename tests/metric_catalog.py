@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from cluster.metrics import FleetMetrics
+from cluster.controller.metrics import FleetMetrics
 from replicas.observation.metrics import ReplicaMetrics
 from router.observation.metrics import RouterMetrics
 

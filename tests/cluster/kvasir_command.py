@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster.processes import find_marked, kill_marked
-from cluster.run_directory import ClusterState, RunDirectory
+from cluster.local.processes import find_marked, kill_marked
+from cluster.local.run_directory import ClusterState, RunDirectory
 
 COMMAND = (sys.executable, "-P", "-m", "cluster.cli")
 START_SECONDS = 300.0

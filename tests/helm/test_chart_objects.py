@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.plan import SETTLE_SECONDS
+from cluster.controller.plan import SETTLE_SECONDS
 from tests.helm.chart import (
     CASES,
     DEFINED_BY_OTHERS,

@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cluster.commands.fleet import add_arguments
 from cluster.config import FleetSpec
-from cluster.fleet import add_arguments
 from cluster.fleet_file import parse_fleet
 from tests.helm.chart import (
     Object,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cluster.capacity import fits
-from cluster.changes import FleetState, applied
 from cluster.config import AutoscaleSpec, FleetSpec
+from cluster.controller.capacity import fits
+from cluster.controller.changes import FleetState, applied
 from cluster.fleet_file import AUTOSCALING_FIELDS, parse_fleet
 from replicas.process.settings import SettingsError
 from tests.helm.chart import chart, named, of_kind, render, rendered, values_of

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from cluster.status import read_registry
+from cluster.registry import read_registry
 from replicas.protocol import keys
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot

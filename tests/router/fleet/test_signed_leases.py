@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from cluster.status import read_signed_registry
+from cluster.registry import read_signed_registry
 from replicas.errors import LeaseLost
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.cluster_secret import ClusterSecret

@@ -1,0 +1,1 @@
+"""The commands of `kvasir`, one file each, and what they say."""

@@ -1,0 +1,84 @@
+"""Ending a cluster from outside, and running one for as long as something else needs it.
+
+Owns the waiting. Knows the other process by its lock and its state file only.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from cluster.errors import ClusterError, NotRunning, StartFailed
+from cluster.local.processes import death_with_parent, kill_marked
+from cluster.local.run_directory import ClusterState, RunDirectory
+
+PATIENCE_SECONDS = 20.0
+
+
+def take_down(directory: RunDirectory) -> str:
+    """Stop the cluster, or clear away what an earlier one left; says which. Raises NotRunning if neither."""
+    owner = directory.owner()
+    if owner is not None:
+        _end(owner, directory)
+    num_leftovers = kill_marked(directory.path, directory.ray_directory)
+    had_state = directory.read_state() is not None
+    directory.forget()
+    shutil.rmtree(directory.ray_directory, ignore_errors=True)
+    if owner is not None:
+        return f"The cluster in {directory.path} is stopped."
+    if num_leftovers or had_state:
+        return f"Cleared away what was left of a cluster in {directory.path}: {num_leftovers} processes."
+    raise NotRunning(f"no cluster runs in {directory.path}")
+
+
+def _end(owner: int, directory: RunDirectory) -> None:
+    for number, patience in ((signal.SIGTERM, PATIENCE_SECONDS), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner, number)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if directory.owner() is None:
+                return
+            time.sleep(0.05)
+    raise ClusterError(f"process {owner} still holds {directory.path}, even after SIGKILL")
+
+
+@contextlib.contextmanager
+def own_cluster(directory: RunDirectory) -> Iterator[ClusterState]:
+    """A cluster with the default settings while the context lasts. Its progress goes to standard error."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "cluster.cli",
+        "up",
+        "--port",
+        "0",
+        "--run-dir",
+        str(directory.path),
+    ]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,  # a Ctrl-C that stops an answer is not for the cluster
+        preexec_fn=death_with_parent(signal.SIGTERM),
+    )
+    try:
+        yield _wait_ready(process, directory)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", directory: RunDirectory) -> ClusterState:
+    while process.poll() is None:
+        state = directory.read_state()
+        if state is not None and state.ready and state.pid == process.pid:
+            return state
+        time.sleep(0.05)
+    raise StartFailed("the cluster for this chat did not start")

@@ -1,0 +1,128 @@
+"""kvasir explain: what the router would do with a prompt now, and why, without sending it.
+
+Owns what is asked and the table. The router decides, as it would for the request itself.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+from cluster.commands.chat import error_message
+from cluster.commands.tables import align
+from cluster.errors import ClusterError
+
+MOST_RANKS = 8
+
+_HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "ROOM", "COST")
+
+_REASONS = {
+    "only_replica": "no other replica is ready",
+    "overlap": "no replica holds more of the prompt",
+    "home": "it is the first of the bucket's affinity order",
+    "spill": "its home, and the replicas that hold more of the prompt, are too busy",
+    "policy": "the routing policy says so",
+}
+
+
+def explain(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
+    """The command. Raises ClusterError."""
+    explained = ask_router(arguments, url)
+    say(json.dumps(explained, indent=2) if arguments.json else render(explained))
+    return 0
+
+
+def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
+    """The router's explanation for the prompt of a command line. Raises ClusterError."""
+    path, body = _request(arguments)
+    with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+        if "model" not in body:
+            body["model"] = _first_model(client)
+        try:
+            response = client.post("/explain" + path, json=body)
+            if response.is_error:
+                raise ClusterError(f"{url} answers {response.status_code}: {error_message(response)}")
+            prompts: list[dict[str, Any]] = response.json()["prompts"]
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise ClusterError(f"{url} gives no explanation: {error!r}") from error
+    if len(prompts) != 1:
+        raise ClusterError(f"the request has {len(prompts)} prompts; ask for one at a time")
+    return prompts[0]
+
+
+def _first_model(client: httpx.Client) -> str:
+    """As both a router's ports tell it: a list of models is not on one that is for operators."""
+    try:
+        models: dict[str, int] = client.get("/ready").json()["models"]
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise ClusterError(f"{client.base_url} does not say what it serves: {error!r}") from error
+    if not models:
+        raise ClusterError(f"{client.base_url} serves no model yet")
+    return next(iter(models))
+
+
+def render(explained: Mapping[str, Any]) -> str:
+    num_tokens, block_size = explained["num_tokens"], explained["block_size"]
+    order = explained["affinity_order"]
+    more = f" and {len(order) - MOST_RANKS} more" if len(order) > MOST_RANKS else ""
+    adapter = f" with {explained['adapter']}" if explained["adapter"] else ""
+    rows = [_HEADER, *(_row(candidate) for candidate in explained["candidates"])]
+    decision = explained["decision"]
+    reason = _REASONS.get(decision["reason"], decision["reason"])
+    size = f"{num_tokens} tokens, {num_tokens // block_size} full blocks of {block_size}"
+    lines = [
+        f"{explained['model']}{adapter}: {size}",
+        f"bucket {explained['bucket']}, affinity order {', '.join(order[:MOST_RANKS])}{more}",
+        "",
+        *align(rows),
+        "",
+        f"It would go to {decision['replica']} with {decision['overlap_tokens']} tokens cached: {reason}.",
+    ]
+    return "\n".join(lines)
+
+
+def _row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "room", "cost"))
+    return (
+        candidate["replica"],
+        str(candidate["rank"]),
+        str(candidate["overlap_tokens"]),
+        str(candidate["num_requests"]),
+        str(candidate["num_pending_tokens"]),
+        *(f"{1e3 * value:.1f} ms" for value in seconds),
+    )
+
+
+def _request(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The route and the body that the command line stands for. Raises ClusterError."""
+    if (arguments.prompt is None) == (arguments.file is None):
+        raise ClusterError("give a prompt, or --file FILE")
+    if arguments.file is not None:
+        content = _read(arguments.file)
+        body = {"messages": content} if isinstance(content, list) else content
+        if not isinstance(body, dict) or not {"messages", "prompt"} & body.keys():
+            raise ClusterError(
+                f"{arguments.file} holds neither a list of messages nor a request with messages or a prompt"
+            )
+    elif arguments.completion:
+        body = {"prompt": arguments.prompt}
+    else:
+        body = {"messages": [{"role": "user", "content": arguments.prompt}]}
+    for name in ("model", "prompt_cache_key", "cache_salt"):
+        if getattr(arguments, name) is not None:
+            body[name] = getattr(arguments, name)
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions", body
+
+
+def _read(file: str) -> Any:
+    """The JSON of a file, or of the standard input where it is called `-`."""
+    try:
+        if file == "-":
+            return json.load(sys.stdin)
+        with open(file, encoding="utf-8") as opened:
+            return json.load(opened)
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"cannot read {file}: {error}") from error

@@ -1,0 +1,30 @@
+"""The cluster that a command is about: the one that runs in its run directory, or the one at its `--url`."""
+
+import argparse
+
+from cluster.errors import NotRunning
+from cluster.local.run_directory import ClusterState, RunDirectory
+
+
+def running_cluster(arguments: argparse.Namespace, remedy: str) -> ClusterState:
+    """The cluster that runs here. Raises NotRunning."""
+    directory = RunDirectory(arguments.run_dir)
+    state = directory.read_state() if directory.owner() is not None else None
+    if state is None:
+        raise NotRunning(f"no cluster runs in {directory.path}; {remedy}")
+    return state
+
+
+def router_url(arguments: argparse.Namespace) -> str:
+    """The router that was named, or that of the cluster that runs here. Raises NotRunning."""
+    url: str | None = arguments.url
+    if url is None:
+        url = running_cluster(arguments, "start one with ./kvasir up or give --url").router_url
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def page_url(arguments: argparse.Namespace) -> str:
+    """Where explanations are: of several routers that run here, the first. Raises NotRunning."""
+    if arguments.url is not None:
+        return router_url(arguments)
+    return running_cluster(arguments, "start one with ./kvasir up or give --url").router_pages[0]

@@ -1,0 +1,75 @@
+"""`kvasir up`: from a parsed command line to a running LocalCluster, and back on a signal.
+
+Owns the reading of options and the signals. What is started, and how, is `local.py`'s.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
+from cluster.local.local_cluster import LocalCluster, LocalOptions
+from cluster.local.run_directory import RunDirectory
+from replicas.config import ReplicaConfig
+from replicas.loadable import files_complaint
+from replicas.process.settings import SettingsError, build
+from router.routing.policies import POLICIES
+
+
+def options_from(
+    arguments: argparse.Namespace, directory: RunDirectory, environment: Mapping[str, str]
+) -> LocalOptions:
+    """Raises ClusterError for what makes no sense."""
+    if arguments.policy not in POLICIES:
+        raise ClusterError(f"there is no policy {arguments.policy}; there are {', '.join(sorted(POLICIES))}")
+    model = str(Path(arguments.model).absolute()) if arguments.model else None
+    own = {"engine": arguments.engine, "model": model, "model_name": arguments.model_name}
+    try:
+        replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
+    except SettingsError as error:
+        raise ClusterError(str(error)) from error
+    if (complaint := files_complaint(replica)) is not None:
+        raise ClusterError(complaint)
+    return LocalOptions(
+        run_directory=directory,
+        num_replicas=arguments.replicas,
+        num_routers=arguments.routers,
+        replica=replica,
+        host=arguments.host,
+        port=arguments.port,
+        policy=arguments.policy,
+        redis_url=environment.get("REDIS_URL") or None,
+        environment=environment,
+    )
+
+
+def serve(options: LocalOptions, say: Callable[[str], None]) -> int:
+    """Run the cluster until SIGINT, SIGTERM or SIGHUP. Returns the exit code."""
+
+    def tell(sentence: str) -> None:
+        # Where it goes may be gone or full: no reason for a cluster to end.
+        with contextlib.suppress(OSError):
+            say(sentence)
+
+    try:
+        asyncio.run(_serve(LocalCluster(options, tell)))
+    except asyncio.CancelledError:
+        tell("Everything is stopped.")
+    return 0
+
+
+async def _serve(cluster: LocalCluster) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+
+    def listen() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+
+    listen()
+    await cluster.run(on_ray_started=listen)

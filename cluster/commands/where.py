@@ -1,0 +1,123 @@
+"""kvasir where: which replicas hold a prompt or a block, asked of Redis itself.
+
+Owns the lookup and its table. A router is asked for nothing but a prompt's block hashes, so what it
+believes and what the index says can be held against each other.
+"""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import redis
+
+from cluster.commands.explain import ask_router
+from cluster.commands.tables import align
+from cluster.errors import ClusterError
+from cluster.registry import live_names
+from replicas.process.settings import without_password
+from replicas.protocol.blocks import HASH_BYTES
+from replicas.protocol.keys import (
+    BLOCKS_MARKER,
+    RECORD_FIELDS,
+    blocks_key,
+    decode_record,
+    record_fields,
+    replica_key,
+)
+from replicas.protocol.status import ReplicaId
+
+
+class IndexEntry(NamedTuple):
+    """A hash that the index keeps, and how many tokens of the prompt it stands for."""
+
+    num_tokens: int
+    block_hash: bytes
+
+
+class Place(NamedTuple):
+    """What one replica's set says: `num_tokens` of the prompt lie there, as far as the chain has no hole."""
+
+    model: str
+    replica_id: ReplicaId
+    has_set: bool
+    num_entries: int
+    num_tokens: int
+
+
+def where(
+    arguments: argparse.Namespace, router_url: Callable[[], str], redis_url: str, say: Callable[[str], None]
+) -> int:
+    """The command. Raises ClusterError."""
+    block_hash = None if arguments.file is not None else _block_hash(arguments.prompt)
+    if block_hash is not None:
+        model, entries = arguments.model, [IndexEntry(0, block_hash)]
+    else:
+        explained = ask_router(arguments, router_url())
+        model, entries = explained["model"], _entries(explained["block_hashes"])
+        if not entries:
+            raise ClusterError(f"the prompt fills no block: it has {explained['num_tokens']} tokens")
+    server = f"Redis at {without_password(redis_url)}"
+    try:
+        places = find(redis_url, model, entries)
+    except redis.RedisError as error:
+        raise ClusterError(f"{server} does not tell: {error}") from error
+    if not places:
+        raise ClusterError(f"{server} knows no live replica{f' of {model}' if model else ''}")
+    if arguments.json:
+        say(json.dumps([place._asdict() for place in places], indent=2))
+    else:
+        say(render(places, len(entries), has_depth=block_hash is None))
+    return 0
+
+
+def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Place]:
+    """At every live replica of one model, or of all. Raises RedisError."""
+    places = []
+    members = [BLOCKS_MARKER, *(entry.block_hash for entry in entries)]
+    with redis.Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5, protocol=2) as client:
+        for name, replica_id in live_names(client):
+            if model not in (None, name):
+                continue
+            with contextlib.suppress(redis.ResponseError, ValueError):  # `kvasir status` says what is wrong
+                values = client.hmget(replica_key(name, replica_id), RECORD_FIELDS)
+                if any(values):
+                    epoch = decode_record(replica_id, record_fields(values)).epoch
+                    key = blocks_key(name, replica_id, epoch)
+                    has_set, *held = map(bool, client.smismember(key, members))
+                    places.append(Place(name, replica_id, has_set, sum(held), _depth(entries, held)))
+    return places
+
+
+def render(places: Sequence[Place], num_asked: int, *, has_depth: bool) -> str:
+    """`has_depth` is whether a prompt was asked for, and not a single block."""
+    rows = [("MODEL", "REPLICA", "INDEX ENTRIES", *(("DEPTH",) if has_depth else ()))]
+    for place in places:
+        entries = f"{place.num_entries} of {num_asked}" if place.has_set else "no set"
+        depth = (f"{place.num_tokens} tokens",) if has_depth else ()
+        rows.append((place.model, place.replica_id, entries, *depth))
+    return "\n".join(align(rows))
+
+
+def _block_hash(text: str | None) -> bytes | None:
+    """A block hash in hex digits; None if it is something else."""
+    try:
+        value = bytes.fromhex(text or "")
+    except ValueError:
+        return None
+    return value if len(value) == HASH_BYTES else None
+
+
+def _entries(listed: Sequence[dict[str, Any]]) -> list[IndexEntry]:
+    return [IndexEntry(entry["num_tokens"], bytes.fromhex(entry["hash"])) for entry in listed]
+
+
+def _depth(entries: Sequence[IndexEntry], held: Sequence[bool]) -> int:
+    """The first entry that is missing ends the chain, as it does for a router."""
+    depth = 0
+    for entry, is_held in zip(entries, held, strict=True):
+        if not is_held:
+            break
+        depth = entry.num_tokens
+    return depth

@@ -1,0 +1,1 @@
+"""The detached controller: observe, plan, execute; and the replicas as actors of Ray."""

@@ -1,0 +1,86 @@
+"""check_models(): whether the models of pools load, asked of the machines that would run them.
+
+Owns who is asked, and what the answers come to. What a model must have, `replicas.loadable` says. Each
+machine that can hold a replica of a pool is asked, since it may be the one that Ray chooses.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config import PoolSpec
+from cluster.controller import actors
+from cluster.controller.capacity import fits
+from replicas.config import ReplicaConfig
+from replicas.vllm_engine.environment import VLLM_ENVIRONMENT
+
+ANSWER_SECONDS = 60.0
+"""What has not answered by then is not waited for: the first replica will tell."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """`refusal` is one sentence, or None if nothing speaks against the pools; `notes` are on what could not
+    be looked at."""
+
+    refusal: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def check_models(pools: Sequence[PoolSpec], answer_seconds: float = ANSWER_SECONDS) -> ModelCheck:
+    """Blocks, for as long as it takes to start a process on each machine and to read some files there."""
+    if not pools:
+        return ModelCheck()
+    by_machine: dict[str, list[PoolSpec]] = defaultdict(list)
+    addresses: dict[str, str] = {}
+    for node in actors.nodes():
+        addresses[node["NodeID"]] = node["NodeManagerAddress"]
+        for pool in pools:
+            if fits(pool.bundles()[0], node["Resources"]):
+                by_machine[node["NodeID"]].append(pool)
+    calls = {_ask(machine, asked): machine for machine, asked in by_machine.items()}
+    unknown = {pool.name for pool in pools}
+    answered = ray.wait(list(calls), num_returns=len(calls), timeout=answer_seconds)[0] if calls else []
+    for call in answered:
+        address = addresses[calls[call]]
+        try:
+            sentences: Mapping[str, str | None] = ray.get(call)
+        except RayError as error:
+            logger.warning("%s did not look at models: %s", address, error)
+            continue
+        for name, sentence in sentences.items():
+            if sentence is not None:
+                return ModelCheck(f"pool {name} would not start on {address}: {sentence}")
+            unknown.discard(name)
+    return ModelCheck(notes=tuple(_unknown(name) for name in sorted(unknown)))
+
+
+def _unknown(name: str) -> str:
+    return f"no machine could say whether the model of pool {name} loads: its first replica will"
+
+
+def _ask(machine: str, pools: Iterable[PoolSpec]) -> Any:
+    """A task on that machine. It asks for no resources: the machine may be full."""
+    configs = {pool.name: pool.replica for pool in pools}
+    has_vllm = any(config.engine == "vllm" for config in configs.values())
+    # A process that may have loaded torch does not stay for nothing.
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(look_at_models)
+    return task.options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False),
+        runtime_env={"env_vars": dict(VLLM_ENVIRONMENT)} if has_vllm else None,
+    ).remote(configs)
+
+
+def look_at_models(configs: Mapping[str, ReplicaConfig]) -> dict[str, str | None]:
+    """Runs on the machine: what speaks against each, by pool."""
+    from replicas.loadable import complaint
+
+    return {name: complaint(config) for name, config in configs.items()}

@@ -1,0 +1,1 @@
+"""Everything that `kvasir up` runs on one machine, from Redis to the router."""

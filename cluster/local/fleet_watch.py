@@ -1,0 +1,124 @@
+"""FleetWatch: the fleet controller as `kvasir up` sees it: started, watched, started again if it dies.
+
+Owns the handle to the controller. Knows nothing of Redis, routers or terminals.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter as Tally
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.config import BackoffSpec, FleetSpec, pool_of_id
+from cluster.controller.actors import find_or_create_controller
+from cluster.controller.fleet_controller import FleetController
+from cluster.controller.members import FleetView, ReplicaView
+from cluster.errors import StartFailed
+from replicas.protocol.status import ReplicaState
+
+MOST_EARLY_DEATHS = 3
+"""So often may a replica die before it is ready for the first time until `kvasir up` gives up."""
+
+CALL_SECONDS = 5.0
+"""How long a call of Ray's may hold up the end of the cluster."""
+
+
+class FleetWatch:
+    def __init__(self, spec: FleetSpec, on_view: Callable[[FleetView], None]) -> None:
+        self._spec = spec
+        self._on_view = on_view
+        self._ready = asyncio.Event()
+        self._controller: Any = None
+
+    async def keep(self, say: Callable[[str], None]) -> None:
+        """Keep a controller alive and report every change of the fleet; ends with the task only.
+
+        Raises StartFailed while the fleet has not been ready yet and cannot become it.
+        """
+        backoff = BackoffSpec()
+        num_deaths = 0
+        while True:
+            self._controller = await _call_ray(_find_or_create, self._spec)
+            cause = await self._follow()
+            # One whose `run` has failed still lives, and holds the name.
+            await _call_ray(ray.kill, self._controller)
+            num_deaths += 1
+            say(f"the fleet controller ended ({cause}); starting it again")
+            await asyncio.sleep(backoff.delay_seconds(num_deaths))
+
+    async def wait_ready(self) -> None:
+        """Until every replica of the spec has been ready at once, for the first time."""
+        await self._ready.wait()
+
+    async def stop(self, seconds: float) -> None:
+        """End all replicas, politely as long as that takes no longer than `seconds`."""
+        if self._controller is None:
+            return
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._controller.stop_fleet.remote()
+
+    async def _follow(self) -> str:
+        run = asyncio.ensure_future(_result(self._controller.run.remote()))
+        views = asyncio.ensure_future(self._read_views())
+        try:
+            await asyncio.wait((run, views), return_when=asyncio.FIRST_COMPLETED)
+            for task in (run, views):
+                if task.done():
+                    await task
+            return "it returned"
+        except RayError as error:
+            return type(error).__name__
+        finally:
+            run.cancel()
+            views.cancel()
+            await asyncio.gather(run, views, return_exceptions=True)
+
+    async def _read_views(self) -> None:
+        version: int | None = None
+        while True:
+            view: FleetView = await self._controller.view.remote(version)
+            version = view.version
+            self._on_view(view)
+            if not self._ready.is_set():
+                self._judge(view)
+
+    def _judge(self, view: FleetView) -> None:
+        for replica in view.replicas:
+            if replica.refused_to_start and replica.cause:
+                raise StartFailed(replica.cause)
+            if replica.num_early_deaths >= MOST_EARLY_DEATHS:
+                raise StartFailed(_deaths(replica, self._spec))
+        ready = Tally(
+            pool_of_id(replica.replica_id) for replica in view.replicas if replica.state is ReplicaState.READY
+        )
+        if all(ready[pool.name] >= pool.num_replicas for pool in self._spec.pools):
+            self._ready.set()
+
+
+def _deaths(replica: ReplicaView, spec: FleetSpec) -> str:
+    log = f"; see {spec.log_directory}/{replica.replica_id}.log" if spec.log_directory else ""
+    times = replica.num_early_deaths
+    return f"{replica.replica_id} died {times} times before it was ready ({replica.cause}){log}"
+
+
+async def _result(reference: Awaitable[None]) -> None:
+    await reference
+
+
+async def _call_ray(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a thread. A cancellation waits for the call to end: what comes next is Ray's shutdown,
+    and a thread that is still in Ray then ends this process on the spot, or makes the shutdown hang."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait((call,), timeout=CALL_SECONDS)
+        raise
+
+
+def _find_or_create(spec: FleetSpec) -> Any:
+    return find_or_create_controller(FleetController, spec, runs_itself=False)

@@ -1,0 +1,381 @@
+"""LocalCluster: everything that `kvasir up` runs on one machine, from Redis to the router.
+
+Owns the order of starting and stopping, and the state file. Knows nothing of command lines, nor of
+how a terminal shows progress: it says sentences to whoever listens.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.config import BackoffSpec, FleetSpec, PoolSpec
+from cluster.controller.members import FleetView
+from cluster.errors import StartFailed
+from cluster.local.fleet_watch import FleetWatch
+from cluster.local.processes import Service, kill_marked
+from cluster.local.ray_head import RayHead, start_ray, stop_ray
+from cluster.local.raylet import Raylet
+from cluster.local.redis_server import PrivateRedis, free_ports_in_a_row
+from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
+from cluster.local.state_writer import StateWriter
+from replicas.config import ReplicaConfig
+from replicas.process.settings import without_password
+from replicas.protocol.status import ReplicaState
+
+ROUTER_START_SECONDS = 60.0
+ROUTER_STOP_SECONDS = 2.0
+FLEET_STOP_SECONDS = 4.0
+ROUTER = "the router"
+REDIS = "Redis"
+RAY_CPUS = 64
+"""Ray's idea of this machine. Replicas ask for a hundredth each, so it never stands in their way."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """What to run. `redis_url` None starts a private Redis; `port` 0 takes a free one."""
+
+    run_directory: RunDirectory
+    num_replicas: int
+    num_routers: int
+    replica: ReplicaConfig
+    host: str
+    port: int
+    policy: str
+    redis_url: str | None
+    environment: Mapping[str, str]
+
+
+class LocalCluster:
+    def __init__(self, options: LocalOptions, say: Say) -> None:
+        self._options = options
+        self._directory = options.run_directory
+        self._say = say
+        self._state: ClusterState | None = None
+        self._writer = StateWriter(options.run_directory, say)
+
+    async def run(self, on_ray_started: Callable[[], None]) -> None:
+        """Start everything, say when it serves, keep it alive until cancelled, leave nothing behind.
+
+        `on_ray_started` is called when Ray has been started, which takes signal handlers away.
+        Raises AlreadyRunning or StartFailed.
+        """
+        with self._claimed():
+            kill_marked(self._directory.path, self._directory.ray_directory)
+            port = take_port(self._options.host, self._options.port)
+            with self._writable():
+                self._directory.renew()
+            try:
+                await self._run(port, on_ray_started)
+            finally:
+                kill_marked(self._directory.path, self._directory.ray_directory)
+                shutil.rmtree(self._directory.ray_directory, ignore_errors=True)
+                self._directory.forget()
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with self._writable():
+                stack.enter_context(self._directory.claim())
+            yield
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Without a run directory nothing is begun; one that fills up later ends nothing."""
+        try:
+            yield
+        except OSError as error:
+            raise StartFailed(f"cannot write to {self._directory.path}: {error.strerror}") from error
+
+    async def _run(self, port: int, on_ray_started: Callable[[], None]) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            redis, redis_url = await self._start_redis(stack)
+            admins = self._admin_addresses()
+            router, router_url = await self._start_router(stack, port, redis_url, admins)
+            with self._stage("Ray") as stage:
+                head = start_ray(self._directory.ray_directory, RAY_CPUS, self._say)
+                stack.callback(stop_ray)
+                on_ray_started()
+                stage.append(head.address)
+            self._state = ClusterState(
+                pid=os.getpid(),
+                redis_url=redis_url,
+                redis_pid=redis.pid if redis else None,
+                ray_address=head.address,
+                router_url=router_url,
+                router_pid=router.pid,
+                block_size=self._options.replica.tokens_per_block,
+                ready=False,
+                router_admins=admins,
+            )
+            watch = FleetWatch(self._spec(head, redis_url), self._on_view)
+            stack.push_async_callback(watch.stop, FLEET_STOP_SECONDS)
+            async with _one_error(), asyncio.TaskGroup() as tasks:
+                tasks.create_task(watch.keep(self._say))
+                tasks.create_task(self._writer.keep())
+                await self._wait_ready(watch, router, router_url)
+                for service in filter(None, (redis, router)):
+                    tasks.create_task(self._keep(service))
+                tasks.create_task(self._keep_raylet(stack, head))
+
+    async def _start_redis(self, stack: contextlib.AsyncExitStack) -> tuple[Service | None, str]:
+        if self._options.redis_url is not None:
+            self._say(f"Redis     {without_password(self._options.redis_url)} (from REDIS_URL)")
+            return None, self._options.redis_url
+        with self._stage("Redis") as stage:
+            log = self._directory.logs / "redis.log"
+            environment = self._options.environment
+            redis = await asyncio.to_thread(PrivateRedis, self._directory.socket_directory, log, environment)
+            stack.push_async_callback(redis.service.stop, 1.0)
+            await redis.start()
+            stage.append(f"{redis.url} (pid {redis.service.pid})")
+        return redis.service, redis.url
+
+    async def _start_router(
+        self, stack: contextlib.AsyncExitStack, port: int, redis_url: str, admins: Sequence[str]
+    ) -> tuple[Service, str]:
+        host = self._options.host
+        command = [sys.executable, "-P", "-m", "router", "--host", host, "--port", str(port)]
+        command += ["--policy", self._options.policy, "--secret-file", str(self._directory.secret_file)]
+        command += ["--index-stride", str(self._options.replica.index_stride)]
+        if admins:
+            admin_port = admins[0].rpartition(":")[2]
+            command += ["--processes", str(len(admins)), "--admin-port", admin_port]
+        command += _shared_settings(self._options.replica)
+        # Everybody on the machine can read a command line, and the URL may have a password.
+        environment = {**self._options.environment, "KVASIR_ROUTER_REDIS_URL": redis_url}
+        router = Service("the router", command, self._directory.logs / "router.log", environment)
+        stack.push_async_callback(router.stop, ROUTER_STOP_SECONDS)
+        await router.start()
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return router, f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+    def _admin_addresses(self) -> tuple[str, ...]:
+        """A port for each of several routers; a single one has all on its own."""
+        num_routers = self._options.num_routers
+        if num_routers == 1:
+            return ()
+        first = free_ports_in_a_row(num_routers)
+        return tuple(f"127.0.0.1:{first + number}" for number in range(num_routers))
+
+    def _spec(self, head: RayHead, redis_url: str) -> FleetSpec:
+        num_replicas, config = self._options.num_replicas, self._options.replica
+        wants_gpu = config.engine in ("torch", "vllm") and config.device != "cpu"
+        pool = PoolSpec(
+            num_replicas,
+            replica=replace(
+                config,
+                redis_url=redis_url,
+                secret_file=str(self._directory.secret_file),
+                metrics_port=0 if config.metrics_port is None else config.metrics_port,
+            ),
+            num_cpus=0.01,
+            num_gpus=_gpu_share(head.num_gpus, num_replicas) if wants_gpu else 0.0,
+            num_threads=max(1, len(os.sched_getaffinity(0)) // num_replicas),
+        )
+        return FleetSpec(
+            (pool,),
+            log_directory=str(self._directory.logs),
+            log_format=self._options.replica.log_format,
+            metrics_port=0,
+        )
+
+    async def _wait_ready(self, watch: FleetWatch, router: Service, router_url: str) -> None:
+        with self._stage("replicas") as stage:
+            await watch.wait_ready()
+            stage.append(f"{self._options.num_replicas} ready")
+        assert self._state is not None
+        with self._stage("router") as stage:
+            models = await _served_models(router, router_url, self._state.router_pages)
+            stage.append(f"{router_url} (pid {router.pid})")
+            if self._options.num_routers > 1:
+                stage.append(f"{self._options.num_routers} routers on it")
+        self._write(replace(self._state, ready=True))
+        self._say(summary(self._state, models[0], self._directory.targets_file))
+
+    def _on_view(self, view: FleetView) -> None:
+        assert self._state is not None
+        entries = [
+            ReplicaEntry(
+                replica_id=replica.replica_id,
+                state=replica.state.value,
+                pid=replica.report.pid if replica.report else None,
+                address=replica.report.address if replica.report else None,
+                epoch=replica.report.epoch if replica.report else None,
+                metrics_address=replica.report.metrics_address if replica.report else None,
+            )
+            for replica in view.replicas
+        ]
+        if self._state.ready:
+            for note in view.notes:
+                self._say(f"fleet     {note}")
+        self._write(replace(self._state, replicas=tuple(entries), controller_metrics=view.metrics_address))
+
+    def _write(self, state: ClusterState) -> None:
+        self._state = state
+        self._writer.write(state)
+
+    async def _keep(self, service: Service) -> None:
+        backoff = BackoffSpec()
+        num_early_deaths = 0
+        while True:
+            since = time.monotonic()
+            code = await service.wait()
+            early = time.monotonic() - since < backoff.healthy_seconds
+            num_early_deaths = num_early_deaths + 1 if early else 1
+            self._say(f"{service.name} ended with code {code} (log: {service.log}); starting it again")
+            service.kill_group()
+            await asyncio.sleep(backoff.delay_seconds(num_early_deaths))
+            try:
+                await service.start()
+            except StartFailed as error:
+                self._say(str(error))
+                continue
+            assert self._state is not None
+            if service.name == ROUTER:
+                self._write(replace(self._state, router_pid=service.pid))
+            elif service.name == REDIS:
+                self._write(replace(self._state, redis_pid=service.pid))
+
+    async def _keep_raylet(self, stack: contextlib.AsyncExitStack, head: RayHead) -> None:
+        """Ray's own processes end with Ray; this one is started again, since replicas need it to be."""
+        log = self._directory.logs / "raylet.log"
+        raylet = Raylet(head, self._directory.ray_directory, log, self._options.environment)
+        await raylet.wait_first_dead()
+        self._say(
+            "Ray's raylet ended; starting another, whose replicas will take over from those that serve on"
+        )
+        stack.push_async_callback(raylet.service.stop, ROUTER_STOP_SECONDS)
+        await raylet.service.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep(raylet.service))
+            tasks.create_task(raylet.end_orphans(self._directory.path, self._has_others_than))
+
+    def _has_others_than(self, pids: Collection[int]) -> bool:
+        """Whether the whole fleet is ready, and in other processes."""
+        assert self._state is not None
+        replicas = self._state.replicas
+        is_ready = all(replica.state == ReplicaState.READY.value for replica in replicas)
+        return (
+            is_ready
+            and len(replicas) >= self._options.num_replicas
+            and not any(replica.pid in pids for replica in replicas)
+        )
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[list[str]]:
+        """Say how long the block took, and what it put into the list."""
+        started = time.monotonic()
+        details: list[str] = []
+        yield details
+        self._say(f"{name:<9} {time.monotonic() - started:5.2f} s  {' '.join(details)}")
+
+
+def _shared_settings(replica: ReplicaConfig) -> list[str]:
+    """How processes log and where they send traces is set for replicas, and holds for the router too; what
+    is not set is left to the router's own environment."""
+    default, flags = ReplicaConfig(), []
+    for name in ("log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"):
+        value = getattr(replica, name)
+        if value != getattr(default, name):
+            flags += ["--" + name.replace("_", "-"), str(value)]
+    return flags
+
+
+def take_port(host: str, port: int) -> int:
+    """`port` if it is free on `host`, any free one for 0. Raises StartFailed."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            taken: int = probe.getsockname()[1]
+            return taken
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise StartFailed(
+            f"the router cannot listen on {host} port {port}: {reason}; choose another --port"
+        ) from error
+
+
+def _gpu_share(num_gpus: float, num_replicas: int) -> float:
+    """What part of a GPU each replica gets; Ray counts in ten-thousandths."""
+    return min(1.0, int(10_000 * num_gpus / num_replicas) / 10_000)
+
+
+@contextlib.asynccontextmanager
+async def _one_error() -> AsyncIterator[None]:
+    """A StartFailed out of a task group as itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        failures = group.subgroup(StartFailed)
+        if failures is None:
+            raise
+        failure: BaseException = failures
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        raise failure from None
+
+
+async def _served_models(router: Service, url: str, pages: Sequence[str]) -> list[str]:
+    """The models that are served at `url`, as soon as the routers of all pages serve any."""
+    try:
+        async with asyncio.timeout(ROUTER_START_SECONDS):
+            while not (models := await asyncio.to_thread(_models, url, pages)):
+                if router.has_ended():
+                    raise StartFailed(f"the router did not start:\n{await router.complaint()}")
+                await asyncio.sleep(0.05)
+            return models
+    except TimeoutError:
+        raise StartFailed(
+            f"the router found no replica within {ROUTER_START_SECONDS:g} s; see {router.log}"
+        ) from None
+
+
+def _models(url: str, pages: Sequence[str]) -> list[str]:
+    try:
+        for page in pages:
+            urllib.request.urlopen(f"{page}/ready", timeout=2).close()
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as response:
+            return [str(model["id"]) for model in json.load(response)["data"]]
+    except (OSError, ValueError, KeyError):
+        return []
+
+
+def summary(state: ClusterState, model: str, targets_file: Path) -> str:
+    """What runs where, and three lines to try."""
+    lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
+    lines += [f"page       {page}/  (the fleet, live, in a browser)" for page in state.router_pages]
+    lines += [
+        f"Redis      {without_password(state.redis_url)}",
+    ]
+    lines += [
+        f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
+        for entry in state.replicas
+    ]
+    lines += [f"metrics    {state.router_pages[0]}/metrics; for Prometheus (file_sd): {targets_file}"]
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    url = f"{state.router_url}/v1"
+    lines += [
+        "",
+        "Try:",
+        f"  curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f'  OpenAI(base_url="{url}", api_key="-").chat.completions.create(model="{model}", messages=[…])',
+        "  ./kvasir chat",
+        "",
+        "Ctrl-C ends all of it.",
+    ]
+    return "\n".join(lines)

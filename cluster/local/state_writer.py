@@ -1,0 +1,45 @@
+"""StateWriter: what `kvasir up` says of its cluster in files, whether or not there is room for it just now.
+
+Owns what should stand there, and whether it does. A disk that is full ends nothing: it is said once, and what
+could not be written is written when that is possible again. Knows nothing of what the state means.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.local.run_directory import ClusterState, RunDirectory
+from cluster.local.scrape_targets import scrape_targets
+
+RETRY_SECONDS = 1.0
+
+
+class StateWriter:
+    def __init__(self, directory: RunDirectory, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._say = say
+        self._state: ClusterState | None = None
+        self._is_behind = False
+
+    def write(self, state: ClusterState) -> None:
+        self._state = state
+        try:
+            self._directory.write_state(state)
+            self._directory.write_targets(scrape_targets(state))
+        except OSError as error:
+            if not self._is_behind:
+                self._say(
+                    f"cannot write to {self._directory.path} ({error.strerror}); the cluster goes on, but"
+                    " other commands and Prometheus find an old state of it"
+                )
+            self._is_behind = True
+            return
+        if self._is_behind:
+            self._say(f"{self._directory.path} can be written to again")
+        self._is_behind = False
+
+    async def keep(self) -> None:
+        """Make good what could not be written; ends with the task only."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            if self._is_behind and self._state is not None:
+                self.write(self._state)

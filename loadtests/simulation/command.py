@@ -1,0 +1,307 @@
+"""`kvasir simulate`: which workload on which fleets, how often, and what to print.
+
+Owns the command's arguments and its files. How a run is made is `simulate_jobs.py`'s, what happens in
+a simulated fleet is `simulation/`'s.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from loadtests.arguments import count, number, positive, share
+from loadtests.parameters import read_parameter
+from loadtests.report import Slo
+from loadtests.simulation.jobs import Job, Source, load, run_all
+from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
+from loadtests.simulation.shape import ReplicaShape
+from loadtests.simulation.summary import Summary, median, table
+from loadtests.simulation.sweep import SWEEPS, answer, plot
+from loadtests.workloads import GENERATORS, Workload
+from replicas.config import DEFAULT_MAX_RUNNING
+from replicas.simulated_engine.hardware import FREE, HARDWARE
+from router.routing.cost import CostParameters
+from router.routing.policies import POLICIES
+
+TIMED_HARDWARE = tuple(name for name, hardware in HARDWARE.items() if hardware.cost != FREE)
+"""In virtual time, what costs nothing would serve everything at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serve a trace or a generated workload on simulated replicas, with the router's real decisions, in "
+        "virtual time: what a policy is worth, and how many replicas it takes."
+    )
+    _add_workload(parser)
+    _add_fleet(parser)
+    _add_accidents(parser)
+    add = parser.add_argument
+    add("--seed", type=int, action="append", metavar="N", help="repeatable: medians over all (default: 1)")
+    add("--warm-up", type=share, default=0.1, metavar="SHARE", help="left out of the figures (default: 0.1)")
+    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
+    add("--slo-share", type=share, default=0.9, metavar="SHARE", help="that must be good (default: 0.9)")
+    add("--sweep", choices=tuple(SWEEPS), help="vary this, and say how much of it is needed")
+    add("--values", type=_numbers, metavar="A,B,…", help="the values that a sweep tries")
+    add("--jobs", type=count, default=2, metavar="N", help="processes for several runs (default: 2)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("workload", metavar="TRACE", help=f"a file in Mooncake's format, or one of {', '.join(GENERATORS)}")
+    add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
+    add(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
+    )
+    add("--speed", type=positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--limit", type=count, metavar="N", help="only the first N requests")
+    add("--without-keys", action="store_true", help="as if nobody sent a prompt_cache_key")
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--policy", default="kvasir", metavar="NAME,…", help="one, several, or all (default: kvasir)")
+    add("--room-price", type=float, default=CostParameters().room_price, metavar="X", help="of kvasir")
+    add("--delay-price", type=float, default=CostParameters().delay_price, metavar="X", help="of kvasir")
+    add("--replicas", type=count, default=8, metavar="N", help="default: 8")
+    add("--routers", type=count, default=1, metavar="N", help="default: 1")
+    add("--hardware", choices=TIMED_HARDWARE, default="h100-8b", help="default: h100-8b")
+    add("--capacity", type=count, metavar="TOKENS", help="of a replica's KV cache (default: the hardware's)")
+    add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
+    add(
+        "--max-running",
+        type=count,
+        default=DEFAULT_MAX_RUNNING,
+        metavar="N",
+        help=f"per replica (default: {DEFAULT_MAX_RUNNING})",
+    )
+    add(
+        "--decodes-beside",
+        action="store_true",
+        help="prefill and decode do not slow each other down, as in most published comparisons",
+    )
+    add(
+        "--reads-shared-once",
+        action="store_true",
+        help="a decode step reads a block once for all requests that share it",
+    )
+    add(
+        "--counts-arrivals",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a replica's load counts a request when it comes, or only when the step that runs has ended",
+    )
+    add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
+    delays = Delays()
+    for name, what in (
+        ("event", "until a router knows of a change in a cache"),
+        ("load", "until a router knows a replica's load"),
+        ("network", "one way between router and replica"),
+    ):
+        default = getattr(delays, name)
+        add(
+            f"--{name}-delay",
+            type=_seconds,
+            default=default,
+            metavar="S",
+            help=f"{what} (default: {default:g})",
+        )
+    add(
+        "--snapshot-interval",
+        type=_seconds,
+        default=delays.snapshot_interval,
+        metavar="S",
+        help="between two snapshots of a replica's load (default: 0, with every step)",
+    )
+
+
+def _add_accidents(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--kill",
+        action="append",
+        default=[],
+        metavar="REPLICA@SECONDS[:BACK_AFTER]",
+        help="a replica dies, and comes back empty; repeatable",
+    )
+    add("--redis-down", action="append", default=[], metavar="FROM-TO", help="in seconds; repeatable")
+    add("--no-announcements", action="store_true", help="blocks are known of when they are there, not before")
+    add("--drop-events", type=share, default=0.0, metavar="SHARE", help="of cache changes, per router")
+
+
+def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Simulate and report. Raises ClusterError."""
+    policies = _policies(arguments.policy)
+    seeds = arguments.seed or [1]
+    if (arguments.sweep is None) != (arguments.values is None):
+        raise ClusterError("--sweep and --values go together")
+    jobs = [
+        job
+        for seed in seeds
+        for value in arguments.values or [None]
+        for policy in policies
+        for job in [_job(arguments, policy, seed, value)]
+    ]
+    workload = load(jobs[0].source)
+    say(_headline(arguments, workload, jobs[0].options, seeds))
+    found: dict[tuple[str, float | None], list[Summary]] = {}
+    for job, summary in zip(jobs, run_all(jobs, arguments.jobs), strict=True):
+        found.setdefault(job.label, []).append(summary)
+    medians = {label: median(summaries) for label, summaries in found.items()}
+    for text in _texts(arguments, medians, policies):
+        say(text)
+    if arguments.json is not None:
+        _write_json(arguments, medians, found)
+    return 0
+
+
+def _texts(
+    arguments: argparse.Namespace,
+    medians: Mapping[tuple[str, float | None], Summary],
+    policies: Sequence[str],
+) -> list[str]:
+    if arguments.sweep is None:
+        return [table({policy: medians[policy, None] for policy in policies})]
+    kind = SWEEPS[arguments.sweep]
+    slo = f"within {arguments.slo_ttft:g} s to the first token"
+    texts = []
+    for policy in policies:
+        points = {value: medians[policy, value] for value in arguments.values}
+        texts.append(f"\n{policy}")
+        texts.append(table({f"{value:g}": summary for value, summary in points.items()}))
+        texts.append("\n" + plot(kind, points))
+        texts.append(answer(kind, points, slo=slo, share=arguments.slo_share))
+    return texts
+
+
+def _headline(
+    arguments: argparse.Namespace, workload: Workload, options: FleetOptions, seeds: Sequence[int]
+) -> str:
+    shape = options.shape
+    return (
+        f"{workload.name}: {len(workload.requests)} requests in {workload.duration_seconds:.0f} s, "
+        f"{workload.num_input_tokens} prompt tokens; {options.num_replicas} replicas of {arguments.hardware} "
+        f"with {shape.num_blocks} blocks of {shape.block_size} tokens; {options.num_routers} routers; "
+        f"{len(seeds)} seeds."
+    )
+
+
+def _write_json(
+    arguments: argparse.Namespace,
+    medians: Mapping[tuple[str, float | None], Summary],
+    found: Mapping[tuple[str, float | None], Sequence[Summary]],
+) -> None:
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(arguments).items()
+        if name not in ("command", "json", "run_dir")
+    }
+    results = [
+        {
+            "policy": policy,
+            "value": value,
+            **summary.as_json(),
+            "runs": [each.as_json() for each in found[policy, value]],
+        }
+        for (policy, value), summary in medians.items()
+    ]
+    text = json.dumps({"settings": settings, "results": results}, indent=2) + "\n"
+    try:
+        arguments.json.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(f"{arguments.json}: {error.strerror}") from error
+
+
+# What is run.
+
+
+def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | None) -> Job:
+    swept = {} if value is None else {arguments.sweep: value}
+    source = Source(
+        arguments.workload,
+        seed,
+        _parameters(arguments),
+        arguments.limit,
+        arguments.speed,
+        has_keys=not arguments.without_keys,
+    )
+    if "rate" in swept:
+        base = dataclasses.replace(source, speed=1.0)
+        workload = load(base)
+        speed = swept["rate"] * workload.duration_seconds / len(workload.requests)
+        source = dataclasses.replace(source, speed=speed)
+    hardware = HARDWARE[arguments.hardware]
+    max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
+    capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
+    block_size = load(source).block_tokens
+    if capacity < block_size:
+        raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
+    shape = ReplicaShape(
+        hardware.cost,
+        capacity // block_size,
+        block_size,
+        max_batched_tokens=max(max_batched_tokens, arguments.max_running + 1),
+        max_running=arguments.max_running,
+        decodes_beside=arguments.decodes_beside,
+        reads_shared_once=arguments.reads_shared_once,
+        counts_arrivals=arguments.counts_arrivals,
+    )
+    try:
+        options = FleetOptions(
+            shape,
+            num_replicas=int(swept.get("replicas", arguments.replicas)),
+            num_routers=arguments.routers,
+            policy=policy,
+            parameters=CostParameters(room_price=arguments.room_price, delay_price=arguments.delay_price),
+            index_stride=arguments.index_stride,
+            delays=Delays(
+                arguments.event_delay,
+                arguments.load_delay,
+                arguments.snapshot_interval,
+                arguments.network_delay,
+            ),
+            announces=not arguments.no_announcements,
+            drop_share=arguments.drop_events,
+            kills=tuple(map(parse_kill, arguments.kill)),
+            outages=tuple(map(parse_outage, arguments.redis_down)),
+        )
+    except ValueError as error:
+        raise ClusterError(str(error)) from error
+    return Job((policy, value), source, options, arguments.warm_up, Slo(arguments.slo_ttft))
+
+
+# What the words of the command line stand for.
+
+
+def _policies(text: str) -> list[str]:
+    policies = list(POLICIES) if text == "all" else text.split(",")
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ClusterError(f"there is no policy {policy}; there are {', '.join(sorted(POLICIES))}")
+    return policies
+
+
+def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int | str], ...]:
+    given: dict[str, float | int | str] = {} if arguments.qps is None else {"qps": arguments.qps}
+    if arguments.workload not in GENERATORS:
+        if given or arguments.set:
+            raise ClusterError("--qps and --set are for generators; a trace has its own pace, see --speed")
+        return ()
+    try:
+        given |= dict(read_parameter(arguments.workload, setting) for setting in arguments.set)
+    except ValueError as error:
+        raise ClusterError(f"--set: {error}") from error
+    return tuple(given.items())
+
+
+def _seconds(text: str) -> float:
+    seconds = number(text)
+    if seconds < 0:
+        raise argparse.ArgumentTypeError(f"needs seconds from 0, not {text}")
+    return seconds
+
+
+def _numbers(text: str) -> list[float]:
+    return [positive(part) for part in text.split(",")]

@@ -1,0 +1,340 @@
+"""Fleet: a workload served from its first arrival to its last token, in virtual time.
+
+Owns the clock, the agenda and every request's way: routed, served, lost, retried or resumed, ended.
+Knows nothing of what is printed. Each request ends exactly once, as a record.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from loadtests.report import RequestRecord
+from loadtests.simulation.host import Feed, HostReport, VirtualHost
+from loadtests.simulation.options import FleetOptions, Kill
+from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
+from loadtests.simulation.request import PreparedRequest, VirtualRequest
+from loadtests.simulation.router import VirtualRouter
+from replicas.protocol.status import ReplicaId
+from router.errors import NoReplicaAvailable
+from router.routing.table import RoutedRequest
+
+if TYPE_CHECKING:
+    import random
+
+MAX_ATTEMPTS = 4
+MAX_WAITS = 5
+FIRST_WAIT_SECONDS = 0.05
+"""How often a request is tried, and how long it waits where nobody can take it: as the router does."""
+
+NUM_LOOKS = 8
+"""So often the copies in the fleet's caches are counted, evenly over the arrivals after the warm-up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A request on its way. `virtual` is its present attempt, if it has one."""
+
+    prepared: PreparedRequest
+    router: VirtualRouter
+    virtual: VirtualRequest | None = None
+    routed: RoutedRequest | None = None
+    host: VirtualHost | None = None
+    num_attempts: int = 0
+    num_waits: int = 0
+    num_output_tokens: int = 0
+    excluded: set[ReplicaId] = field(default_factory=set)
+    replica_id: ReplicaId | None = None
+    predicted_tokens: int | None = None
+    ttft_seconds: float | None = None
+    num_cached_tokens: int | None = None
+    num_cross_user_tokens: int = 0
+
+
+@dataclass(slots=True)
+class FleetResult:
+    """`records` are in order of arrival, warm-up included; times of decisions are real ones."""
+
+    records: list[RequestRecord]
+    reasons: Counter[str]
+    decision_seconds: float
+    num_decisions: int
+    num_retries: int
+    num_resumes: int
+    num_preemptions: int
+    num_rereads: int
+    duplication: float | None
+    """Mean over a few looks: indexed blocks in all caches / distinct ones."""
+    virtual_seconds: float
+
+
+class Fleet:
+    """`stopwatch` is a real clock, for what decisions cost; `new_meter` makes a replica's speed meter."""
+
+    def __init__(
+        self,
+        options: FleetOptions,
+        *,
+        rng: "random.Random",
+        new_rng: Callable[[], "random.Random"],
+        new_meter: Callable[[], Meter],
+        stopwatch: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._rng = rng
+        self._new_meter = new_meter
+        self._stopwatch = stopwatch
+        self._now = 0.0
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_planned = 0
+        self._feed = Feed()
+        self.hosts = [VirtualHost(number, options.index_stride) for number in range(options.num_replicas)]
+        for host in self.hosts:
+            host.start(VirtualReplica(options.shape, new_meter()))
+        by_id = {host.replica_id: host for host in self.hosts}
+        self.routers = [
+            VirtualRouter(options, by_id, self._feed, new_rng(), lambda: self._now)
+            for _ in range(options.num_routers)
+        ]
+        self._runs: dict[int, _Run] = {}
+        self._records: dict[int, RequestRecord] = {}
+        self._duplications: list[float] = []
+        self._reasons: Counter[str] = Counter()
+        self._decision_seconds = 0.0
+        self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
+
+    def serve(self, requests: Sequence[PreparedRequest], *, num_warm_up: int = 0) -> FleetResult:
+        """Serve all of them, to the end. Once per fleet."""
+        for kill in self._options.kills:
+            self._at(kill.at, lambda kill=kill: self._kill(kill))  # type: ignore[misc]
+        for outage in self._options.outages:
+            self._at(outage.end, self._write_all)
+        stride = max(1, (len(requests) - num_warm_up) // NUM_LOOKS)
+        looks = {num_warm_up + stride * (look + 1) - 1 for look in range(NUM_LOOKS)}
+        for request in requests:
+            self._work_until(request.trace.arrival_seconds)
+            self._now = request.trace.arrival_seconds
+            if request.number in looks:
+                self._look_for_copies()
+            run = _Run(request, self._rng.choice(self.routers))
+            self._runs[request.number] = run
+            self._place(run)
+        self._work_until(None)
+        assert not self._runs, "requests are left, and nothing is going to happen"
+        for router in self.routers:
+            router.catch_up(float("inf"))
+        return FleetResult(
+            records=[self._records[request.number] for request in requests],
+            reasons=self._reasons,
+            decision_seconds=self._decision_seconds,
+            num_decisions=self._num_decisions,
+            num_retries=self._num_retries,
+            num_resumes=self._num_resumes,
+            num_preemptions=self._num_preemptions
+            + sum(host.replica.num_preemptions for host in self.hosts if host.replica is not None),
+            num_rereads=sum(router.num_rereads for router in self.routers),
+            duplication=sum(self._duplications) / len(self._duplications) if self._duplications else None,
+            virtual_seconds=self._now,
+        )
+
+    # Time.
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        self._num_planned += 1
+        heappush(self._agenda, (when, self._num_planned, action))
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        if seconds:
+            self._at(self._now + seconds, action)
+        else:
+            action()
+
+    def _work_until(self, end: float | None) -> None:
+        """Do what is planned before `end`, or everything."""
+        agenda = self._agenda
+        while agenda and (end is None or agenda[0][0] < end):
+            self._now, _, action = heappop(agenda)
+            action()
+
+    # A request's way.
+
+    def _place(self, run: _Run) -> None:
+        router = run.router
+        router.catch_up(self._now)
+        if run.num_attempts >= MAX_ATTEMPTS:
+            self._end(run, "attempts")
+            return
+        started = self._stopwatch()
+        try:
+            routed = router.route(run.prepared, run.num_output_tokens, run.excluded)
+        except NoReplicaAvailable:
+            self._wait(run)
+            return
+        self._decision_seconds += self._stopwatch() - started
+        self._num_decisions += 1
+        self._reasons[routed.decision.reason] += 1
+        if run.num_attempts:
+            self._num_retries += run.ttft_seconds is None
+            self._num_resumes += run.ttft_seconds is not None
+        run.num_attempts += 1
+        run.routed = routed
+        run.host = self._host(routed.decision.replica_id)
+        trace = run.prepared.trace
+        virtual = run.virtual = VirtualRequest(
+            run.prepared.number,
+            num_prompt_tokens=trace.num_input_tokens,
+            max_tokens=trace.num_output_tokens,
+            prompt_hashes=run.prepared.block_hashes,
+            user=run.prepared.user,
+            num_output_tokens=run.num_output_tokens,
+        )
+        router.sent(routed)
+        self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
+
+    def _wait(self, run: _Run) -> None:
+        if run.num_waits >= MAX_WAITS:
+            self._end(run, "no replica")
+            return
+        seconds = FIRST_WAIT_SECONDS * (1 << run.num_waits) * self._rng.uniform(0.5, 1.5)
+        run.num_waits += 1
+        run.excluded.clear()
+        self._at(self._now + seconds, lambda: self._place(run))
+
+    def _arrive(self, run: _Run, virtual: VirtualRequest) -> None:
+        if run.virtual is not virtual:
+            return  # its replica died while it was on the way
+        host, routed = run.host, run.routed
+        assert host is not None and host.replica is not None and routed is not None
+        fits = host.replica.accepts(virtual)
+        host.num_received += fits
+        run.router.came(host)
+        if not fits:
+            self._end(run, "too long")
+            return
+        if self._options.announces and routed.announcement.block_hashes:
+            virtual.announcement_id = routed.announcement.announcement_id
+            host.announce(routed.announcement)
+            self._publish(host)
+        host.replica.submit(virtual, self._now)
+        if self._options.shape.counts_arrivals:
+            self._report(host, host.replica.report())
+        self._plan_step(host, host.replica)
+
+    def _plan_step(self, host: VirtualHost, replica: VirtualReplica) -> None:
+        ends_at = replica.ends_at
+        if ends_at is not None and ends_at != host.planned_end:
+            host.planned_end = ends_at
+            self._at(ends_at, lambda: self._step(host, replica, ends_at))
+
+    def _step(self, host: VirtualHost, replica: VirtualReplica, ends_at: float) -> None:
+        if host.replica is not replica or replica.ends_at != ends_at:
+            return  # it died, or somebody came and cut the run of steps short
+        host.planned_end = None
+        outcome = replica.advance(self._now)
+        host.observe(outcome.events)
+        for virtual in outcome.first_tokens:
+            if virtual.announcement_id is not None:
+                host.end_announcement(virtual.announcement_id)
+        self._publish(host)
+        self._report(host, outcome.report)
+        network = self._options.delays.network
+        for virtual in outcome.first_tokens:
+            self._after(network, lambda virtual=virtual: self._see_first_token(virtual))  # type: ignore[misc]
+        for virtual in outcome.finished:
+            self._after(network, lambda virtual=virtual: self._see_end(virtual))  # type: ignore[misc]
+        self._plan_step(host, replica)
+
+    def _see_first_token(self, virtual: VirtualRequest) -> None:
+        run = self._runs.get(virtual.number)
+        if run is None or run.virtual is not virtual:
+            return
+        assert run.routed is not None and run.host is not None
+        run.routed.first_token()
+        if run.ttft_seconds is None:
+            run.ttft_seconds = self._now - run.prepared.trace.arrival_seconds
+            run.num_cached_tokens = virtual.num_cached_tokens
+            run.num_cross_user_tokens = virtual.num_cross_user_tokens
+            run.predicted_tokens = run.routed.decision.overlap_tokens
+            run.replica_id = run.host.replica_id
+
+    def _see_end(self, virtual: VirtualRequest) -> None:
+        run = self._runs.get(virtual.number)
+        if run is not None and run.virtual is virtual:
+            run.num_output_tokens = virtual.num_output_tokens
+            self._end(run, None)
+
+    def _end(self, run: _Run, error: str | None) -> None:
+        trace = run.prepared.trace
+        self._give_back(run)
+        del self._runs[run.prepared.number]
+        self._records[run.prepared.number] = RequestRecord(
+            arrival_seconds=trace.arrival_seconds,
+            num_input_tokens=trace.num_input_tokens,
+            num_output_tokens=run.num_output_tokens,
+            ttft_seconds=run.ttft_seconds,
+            e2e_seconds=self._now - trace.arrival_seconds,
+            num_cached_tokens=run.num_cached_tokens,
+            num_cross_user_tokens=run.num_cross_user_tokens,
+            predicted_tokens=run.predicted_tokens,
+            replica=run.replica_id,
+            error=error,
+        )
+
+    def _give_back(self, run: _Run) -> None:
+        if run.routed is not None:
+            run.routed.close()
+        run.routed = run.virtual = run.host = None
+
+    # The fleet's own life.
+
+    def _publish(self, host: VirtualHost) -> None:
+        if any(outage.covers(self._now) for outage in self._options.outages):
+            return
+        change = host.take_change()
+        if change is not None:
+            self._feed.add_change(self._now, change)
+
+    def _report(self, host: VirtualHost, report: LoadReport) -> None:
+        self._feed.add_load(self._now, HostReport(host.replica_id, host.epoch, report))
+
+    def _write_all(self) -> None:
+        for host in self.hosts:
+            if host.replica is not None:
+                self._feed.add_change(self._now, host.whole_set())
+
+    def _kill(self, kill: Kill) -> None:
+        host = self.hosts[kill.replica]
+        if host.replica is None:
+            return
+        host.replica.crash(self._now)
+        self._num_preemptions += host.replica.num_preemptions
+        host.die()
+        for router in self.routers:
+            router.remove(host)
+        for run in [run for run in self._runs.values() if run.host is host]:
+            virtual = run.virtual
+            assert virtual is not None
+            if run.ttft_seconds is not None:
+                run.num_output_tokens = max(run.num_output_tokens, virtual.num_output_tokens)
+            self._give_back(run)
+            run.excluded.add(host.replica_id)
+            self._after(self._options.delays.network, lambda run=run: self._place(run))  # type: ignore[misc]
+        if kill.back_after is not None:
+            back_at = self._now + kill.back_after
+            ends = [outage.end for outage in self._options.outages if outage.covers(back_at)]
+            self._at(max([back_at, *ends]), lambda: self._bring_back(host))
+
+    def _bring_back(self, host: VirtualHost) -> None:
+        host.start(VirtualReplica(self._options.shape, self._new_meter()))
+        for router in self.routers:
+            router.add(host)
+
+    def _look_for_copies(self) -> None:
+        kept = [host.kept for host in self.hosts]
+        num_distinct = len(frozenset().union(*kept))
+        if num_distinct:
+            self._duplications.append(sum(map(len, kept)) / num_distinct)
+
+    def _host(self, replica_id: ReplicaId) -> VirtualHost:
+        return self.hosts[int(replica_id.rpartition("-")[2])]

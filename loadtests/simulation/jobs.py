@@ -1,0 +1,116 @@
+"""Jobs of `kvasir simulate`: one run each, in this process or in one of several.
+
+Owns the random numbers and the clocks that a simulation is given. Knows no command line.
+"""
+
+import concurrent.futures
+import functools
+import multiprocessing
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from loadtests.report import Slo, make_report
+from loadtests.simulation.fleet import Fleet
+from loadtests.simulation.options import FleetOptions
+from loadtests.simulation.request import PreparedRequest, prepare
+from loadtests.simulation.summary import Summary, summarise
+from loadtests.workloads import (
+    GENERATORS,
+    Workload,
+    first_requests,
+    ideal_hits,
+    read_trace,
+    scale,
+    without_keys,
+)
+from replicas.loop import SpeedMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A workload that any process can make for itself."""
+
+    name: str
+    seed: int
+    parameters: tuple[tuple[str, float | int | str], ...]
+    limit: int | None
+    speed: float
+    has_keys: bool = True
+    """Without, every `prompt_cache_key` is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run. `label` is the policy, or the policy and the value that a sweep tries."""
+
+    label: tuple[str, float | None]
+    source: Source
+    options: FleetOptions
+    warm_up: float
+    slo: Slo
+
+
+def run_all(jobs: Sequence[Job], num_processes: int) -> list[Summary]:
+    if num_processes == 1 or len(jobs) == 1:
+        return [_run(job) for job in jobs]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(num_processes, len(jobs)), context) as pool:
+        return list(pool.map(_run, jobs))
+
+
+def _run(job: Job) -> Summary:
+    """One fleet, served from beginning to end. The same job gives the same figures, but for real times."""
+    started = time.perf_counter()
+    prepared = _prepared(job.source)
+    num_warm_up = int(len(prepared) * job.warm_up)
+    rng = random.Random(job.source.seed)
+    fleet = Fleet(
+        job.options,
+        rng=rng,
+        new_rng=lambda: random.Random(rng.getrandbits(64)),
+        new_meter=SpeedMeter,
+        stopwatch=time.perf_counter,
+    )
+    result = fleet.serve(prepared, num_warm_up=num_warm_up)
+    report = make_report(result.records[num_warm_up:], job.slo, num_replicas=job.options.num_replicas)
+    return summarise(
+        result,
+        report,
+        ideal_hit_rate=_ideal_hit_rate(job.source, num_warm_up),
+        wall_seconds=time.perf_counter() - started,
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _prepared(source: Source) -> list[PreparedRequest]:
+    return prepare(load(source))
+
+
+@functools.lru_cache(maxsize=2)
+def _ideal_hit_rate(source: Source, num_warm_up: int) -> float:
+    return ideal_hits(load(source), warm_up=num_warm_up).token_hit_rate
+
+
+@functools.lru_cache(maxsize=2)
+def load(source: Source) -> Workload:
+    try:
+        if source.name in GENERATORS:
+            workload = GENERATORS[source.name](seed=source.seed, **dict(source.parameters))
+        elif not Path(source.name).is_file():
+            names = ", ".join(GENERATORS)
+            raise ClusterError(f"{source.name} is neither a file nor a generator; there are {names}")
+        else:
+            workload = read_trace(source.name, seed=source.seed)
+    except (ValueError, OSError, EOFError) as error:
+        raise ClusterError(f"{source.name}: {error}") from error
+    if source.limit is not None:
+        workload = first_requests(workload, source.limit)
+    if not workload.requests:
+        raise ClusterError(f"{source.name} has no requests")
+    if not source.has_keys:
+        workload = without_keys(workload)
+    return scale(workload, source.speed)

@@ -1,0 +1,379 @@
+"""VirtualReplica: continuous batching over a real block pool, in virtual time.
+
+Owns one replica's queue, batch and cache. Knows no router, no index and no delays. The rules are the
+scheduler's of our own engine; what differs is that requests have no tokens, and that steps in which
+every request just decodes are taken many at a time (`lockstep.py`), up to the next arrival.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+from loadtests.simulation.lockstep import Lockstep
+from loadtests.simulation.request import VirtualRequest
+from loadtests.simulation.shape import ReplicaShape
+from loadtests.simulation.step import Chunk, Step, prefill_seconds
+from replicas.kvcache.block_pool import BlockPool
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import LoadSnapshot, StepFrame
+
+_rank = attrgetter("rank")
+
+
+class Meter(Protocol):
+    """What measures a replica's speed from its steps: the engine loop's own."""
+
+    def observe(self, frame: StepFrame, seconds: float) -> None: ...
+
+    def fill(self, load: LoadSnapshot) -> LoadSnapshot: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A replica's load. It counts the first `num_counted` requests that came to the replica."""
+
+    load: LoadSnapshot
+    num_counted: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step, or a run of decoding steps, has brought."""
+
+    first_tokens: list[VirtualRequest]
+    finished: list[VirtualRequest]
+    events: list[CacheEvent]
+    report: LoadReport
+
+
+class VirtualReplica:
+    """`submit` and `advance` with the time that it is; `ends_at` says when to call `advance` next."""
+
+    def __init__(self, shape: ReplicaShape, meter: Meter) -> None:
+        self.shape = shape
+        self.pool = BlockPool(shape.num_blocks + 1)
+        self.num_computed_tokens = 0
+        """Prompt tokens that were computed, those of preempted requests each time."""
+        self.num_preemptions = 0
+        self._meter = meter
+        self._inbox: list[VirtualRequest] = []
+        self._waiting: list[VirtualRequest] = []
+        self._running: list[VirtualRequest] = []
+        self._prefilling: list[VirtualRequest] = []
+        self._decoding = Lockstep(shape.cost, shape.block_size)
+        self._num_waiting_tokens = 0
+        self._num_added = 0
+        self._step: Step | None = None
+        self._owed_seconds = 0.0
+        """Time that passed with prompts and that decoding beside them has not used yet."""
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the step that is being computed ends; None while there is nothing to do."""
+        return None if self._step is None else self._step.ends_at
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._running) + len(self._waiting) + len(self._inbox)
+
+    def accepts(self, request: VirtualRequest) -> bool:
+        """Whether it can ever run: its known tokens must fit into the whole cache."""
+        return request.num_tokens <= self.shape.capacity_tokens
+
+    def submit(self, request: VirtualRequest, now: float) -> None:
+        """Take a request. It is looked at when the step that is being computed has ended."""
+        assert self.accepts(request)
+        limit = self.shape.capacity_tokens + 1 - request.num_prompt_tokens
+        request.max_tokens = min(request.max_tokens, limit)
+        self._inbox.append(request)
+        step = self._step
+        if step is None:
+            self._start(now)
+        elif not step.chunks and step.num_steps > 1 and step.ends_at > now:
+            step.num_steps = self._num_steps_until(step, now)
+            step.decode_seconds = self._decode_seconds(step.num_steps)
+            step.ends_at = step.started_at + step.decode_seconds
+
+    def advance(self, now: float) -> Outcome:
+        """The step has ended; the next one begins."""
+        step = self._step
+        assert step is not None and step.ends_at == now
+        outcome = self._finish(step)
+        self._start(now)
+        return outcome
+
+    def crash(self, now: float) -> list[VirtualRequest]:
+        """Everything stops. The requests that were here, with what they had produced so far."""
+        step = self._step
+        if step is not None and not step.chunks:
+            self._decoding.advance(self._num_steps_until(step, now) - 1)
+        for request in self._running:
+            if request.is_decoding:
+                request.num_tokens = self._decoding.num_computed(request) + 1
+        self._step = None
+        return self._running + self._waiting + self._inbox
+
+    # A step begins.
+
+    def _start(self, now: float) -> None:
+        for request in self._inbox:
+            self._num_added += 1
+            request.rank = self._num_added
+            self._enqueue(request)
+        self._inbox.clear()
+        if not self._running and not self._waiting:
+            self._step = None
+            return
+        step = self._step = Step(now)
+        if self._owed_seconds and self._catch_up(step):
+            return
+        self._schedule(step)
+        if step.chunks:
+            seconds = prefill_seconds(self.shape.cost, step.chunks)
+            if not self.shape.decodes_beside:
+                num_attended = self._decoding.num_context_tokens - self._num_shared_tokens()
+                num_attended += sum(chunk.start + 1 for chunk in step.chunks if chunk.is_decode)
+                seconds = max(self.shape.cost.d0, seconds) + self.shape.cost.d1 * num_attended
+            else:
+                seconds = seconds or self.shape.cost.d0
+                self._owed_seconds += seconds
+                self._take_owed_steps(step)
+        else:
+            assert self._decoding.num_requests, "requests are here, and none can be computed"
+            step.num_steps = self._decoding.num_steps_to_next_note()
+            seconds = step.decode_seconds = self._decode_seconds(step.num_steps)
+        step.ends_at = now + seconds
+
+    def _catch_up(self, step: Step) -> bool:
+        """Decoding that fits into the prompts' time but not into their step: a run that takes no time."""
+        for request in sorted(self._decoding.take_growing(), key=_rank):
+            if request.is_decoding:
+                self._grow(request)
+        self._take_owed_steps(step)
+        step.ends_at = step.started_at
+        return step.num_steps > 0
+
+    def _take_owed_steps(self, step: Step) -> None:
+        """As many decode steps as there is time for, up to where a request ends or needs a block."""
+        if not self._decoding.num_requests:
+            step.num_steps, self._owed_seconds = 0, 0.0
+            return
+        num_steps = int(self._owed_seconds / self._decode_seconds(1))
+        step.num_steps = min(num_steps, self._decoding.num_steps_to_next_note())
+        step.decode_seconds = self._decode_seconds(step.num_steps)
+        self._owed_seconds = max(0.0, self._owed_seconds - step.decode_seconds)
+
+    def _schedule(self, step: Step) -> None:
+        """Blocks for whoever runs, in order of rank, then for whoever may start to."""
+        num_single = sum(request.num_left == 1 for request in self._prefilling)
+        budget = self.shape.max_batched_tokens - self._decoding.num_requests - num_single
+        num_preempted = self.num_preemptions
+        for request in sorted([*self._decoding.take_growing(), *self._prefilling], key=_rank):
+            if request.is_decoding:
+                self._grow(request)
+            elif request in self._prefilling:
+                num_left = request.num_left
+                num_tokens = 1 if num_left == 1 else min(num_left, budget)
+                if num_tokens and self._allocate(request, request.num_computed + num_tokens):
+                    self._add_chunk(step, request, num_tokens)
+                    budget -= num_tokens if num_left > 1 else 0
+        if self.num_preemptions == num_preempted:
+            self._admit(step, budget)
+
+    def _grow(self, request: VirtualRequest) -> None:
+        """One more block for a request whose next token begins one."""
+        num_computed = self._decoding.num_computed(request)
+        self._store_up_to(request, num_computed // self.shape.block_size)
+        if self._allocate(request, num_computed + 1):
+            self._decoding.note_growth(request)
+
+    def _admit(self, step: Step, budget: int) -> None:
+        """One starts only if its whole prompt fits into what is free, even if its first chunk is smaller."""
+        block_size, pool = self.shape.block_size, self.pool
+        num_admitted = 0
+        while (
+            num_admitted < len(self._waiting) and budget > 0 and len(self._running) < self.shape.max_running
+        ):
+            request = self._waiting[num_admitted]
+            cached = self._find_cached(request)
+            num_missing = -(-request.num_tokens // block_size) - len(cached) + pool.num_free_among(cached)
+            if num_missing > pool.num_free:
+                break
+            pool.acquire(cached)
+            request.block_ids.extend(cached)
+            request.num_stored_blocks = len(cached)
+            request.num_computed = len(cached) * block_size
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed
+                request.num_cross_user_tokens = pool.writers.token_shares(
+                    request.hashes(len(cached)),
+                    request.user,
+                    block_size=block_size,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                ).cross_user
+            insort(self._running, request, key=_rank)
+            insort(self._prefilling, request, key=_rank)
+            num_tokens = min(request.num_left, budget)
+            allocated = self._allocate(request, request.num_computed + num_tokens)
+            assert allocated, "the whole prompt fits, but not its first chunk"
+            self._add_chunk(step, request, num_tokens)
+            budget -= num_tokens
+            self._num_waiting_tokens -= request.num_expected_tokens
+            num_admitted += 1
+        del self._waiting[:num_admitted]
+
+    def _add_chunk(self, step: Step, request: VirtualRequest, num_tokens: int) -> None:
+        """The blocks that it fills are shared at once: the whole batch writes before any of it reads."""
+        start = request.num_computed
+        end = start + num_tokens
+        self._store_up_to(request, end // self.shape.block_size)
+        step.chunks.append(Chunk(request, start, num_tokens, end == request.num_tokens))
+
+    def _allocate(self, request: VirtualRequest, num_tokens: int) -> bool:
+        """Blocks for so many tokens; where they run out the last in rank is preempted, maybe itself."""
+        num_missing = -(-num_tokens // self.shape.block_size) - len(request.block_ids)
+        while num_missing > self.pool.num_free:
+            if self._preempt_last() is request:
+                return False
+        if num_missing > 0:
+            request.block_ids.extend(self.pool.allocate(num_missing))
+        return True
+
+    def _preempt_last(self) -> VirtualRequest:
+        request = self._running.pop()
+        if request.is_decoding:
+            self._decoding.stop(request)
+            self._store_up_to(request, (request.num_tokens - 1) // self.shape.block_size)
+        else:
+            self._prefilling.remove(request)
+        self._release(request)
+        request.num_computed = request.num_stored_blocks = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request)
+        return request
+
+    def _enqueue(self, request: VirtualRequest) -> None:
+        request.num_expected_tokens = self._num_expected_tokens(request)
+        self._num_waiting_tokens += request.num_expected_tokens
+        insort(self._waiting, request, key=_rank)
+
+    def _num_expected_tokens(self, request: VirtualRequest) -> int:
+        """What it would have to compute, by what is cached now."""
+        return request.num_tokens - len(self._find_cached(request)) * self.shape.block_size
+
+    def _find_cached(self, request: VirtualRequest) -> list[int]:
+        """The last token is always computed, since its logits are wanted."""
+        return self.pool.find_prefix(request.hashes((request.num_tokens - 1) // self.shape.block_size))
+
+    # A step ends.
+
+    def _finish(self, step: Step) -> Outcome:
+        first_tokens: list[VirtualRequest] = []
+        finished: list[VirtualRequest] = []
+        num_decoded = self._decoding.num_requests * step.num_steps
+        self._decoding.advance(step.num_steps)
+        for request in self._decoding.take_ending():
+            self._decoding.stop(request)
+            finished.append(request)
+        num_prefilled = 0
+        for chunk in step.chunks:
+            request = chunk.request
+            num_prefilled += chunk.num_tokens
+            request.num_computed = chunk.start + chunk.num_tokens
+            if not chunk.samples:
+                continue
+            self._prefilling.remove(request)
+            if request.num_tokens == request.num_submitted_tokens:
+                first_tokens.append(request)
+            request.num_tokens += 1
+            if request.num_output_tokens >= request.max_tokens:
+                finished.append(request)
+            else:
+                self._decoding.begin(request)
+        for request in finished:
+            self._running.remove(request)
+            self._store_up_to(request, (request.num_tokens - 1) // self.shape.block_size)
+            self._release(request)
+        self.num_computed_tokens += num_prefilled
+        self._measure(step, num_prefilled, num_decoded)
+        return Outcome(first_tokens, finished, self.pool.take_events(), self.report())
+
+    def _measure(self, step: Step, num_prefilled: int, num_decoded: int) -> None:
+        seconds = step.ends_at - step.started_at
+        if step.chunks and not self.shape.decodes_beside:
+            frame = StepFrame(num_prefill_tokens=num_prefilled, num_decode_tokens=num_decoded)
+            self._meter.observe(frame, seconds)
+            return
+        if step.chunks:
+            self._meter.observe(StepFrame(num_prefill_tokens=num_prefilled), seconds)
+        if num_decoded:
+            frame = StepFrame(num_decode_tokens=num_decoded // step.num_steps)
+            self._meter.observe(frame, step.decode_seconds / step.num_steps)
+
+    def report(self) -> LoadReport:
+        """How busy it is. What is being computed counts as not computed yet."""
+        num_pending_tokens, num_context_tokens = self._num_waiting_tokens, self._decoding.num_context_tokens
+        counted_inbox = self._inbox if self.shape.counts_arrivals else ()
+        for request in counted_inbox:
+            num_pending_tokens += self._num_expected_tokens(request)
+        for request in self._prefilling:
+            num_context_tokens += request.num_computed
+            num_pending_tokens += request.num_left
+        load = LoadSnapshot(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(counted_inbox),
+            num_pending_tokens=num_pending_tokens,
+            num_context_tokens=num_context_tokens - self._decoding.num_requests,
+            num_used_blocks=self.pool.num_used,
+            num_cached_blocks=self.pool.num_cached,
+            num_total_blocks=self.pool.num_usable,
+        )
+        return LoadReport(self._meter.fill(load), self._num_added + len(counted_inbox))
+
+    # Prices.
+
+    def _num_steps_until(self, step: Step, now: float) -> int:
+        """The step of a decoding run that is being computed at `now`, from 1; the last one at its end."""
+        low, high = 1, step.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if step.started_at + self._decode_seconds(middle) >= now:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _decode_seconds(self, num_steps: int) -> float:
+        return self._decoding.seconds(num_steps, self._num_shared_tokens())
+
+    def _num_shared_tokens(self) -> int:
+        """Context that is counted for more than one decoding request but read once, if it is."""
+        if not self.shape.reads_shared_once:
+            return 0
+        num_distinct = self.pool.num_used * self.shape.block_size
+        return max(0, self._decoding.num_context_tokens - num_distinct)
+
+    # Blocks.
+
+    def _store_up_to(self, request: VirtualRequest, num_blocks: int) -> None:
+        """Share full blocks, in two events if the prompt's last full block lies inside."""
+        first, prompt_end = request.num_stored_blocks, request.num_prompt_tokens // self.shape.block_size
+        if first >= num_blocks:
+            return
+        request.num_stored_blocks = num_blocks
+        hashes = request.hashes(num_blocks)
+        for start, end in ((first, min(num_blocks, prompt_end)), (max(first, prompt_end), num_blocks)):
+            if start < end:
+                self.pool.store(
+                    request.block_ids[start:end],
+                    hashes[start:end],
+                    first_block_index=start,
+                    ends_prompt=end == prompt_end,
+                    user=request.user,
+                )
+
+    def _release(self, request: VirtualRequest) -> None:
+        self.pool.release(reversed(request.block_ids))
+        request.block_ids.clear()

@@ -1,0 +1,128 @@
+"""VirtualRouter: a real RoutingTable that hears everything a little later than it happens.
+
+Owns one router's reading of what replicas say: delays, missed changes and the reading anew that
+follows. Knows no replica and no request; every decision is the table's.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from loadtests.simulation.host import Feed, VirtualHost
+from loadtests.simulation.options import FleetOptions
+from loadtests.simulation.request import PreparedRequest
+from replicas.protocol.status import ModelCard, ReplicaId
+from router.routing.decision import RoutingRequest
+from router.routing.overlap import ChangeOutcome
+from router.routing.table import RoutedRequest, RoutingTable
+
+if TYPE_CHECKING:
+    import random
+
+MODEL = "simulated"
+
+
+class VirtualRouter:
+    def __init__(
+        self,
+        options: FleetOptions,
+        hosts: Mapping[ReplicaId, VirtualHost],
+        feed: Feed,
+        rng: "random.Random",
+        clock: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._hosts = hosts
+        self._feed = feed
+        self._rng = rng
+        self._num_changes_read = 0
+        self._num_loads_read = 0
+        self._card = _card(options)
+        self._num_sent: dict[ReplicaId, int] = {}
+        self._came: dict[ReplicaId, list[int]] = {}
+        """By replica, for each of this router's requests: how many had come to it then, from anyone."""
+        self.num_rereads = 0
+        self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
+        for host in hosts.values():
+            self.add(host)
+
+    def add(self, host: VirtualHost) -> None:
+        """The replica is there, and this incarnation of it has nothing yet."""
+        self.table.add_replica(host.replica_id, self._card, self._options.index_stride)
+        self.table.index(MODEL).replace(host.replica_id, host.epoch, ())
+
+    def remove(self, host: VirtualHost) -> None:
+        self.table.remove_replica(host.replica_id)
+        self._num_sent.pop(host.replica_id, None)
+        self._came.pop(host.replica_id, None)
+
+    def sent(self, routed: RoutedRequest) -> None:
+        """The request is on its way to where it was routed."""
+        already = self._num_sent.get(routed.decision.replica_id, 0)
+        self._num_sent[routed.decision.replica_id] = already + 1
+        routed.sent(already + 1)
+
+    def came(self, host: VirtualHost) -> None:
+        """The oldest one on its way has come there. What was sent first comes first."""
+        self._came.setdefault(host.replica_id, []).append(host.num_received)
+
+    def route(
+        self, request: PreparedRequest, num_output_tokens: int, exclude: Collection[ReplicaId]
+    ) -> RoutedRequest:
+        """By what is known since the last `catch_up`. Raises NoReplicaAvailable."""
+        num_tokens = request.trace.num_input_tokens + num_output_tokens
+        routing_request = RoutingRequest(request.bucket, num_tokens, self._card.block_size)
+        return self.table.route(MODEL, routing_request, request.block_hashes, exclude=exclude)
+
+    def catch_up(self, now: float) -> None:
+        """Take in all that can be known by now."""
+        delays, feed = self._options.delays, self._feed
+        end = bisect_right(feed.change_times, now - delays.event, lo=self._num_changes_read)
+        if end > self._num_changes_read:
+            self._read_changes(self._num_changes_read, end, is_redis_up=not self._is_redis_down(now))
+            self._num_changes_read = end
+        horizon = now - delays.load
+        if delays.snapshot_interval:
+            horizon = horizon // delays.snapshot_interval * delays.snapshot_interval
+        end = bisect_right(feed.load_times, horizon, lo=self._num_loads_read)
+        if end > self._num_loads_read:
+            self._read_loads(self._num_loads_read, end)
+            self._num_loads_read = end
+
+    def _read_changes(self, start: int, end: int, *, is_redis_up: bool) -> None:
+        index, drop_share = self.table.index(MODEL), self._options.drop_share
+        for number in range(start, end):
+            change = self._feed.changes[number]
+            if drop_share and self._rng.random() < drop_share:
+                continue
+            if index.apply(change) is ChangeOutcome.GAP and is_redis_up:
+                host = self._hosts[change.replica_id]
+                index.replace(host.replica_id, host.epoch, host.kept, last_change=host.last_change)
+                self.num_rereads += 1
+
+    def _read_loads(self, start: int, end: int) -> None:
+        """Only each replica's last one: it counts whatever those before it counted."""
+        index = self.table.index(MODEL)
+        last = {said.replica_id: said for said in self._feed.loads[start:end]}
+        for replica_id, said in last.items():
+            if index.epoch(replica_id) == said.epoch:
+                num_counted = bisect_right(self._came.get(replica_id, ()), said.report.num_counted)
+                self.table.update_load(replica_id, said.report.load, num_counted)
+
+    def _is_redis_down(self, now: float) -> bool:
+        return any(outage.covers(now) for outage in self._options.outages)
+
+
+def _card(options: FleetOptions) -> ModelCard:
+    shape = options.shape
+    return ModelCard(
+        name=MODEL,
+        fingerprint="",
+        engine="simulated",
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        context_length=shape.capacity_tokens,
+        vocab_size=0,
+        max_batched_tokens=shape.max_batched_tokens,
+        max_running=shape.max_running,
+    )

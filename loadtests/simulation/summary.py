@@ -1,0 +1,150 @@
+"""Summary: what one simulated run comes to, in figures that can be put side by side.
+
+Owns the choice of figures, their names and their units, and the table. Knows neither how a run was
+made nor who asked for it.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from loadtests.report import Distribution, Report
+from loadtests.simulation.fleet import FleetResult
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`unit` is one of %, s, ms, us, x or empty for a plain number."""
+
+    name: str
+    label: str
+    unit: str = ""
+
+
+FIGURES = (
+    Figure("token_hit_rate", "token hit rate", "%"),
+    Figure("share_of_ideal", "of the ideal", "%"),
+    Figure("cross_user_hit_rate", "cross-user hit rate", "%"),
+    Figure("ttft_mean", "TTFT mean", "s"),
+    Figure("ttft_p50", "TTFT p50", "s"),
+    Figure("ttft_p90", "TTFT p90", "s"),
+    Figure("ttft_p99", "TTFT p99", "s"),
+    Figure("tpot_mean", "TPOT mean", "ms"),
+    Figure("tpot_p90", "TPOT p90", "ms"),
+    Figure("good_share", "within the SLO", "%"),
+    Figure("goodput", "goodput, requests/s"),
+    Figure("imbalance_computed", "computed tokens, max/mean", "x"),
+    Figure("imbalance_requests", "requests, max/mean", "x"),
+    Figure("duplication", "copies of a block", "x"),
+    Figure("prediction_error", "overlap expected - found, tokens"),
+    Figure("prediction_distance", "  mean distance"),
+    Figure("prediction_exact", "  exact", "%"),
+    Figure("num_failed", "failed requests"),
+    Figure("num_retries", "retries"),
+    Figure("num_resumes", "resumes"),
+    Figure("num_preemptions", "preemptions"),
+    Figure("num_rereads", "index sets read again"),
+    Figure("decision_us", "decision, real time", "us"),
+    Figure("wall_seconds", "simulation, real time", "s"),
+)
+"""All of them over the requests after the warm-up, but for the counts from `num_retries` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`figures` by name; None where there is nothing to compute one from. Counts of decisions by reason."""
+
+    figures: Mapping[str, float | None]
+    reasons: Mapping[str, float]
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def summarise(result: FleetResult, report: Report, *, ideal_hit_rate: float, wall_seconds: float) -> Summary:
+    """`report` is of the requests after the warm-up."""
+    prediction = report.prediction
+    computed, requests = report.imbalance_computed_tokens, report.imbalance_requests
+    hit_rate = report.token_hit_rate
+    figures: dict[str, float | None] = {
+        "token_hit_rate": hit_rate,
+        "share_of_ideal": hit_rate / ideal_hit_rate if ideal_hit_rate and hit_rate is not None else None,
+        "cross_user_hit_rate": report.cross_user_hit_rate,
+        **_distribution("ttft", report.ttft),
+        **_distribution("tpot", report.tpot),
+        "good_share": report.good_share,
+        "goodput": report.goodput,
+        "imbalance_computed": computed.max_over_mean if computed else None,
+        "imbalance_requests": requests.max_over_mean if requests else None,
+        "duplication": result.duplication,
+        "prediction_error": prediction.mean_error if prediction else None,
+        "prediction_distance": prediction.mean_absolute_error if prediction else None,
+        "prediction_exact": prediction.share_exact if prediction else None,
+        "num_failed": report.num_requests - report.num_answered,
+        "num_retries": result.num_retries,
+        "num_resumes": result.num_resumes,
+        "num_preemptions": result.num_preemptions,
+        "num_rereads": result.num_rereads,
+        "decision_us": 1e6 * result.decision_seconds / result.num_decisions if result.num_decisions else None,
+        "wall_seconds": wall_seconds,
+    }
+    return Summary(figures, dict(result.reasons))
+
+
+def median(summaries: Sequence[Summary]) -> Summary:
+    """Figure by figure, over runs that differ in their seed."""
+    assert summaries
+    figures: dict[str, float | None] = {}
+    for name in summaries[0].figures:
+        values = [value for summary in summaries if (value := summary.figures[name]) is not None]
+        figures[name] = statistics.median(values) if values else None
+    reasons: Counter[str] = Counter()
+    for summary in summaries:
+        reasons.update(dict(summary.reasons))
+    return Summary(figures, {reason: count / len(summaries) for reason, count in reasons.items()})
+
+
+def table(columns: Mapping[str, Summary]) -> str:
+    """One column per summary, one figure a line, the decisions' reasons last."""
+    lines = [["", *columns]]
+    for figure in FIGURES:
+        values = [summary.figures.get(figure.name) for summary in columns.values()]
+        if any(values):
+            lines.append([figure.label, *(in_units(value, figure.unit) for value in values)])
+    for reason in sorted({reason for summary in columns.values() for reason in summary.reasons}):
+        counts = [summary.reasons.get(reason, 0) for summary in columns.values()]
+        lines.append([f"decided by {reason}", *(f"{count:.0f}" for count in counts)])
+    first, *rest = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        label.ljust(first) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, rest, strict=True))
+        for label, *cells in lines
+    )
+
+
+def in_units(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    match unit:
+        case "%":
+            return f"{100 * value:.1f} %"
+        case "s":
+            return f"{value:.3f} s" if abs(value) < 10 else f"{value:.1f} s"
+        case "ms":
+            return f"{1e3 * value:.1f} ms"
+        case "us":
+            return f"{value:.0f} us"
+        case "x":
+            return f"{value:.2f}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
+
+
+def _distribution(name: str, found: Distribution | None) -> dict[str, float | None]:
+    if found is None:
+        return dict.fromkeys((f"{name}_mean", f"{name}_p50", f"{name}_p90", f"{name}_p99"))
+    return {
+        f"{name}_mean": found.mean,
+        f"{name}_p50": found.p50,
+        f"{name}_p90": found.p90,
+        f"{name}_p99": found.p99,
+    }

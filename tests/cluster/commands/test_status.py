@@ -1,0 +1,106 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import redis
+
+from cluster.commands.status import as_plain, render
+from cluster.local.local_cluster import summary
+from cluster.local.run_directory import ClusterState, ReplicaEntry
+from cluster.registry import Registry, read_registry
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+
+LOAD = LoadSnapshot(
+    num_running=3, num_waiting=2, num_used_blocks=40, num_cached_blocks=10, num_total_blocks=100
+)
+
+
+def record(name: str, epoch: str, state: ReplicaState = ReplicaState.READY) -> ReplicaRecord:
+    return ReplicaRecord(ReplicaId(name), Epoch(epoch), "127.0.0.1:9", state, "digest", 0, LOAD)
+
+
+def state(*entries: ReplicaEntry, ready: bool = True) -> ClusterState:
+    return ClusterState(1, "redis://r/0", 2, "127.0.0.10:5", "http://h:8000", 3, 16, ready, entries)
+
+
+def row(table: str, name: str) -> list[str]:
+    (line,) = (line for line in table.splitlines() if line.startswith(name))
+    return line.split()
+
+
+def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
+    expected = ["replica-0", "ready", "e1", "77", "127.0.0.1:9", "3", "+2", "waiting", "40/100", "160"]
+    assert row(table, "replica-0") == expected
+
+
+def test_json_says_what_the_table_says() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    registry = Registry({ReplicaId("replica-0"): record("replica-0", "e1")}, refused=("replica x: bad",))
+    shown = json.loads(json.dumps(as_plain(replace(state(entry), redis_url="redis://:pass@r/0"), registry)))
+    (replica,) = shown["replicas"]
+    assert (replica["replica_id"], replica["state"], replica["epoch"], replica["pid"]) == (
+        *("replica-0", "ready", "e1"),
+        77,
+    )
+    assert replica["load"]["num_running"] == 3 and replica["load"]["num_waiting"] == 2
+    assert shown["ready"] and shown["router_url"] == "http://h:8000"
+    assert shown["refused_records"] == ["replica x: bad"] and shown["redis_complaint"] is None
+    assert "pass" not in shown["redis_url"]
+
+
+def test_the_state_of_an_earlier_incarnation_is_not_shown_as_the_present_one() -> None:
+    entry = ReplicaEntry("replica-0", "starting", None, None, None)
+    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
+    assert row(table, "replica-0") == ["replica-0", "starting", "-", "-", "-", "-", "-", "-"]
+
+
+def test_a_replica_whose_process_has_ended_is_not_ready_though_its_lease_has_yet_to_expire() -> None:
+    entry = ReplicaEntry("replica-0", "stopped", 77, "127.0.0.1:9", "e1")
+    table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
+    assert row(table, "replica-0")[1] == "stopped"
+
+
+def test_a_replica_whose_lease_has_run_out_is_shown_as_silent() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    assert row(render(state(entry), Registry({})), "replica-0")[:2] == ["replica-0", "silent"]
+
+
+def test_a_replica_that_only_the_registry_knows_is_shown_too() -> None:
+    drained = record("other-1", "e9", ReplicaState.DRAINING)
+    assert row(render(state(), Registry({ReplicaId("other-1"): drained})), "other-1")[1:4] == [
+        "draining",
+        "e9",
+        "-",
+    ]
+
+
+def test_without_redis_the_table_says_so_and_shows_what_is_known() -> None:
+    entry = ReplicaEntry("replica-0", "ready", 77, "127.0.0.1:9", "e1")
+    table = render(state(entry), read_registry("redis://127.0.0.1:9/0"))
+    assert row(table, "replica-0")[:4] == ["replica-0", "ready", "e1", "77"]
+    assert "NOT REACHABLE" in table
+
+
+def test_a_cluster_that_still_starts_is_marked() -> None:
+    assert "(still starting)" in render(state(ready=False), Registry({}))
+
+
+def test_the_registry_is_read_from_redis_and_the_dead_are_left_out(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        client.sadd(MODELS_KEY, "m")
+        client.sadd(replicas_key("m"), "replica-0", "replica-1")
+        client.hset(
+            replica_key("m", ReplicaId("replica-0")), mapping=encode_record(record("replica-0", "e1"))
+        )
+    registry = read_registry(redis_url)
+    assert registry == Registry({ReplicaId("replica-0"): record("replica-0", "e1")})
+
+
+def test_the_password_of_redis_is_not_shown() -> None:
+    running = replace(state(), redis_url="redis://:secret@r/0")
+    assert "redis://:***@r/0" in render(running, Registry({}))
+    assert "secret" not in summary(running, "toy", Path("targets.json")) + render(running, Registry({}))

@@ -1,0 +1,136 @@
+"""The controller's own life, without replicas. With them: test_fleet.py."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from ray.exceptions import RayError
+
+from cluster.config import FleetSpec
+from cluster.controller import actors
+from cluster.controller import fleet_controller as controller
+from cluster.controller.fleet_controller import FleetController
+from cluster.controller.members import FleetView
+from replicas.process.logs import JsonFormatter
+
+SPEC = FleetSpec(())
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray without machines, without replicas; and a log that is as it was before."""
+    monkeypatch.setattr(actors, "find", dict)
+    monkeypatch.setattr(actors, "machines", list)
+    monkeypatch.setattr(actors, "leaving_machines", frozenset)
+    for name in ("NODES_SECONDS", "ENDPOINT_SECONDS", "ROOM_SECONDS"):
+        monkeypatch.setattr(controller, name, 0.01)
+    handlers = logging.root.handlers[:]
+    yield
+    logging.root.handlers[:] = handlers
+
+
+@asynccontextmanager
+async def running(spec: FleetSpec) -> AsyncIterator[FleetController]:
+    fleet = FleetController(spec)
+    life = asyncio.create_task(fleet.run())
+    yield fleet
+    assert not life.done(), "it has ended by itself"
+    await fleet.stop_fleet()
+    await life
+
+
+async def seen(fleet: FleetController, condition: Callable[[FleetView], bool]) -> FleetView:
+    view = await fleet.view()
+    async with asyncio.timeout(30):
+        while not condition(view):
+            view = await fleet.view(view.version)
+    return view
+
+
+@pytest.mark.parametrize("error", [RayError("gone"), RuntimeError("gone"), KeyError("gone")])
+async def test_a_look_that_fails_is_told_and_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail() -> list[dict[str, float]]:
+        raise error
+
+    monkeypatch.setattr(actors, "machines", fail)
+    async with running(SPEC) as fleet:
+        view = await seen(fleet, lambda view: view.complaints != ())
+        assert view.complaints[0].startswith("the look at machines failed: ")
+        assert "gone" in view.complaints[0]
+        monkeypatch.setattr(actors, "machines", list)
+        view = await seen(fleet, lambda view: view.complaints == ())
+        assert "machines: all is well again" in view.notes
+
+
+async def test_every_look_survives_whatever_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: FleetController) -> str | None:
+        raise LookupError("no")
+
+    looks = {"machines": "_count_nodes", "room": "_look_for_room", "leases": "_look_at_leases"}
+    looks |= {"leaving machines": "_clear_leaving"}
+    for name in looks.values():
+        monkeypatch.setattr(FleetController, name, fail)
+    monkeypatch.setattr(actors, "recall", lambda: None)
+    monkeypatch.setattr(actors, "forget", lambda: None)
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    fleet = FleetController(SPEC, runs_itself=True)
+    view = await seen(fleet, lambda view: len(view.complaints) == len(looks))
+    assert sorted(view.complaints) == [f"the look at {what} failed: no" for what in sorted(looks)]
+    await fleet.stop_fleet()
+    assert ended == []
+
+
+async def test_a_controller_that_runs_by_itself_and_fails_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise LookupError("no")
+
+    monkeypatch.setattr(actors, "recall", lambda: None)
+    monkeypatch.setattr(actors, "find", fail)
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr("os._exit", ended.set_result)
+    fleet = FleetController(SPEC, runs_itself=True)
+    assert await asyncio.wait_for(ended, 30) == 1
+    assert fleet is not None, "it lived until then"
+
+
+async def test_what_the_plan_meets_ends_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("no")
+
+    monkeypatch.setattr(controller, "plan", fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        await FleetController(SPEC).run()
+    assert caught.group_contains(LookupError)
+
+
+async def test_a_metrics_port_that_is_taken_does_not_end_the_controller(free_port: int) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port))
+        listener.listen()
+        async with running(replace(SPEC, metrics_port=free_port)) as fleet:
+            view = await seen(fleet, lambda view: view.complaints != ())
+            assert view.metrics_address is None
+            assert f"serves no metrics on 127.0.0.1:{free_port}" in view.complaints[0]
+            listener.close()
+            view = await seen(fleet, lambda view: view.complaints == ())
+            assert view.metrics_address == f"127.0.0.1:{free_port}"
+
+
+async def test_what_is_applied_holds_for_the_controller_that_runs(free_port: int) -> None:
+    async with running(SPEC) as fleet:
+        assert (await fleet.view()).metrics_address is None
+        assert await fleet.apply(replace(SPEC, metrics_port=free_port, log_format="json")) is None
+        assert (await fleet.view()).metrics_address == f"127.0.0.1:{free_port}"
+        (handler,) = logging.root.handlers
+        assert isinstance(handler.formatter, JsonFormatter)
+        assert await fleet.apply(SPEC) is None
+        assert (await fleet.view()).metrics_address is None

@@ -1,0 +1,135 @@
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import AlreadyRunning
+from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory, default_run_directory
+
+STATE = ClusterState(
+    pid=12,
+    redis_url="redis://127.0.0.1:1/0",
+    redis_pid=13,
+    ray_address="127.0.0.10:5",
+    router_url="http://127.0.0.1:8000",
+    router_pid=14,
+    block_size=16,
+    ready=True,
+    replicas=(ReplicaEntry("replica-0", "ready", 15, "127.0.0.1:9", "e1"),),
+    router_admins=("127.0.0.1:9101", "127.0.0.1:9102"),
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def test_a_state_is_read_as_it_was_written(directory: RunDirectory) -> None:
+    with directory.claim():
+        directory.write_state(STATE)
+    assert directory.read_state() == STATE
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', '{"replicas": [3]}'])
+def test_a_state_file_that_makes_no_sense_counts_as_none(directory: RunDirectory, content: str) -> None:
+    with directory.claim():
+        (directory.path / "cluster.json").write_text(content)
+    assert directory.read_state() is None
+
+
+def test_a_directory_that_was_never_used_has_no_owner_and_no_state(directory: RunDirectory) -> None:
+    assert directory.owner() is None
+    assert directory.read_state() is None
+
+
+def test_only_one_cluster_claims_a_directory_at_a_time(directory: RunDirectory) -> None:
+    with directory.claim():
+        assert directory.owner() == os.getpid()
+        with pytest.raises(AlreadyRunning, match=str(os.getpid())), directory.claim():
+            pass
+    assert directory.owner() is None
+    with directory.claim():
+        pass
+
+
+def test_a_claim_ends_with_its_process_however_that_ends(directory: RunDirectory) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from cluster.local.run_directory import RunDirectory\n"
+        f"with RunDirectory(Path({str(directory.path)!r})).claim():\n"
+        "    print('claimed', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert directory.owner() == process.pid
+        process.kill()
+    assert directory.owner() is None
+
+
+def test_the_secret_is_for_this_user_only_and_new_each_time(directory: RunDirectory) -> None:
+    with directory.claim():
+        directory.renew()
+        first = directory.secret_file.read_text()
+        directory.renew()
+    assert directory.secret_file.read_text() != first
+    assert len(bytes.fromhex(first)) == 32
+    assert stat.S_IMODE(directory.secret_file.stat().st_mode) == 0o600
+
+
+def test_sockets_lie_where_nobody_else_may_enter_and_where_their_paths_are_short(tmp_path: Path) -> None:
+    for path in (tmp_path / "run", tmp_path / ("x" * 120)):
+        directory = RunDirectory(path)
+        with directory.claim():
+            directory.renew()
+            (directory.socket_directory / "redis.sock").touch()
+            directory.renew()
+            assert not list(directory.socket_directory.iterdir())
+            assert stat.S_IMODE(directory.socket_directory.stat().st_mode) == 0o700
+            assert len(str(directory.socket_directory / "redis.sock")) < 107
+            directory.forget()
+        assert not directory.socket_directory.exists()
+    assert directory.socket_directory.parent == Path("/tmp")
+
+
+def test_logs_of_the_previous_cluster_go_and_those_of_the_last_one_stay(directory: RunDirectory) -> None:
+    with directory.claim():
+        (directory.logs / "router.log").write_text("old")
+        directory.renew()
+        assert not (directory.logs / "router.log").exists()
+        (directory.logs / "router.log").write_text("new")
+        directory.forget()
+    assert (directory.logs / "router.log").read_text() == "new"
+    assert not directory.secret_file.exists()
+
+
+def test_ray_gets_a_short_directory_of_its_own(tmp_path: Path) -> None:
+    first, second = (RunDirectory(tmp_path / ("x" * 200) / name) for name in "ab")
+    assert first.ray_directory != second.ray_directory
+    assert len(str(first.ray_directory)) < 40
+
+
+def test_in_a_checkout_the_run_directory_is_at_its_root(tmp_path: Path) -> None:
+    (tmp_path / "kvasir").touch()
+    (tmp_path / "pyproject.toml").touch()
+    inner = tmp_path / "a/b"
+    inner.mkdir(parents=True)
+    assert default_run_directory(inner, {}) == tmp_path / ".kvasir"
+
+
+def test_elsewhere_the_run_directory_is_in_the_users_state(tmp_path: Path) -> None:
+    assert default_run_directory(tmp_path, {"XDG_STATE_HOME": "/s"}) == Path("/s/kvasir")
+    assert default_run_directory(tmp_path, {}) == Path.home() / ".local/state/kvasir"
+
+
+def test_only_this_user_reads_the_state_for_the_url_of_redis_may_have_a_password(
+    directory: RunDirectory,
+) -> None:
+    with directory.claim():
+        directory.write_state(STATE)
+        directory.write_targets([])
+    assert stat.S_IMODE((directory.path / "cluster.json").stat().st_mode) == 0o600
+    assert (directory.path / "prometheus_targets.json").stat().st_mode & stat.S_IROTH

@@ -1,0 +1,177 @@
+"""The virtual replica against the engine whose rules it follows, and against sums made by hand."""
+
+import pytest
+
+from loadtests.simulation.replica import VirtualReplica
+from loadtests.simulation.request import ROOT, PreparedRequest, VirtualRequest, prepare
+from loadtests.simulation.shape import ReplicaShape
+from loadtests.workloads import Workload
+from replicas.engine import EngineRequest
+from replicas.loop import SpeedMeter
+from replicas.protocol.frames import RequestKey, SamplingParams, UserTag
+from replicas.protocol.status import ModelCard
+from replicas.simulated_engine.engine import SimulatedEngine
+from tests.loadtests.simulation.builders import plain_shape, random_workload, request, small_shape
+
+Timeline = dict[int, tuple[float, float, int]]
+"""Number of a request: when its first token came, when its last one did, and its cached tokens."""
+
+
+def virtual_request(prepared: PreparedRequest) -> VirtualRequest:
+    return VirtualRequest(
+        prepared.number,
+        num_prompt_tokens=prepared.trace.num_input_tokens,
+        max_tokens=prepared.trace.num_output_tokens,
+        prompt_hashes=prepared.block_hashes,
+        user=prepared.user,
+    )
+
+
+def serve_virtually(workload: Workload, shape: ReplicaShape) -> tuple[Timeline, VirtualReplica]:
+    replica = VirtualReplica(shape, SpeedMeter())
+    first: dict[int, float] = {}
+    timeline: Timeline = {}
+    arrivals = [(prepared.trace.arrival_seconds, virtual_request(prepared)) for prepared in prepare(workload)]
+    while arrivals or replica.ends_at is not None:
+        ends_at = replica.ends_at
+        if arrivals and (ends_at is None or arrivals[0][0] <= ends_at):
+            now, virtual = arrivals.pop(0)
+            replica.submit(virtual, now)
+            continue
+        assert ends_at is not None
+        outcome = replica.advance(ends_at)
+        first.update({virtual.number: ends_at for virtual in outcome.first_tokens})
+        for virtual in outcome.finished:
+            assert virtual.num_output_tokens == virtual.max_tokens
+            timeline[virtual.number] = (first[virtual.number], ends_at, virtual.num_cached_tokens)
+        replica.pool.check()
+    return timeline, replica
+
+
+def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Timeline, int]:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    card = ModelCard("m", "f", "simulated", shape.block_size, shape.num_blocks + 1, 10**6, 2**31)
+    engine = SimulatedEngine(
+        card,
+        shape.cost,
+        num_blocks=shape.num_blocks + 1,
+        max_batched_tokens=shape.max_batched_tokens,
+        max_running=shape.max_running,
+        max_waiting=10**6,
+        sleep=sleep,
+        printable=range(2**30, 2**30 + 1000),
+    )
+    waiting = [
+        (prepared.trace.arrival_seconds, engine_request(prepared, workload.block_tokens))
+        for prepared in prepare(workload)
+    ]
+    first: dict[int, tuple[float, int]] = {}
+    timeline: Timeline = {}
+    num_preempted = 0
+    while waiting or engine.has_work():
+        if not engine.has_work():
+            now = max(now, waiting[0][0])
+        while waiting and waiting[0][0] <= now:
+            engine.add(waiting.pop(0)[1])
+        running_before = engine._scheduler.load().num_running
+        frame = engine.step()
+        num_finished = sum(delta.finish_reason is not None for delta in frame.deltas)
+        num_preempted += frame.load.num_running < running_before - num_finished
+        for delta in frame.deltas:
+            number = delta.key.request_id
+            if delta.usage is not None:
+                first[number] = (now, delta.usage.num_cached_tokens)
+            if delta.finish_reason is not None:
+                timeline[number] = (first[number][0], now, first[number][1])
+    return timeline, num_preempted
+
+
+def engine_request(prepared: PreparedRequest, block_tokens: int) -> EngineRequest:
+    """Equal blocks get equal tokens, and each block those of its own id."""
+    token_ids = [block_id for block_id in prepared.trace.prefix_ids for _ in range(block_tokens)]
+    return EngineRequest(
+        key=RequestKey(prepared.number, 0),
+        token_ids=token_ids[: prepared.trace.num_input_tokens],
+        sampling=SamplingParams(
+            max_tokens=prepared.trace.num_output_tokens, seed=prepared.number, ignore_eos=True
+        ),
+        root=ROOT,
+        user=UserTag(prepared.user[:16]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_serves_every_request_at_the_time_and_with_the_hits_of_the_simulated_engine(seed: int) -> None:
+    workload = random_workload(seed)
+    expected, _ = serve_with_the_engine(workload, small_shape())
+    found, replica = serve_virtually(workload, small_shape())
+    assert found.keys() == expected.keys()
+    for number, (first, last, num_cached) in expected.items():
+        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
+    assert replica.pool.num_used == 0
+
+
+def test_so_it_does_when_blocks_run_out_and_requests_are_preempted() -> None:
+    workload = random_workload(3, num_requests=60, qps=60.0)
+    shape = small_shape(num_blocks=40)
+    expected, num_preempted = serve_with_the_engine(workload, shape)
+    found, replica = serve_virtually(workload, shape)
+    assert num_preempted and replica.num_preemptions
+    for number, (first, last, num_cached) in expected.items():
+        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
+
+
+def test_two_prompts_and_their_answers_take_what_a_sum_by_hand_says() -> None:
+    """The first: 20 tokens, 0.2 + 0.5 s, then two steps of 0.1 s. The second arrives in the first of those.
+
+    It waits for its end at 0.8 s, finds one block of two cached, and takes 0.1 + 0.5 s with the first one's
+    last token on the way.
+    """
+    workload = Workload(
+        "by hand", 10, (request(0.0, [1, 2], output=3), request(0.75, [1, 3], output=2, user="bob"))
+    )
+    found, _ = serve_virtually(workload, plain_shape(num_blocks=8))
+    assert found == {
+        0: (pytest.approx(0.7), pytest.approx(1.4), 0),
+        1: (pytest.approx(1.4), pytest.approx(1.5), 10),
+    }
+
+
+def test_decoding_beside_costs_a_prompt_nothing() -> None:
+    """As above, but the first one's last token does not wait for the second one's prompt."""
+    workload = Workload("beside", 10, (request(0.0, [1, 2], output=3), request(0.75, [1, 3])))
+    shape = plain_shape(num_blocks=8, decodes_beside=True)
+    found, _ = serve_virtually(workload, shape)
+    assert found[1] == (pytest.approx(1.4), pytest.approx(1.4), 10)
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
+    workload = Workload("twice", 10, (request(0.0, [1, 2]), request(5.0, [1, 2])))
+    found, _ = serve_virtually(workload, plain_shape(num_blocks=8))
+    assert found[1] == (pytest.approx(5.6), pytest.approx(5.6), 10)
+
+
+def test_an_answer_that_would_not_fit_ends_where_the_cache_is_full() -> None:
+    replica = VirtualReplica(plain_shape(num_blocks=3), SpeedMeter())
+    (prepared,) = prepare(Workload("long", 10, (request(0.0, [1, 2], output=1000),)))
+    virtual = virtual_request(prepared)
+    replica.submit(virtual, 0.0)
+    while (ends_at := replica.ends_at) is not None:
+        outcome = replica.advance(ends_at)
+    assert outcome.finished == [virtual]
+    assert virtual.num_tokens == 31
+
+
+def test_a_crash_tells_how_far_each_answer_was() -> None:
+    replica = VirtualReplica(plain_shape(num_blocks=8), SpeedMeter())
+    (prepared,) = prepare(Workload("lost", 10, (request(0.0, [1, 2], output=50),)))
+    virtual = virtual_request(prepared)
+    replica.submit(virtual, 0.0)
+    replica.advance(replica.ends_at or 0.0)
+    assert replica.crash(0.7 + 0.35) == [virtual]
+    assert virtual.num_output_tokens == 1 + 3

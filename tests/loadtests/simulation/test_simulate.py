@@ -1,0 +1,108 @@
+"""`kvasir simulate` as it is typed."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from loadtests.simulation.command import TIMED_HARDWARE, _job, add_arguments
+from loadtests.simulation.options import Kill, Outage, parse_kill, parse_outage
+from replicas.config import ReplicaConfig
+from replicas.engines import build_engine
+from replicas.simulated_engine.engine import SimulatedEngine
+
+SMALL = ["multi-turn", "--set", "num_sessions=6", "--jobs", "1"]
+
+
+def test_it_prints_a_column_for_each_policy_and_keeps_every_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    words = [*SMALL, "--policy", "kvasir,random", "--seed", "1", "--seed", "2", "--json", str(file)]
+    assert main(["simulate", *words]) == 0
+    headline, columns, first, *_ = capsys.readouterr().out.splitlines()
+    assert headline.startswith("multi-turn: ") and headline.endswith("2 seeds.")
+    assert columns.split() == ["kvasir", "random"]
+    assert first.startswith("token hit rate")
+    content = json.loads(file.read_text())
+    assert content["settings"]["workload"] == "multi-turn"
+    assert [result["policy"] for result in content["results"]] == ["kvasir", "random"]
+    assert all(len(result["runs"]) == 2 for result in content["results"])
+    kvasir, random = (result["figures"]["token_hit_rate"] for result in content["results"])
+    assert kvasir > random
+
+
+def test_runs_in_several_processes_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for jobs in ("1", "2"):
+        assert main(["simulate", *SMALL, "--policy", "random,round_robin", "--jobs", jobs]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        printed.append([line.split() for line in lines if "real time" not in line])
+    assert printed[0] == printed[1]
+
+
+def test_a_sweep_says_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--sweep", "replicas", "--values", "1,2", "--slo-ttft", "100"]
+    assert main(["simulate", *SMALL, *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "1 replicas keep 90 % of the requests within 100 s to the first token (100.0 %)."
+    assert main(["simulate", *SMALL, "--sweep", "rate", "--values", "1,2"]) == 0
+
+
+def test_a_trace_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"timestamp": 100 * number, "input_length": 1000, "output_length": 5, "hash_ids": [7, 8 + number]}
+        for number in range(10)
+    ]
+    trace = tmp_path / "small.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["simulate", str(trace), "--capacity", "10240"]) == 0
+    assert "10 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("hardware", TIMED_HARDWARE)
+def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(["multi-turn", "--hardware", hardware])
+    shape = _job(arguments, "kvasir", seed=1, value=None).options.shape
+    engine, _ = build_engine(
+        ReplicaConfig(engine="simulated", simulated_hardware=hardware, block_size=shape.block_size)
+    )
+    assert isinstance(engine, SimulatedEngine)
+    assert engine._cost == shape.cost
+    assert engine.card.num_blocks == shape.num_blocks
+    assert engine.card.max_batched_tokens == shape.max_batched_tokens
+    assert engine.card.max_running == shape.max_running
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nothing"], "nothing is neither a file nor a generator; there are b2b, "),
+        (["b2b", "--policy", "chance"], "there is no policy chance; there are "),
+        (
+            ["b2b", "--set", "colour=3"],
+            "--set: colour=3 is no NAME=VALUE of b2b's parameters: qps, ",
+        ),
+        (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0 and up to 1,000,000, not fast"),
+        (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),
+        (["b2b", "--sweep", "replicas"], "--sweep and --values go together"),
+        (["b2b", "--kill", "8@1"], "there is no replica 8 to kill; they count from 0"),
+        (["b2b", "--kill", "first"], "a kill reads REPLICA@SECONDS or "),
+        (["b2b", "--redis-down", "5-3"], "an outage ends after it starts, not from 5 to 3"),
+    ],
+)
+def test_what_makes_no_sense_gets_a_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"kvasir: {sentence}")
+
+
+def test_accidents_are_read_as_they_are_written() -> None:
+    assert parse_kill("2@30") == Kill(2, 30.0)
+    assert parse_kill("0@1.5:10") == Kill(0, 1.5, 10.0)
+    assert parse_outage("10-20.5") == Outage(10.0, 20.5)
