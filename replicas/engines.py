@@ -1,6 +1,6 @@
-"""build_engine: from settings to an engine and the text files of its model.
+"""build_engine_here: from settings to an engine in this process, and the text files of its model.
 
-Owns the choice. Imports torch and vLLM only when an engine needs them.
+Owns the choice among engines. Imports torch and vLLM only when an engine needs them.
 """
 
 import importlib.util
@@ -15,7 +15,6 @@ from replicas.checkpoints.model_config import CheckpointError, read_eos_token_id
 from replicas.checkpoints.weights import fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
-from replicas.engine_process.parent import EngineProcess
 from replicas.errors import StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
@@ -27,11 +26,8 @@ TOY_MODEL = Path(__file__).parent / "toy_model"
 REPLACEMENT = "\ufffd"
 
 
-def build_engine(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
+def build_engine_here(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     """Raises CheckpointError, SettingsError or StartupError. Takes seconds, and blocks."""
-    if config.has_engine_process:
-        engine_process = EngineProcess(config)
-        return engine_process, engine_process.bundle()
     if config.engine == "simulated":
         return _build_simulated(config)
     if config.engine == "vllm":

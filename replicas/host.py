@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
+from replicas.engine_process.build import build_engine
 from replicas.engine_process.process_loop import drive
-from replicas.engines import build_engine
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
 from replicas.index.index_writer import IndexWriter
 from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint

@@ -27,8 +27,8 @@ from replicas.process.logs import TEXT_FORMAT, set_up_logs
 from replicas.process.settings import SettingsError, load_settings
 from router.assembly import Router
 from router.config import ENVIRONMENT_PREFIX, RouterConfig
-from router.connections import Connections
 from router.http_protocol import protocol_of
+from router.limits.connections import Connections
 from router.listeners import BACKLOG, AllListeners, Listeners, address_of, listening
 from router.memory import return_large_blocks
 from router.open_files import allow_connections

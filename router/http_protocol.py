@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.api.http import CONNECTION, Watcher, sign_seconds
 from router.api.openai_shared import HttpError
-from router.connections import MAX_FAREWELLS, Connections, Ended, address_of
+from router.limits.connections import MAX_FAREWELLS, Connections, Ended, address_of
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request line and headers; of trailers and whatever else is not the body."""

@@ -1,6 +1,6 @@
 """`kvasir up`: from a parsed command line to a running LocalCluster, and back on a signal.
 
-Owns the reading of options and the signals. What is started, and how, is `local.py`'s.
+Owns the reading of options and the signals. What is started, and how, is `local_cluster.py`'s.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`kvasir simulate`: which workload on which fleets, how often, and what to print.
 
-Owns the command's arguments and its files. How a run is made is `simulate_jobs.py`'s, what happens in
-a simulated fleet is `simulation/`'s.
+Owns the command's arguments and its files. How a run is made is `jobs.py`'s, what happens in
+a simulated fleet is its neighbours'.
 """
 
 import argparse

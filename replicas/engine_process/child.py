@@ -38,7 +38,7 @@ from replicas.engine_process.parent import (
     Stepped,
     Submit,
 )
-from replicas.engines import build_engine
+from replicas.engines import build_engine_here
 from replicas.loop import EngineLoop
 from replicas.process.logs import set_up_logs
 from replicas.vllm_engine.environment import vllm_environment
@@ -92,7 +92,7 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
     if question.config.engine == "vllm":
         os.environ.update(vllm_environment(question.config.num_threads))
     try:
-        engine, bundle = build_engine(question.config)
+        engine, bundle = build_engine_here(question.config)
     except STARTUP_ERRORS as error:
         (kind,) = (kind.__name__ for kind in STARTUP_ERRORS if isinstance(error, kind))
         connection.send_bytes(ENCODER.encode(NotBuilt(kind, str(error))))

@@ -1,1 +1,1 @@
-"""The published contract of replicas, router and index: all of `replicas` that others import."""
+"""The contract of replicas, router and index: what they must read, write and compute alike."""

@@ -15,16 +15,16 @@ from starlette.types import Receive, Scope
 
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.admission import Admission, AdmissionHold, demand_of
 from router.api.http import read_body
 from router.api.prepared import Bounds
-from router.body_budget import BodyBudget, BodyHold
 from router.config import RouterConfig
-from router.connections import Connections, address_of
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.generation import Generation
-from router.in_flight import InFlight
 from router.large_bodies.offload import Offload
+from router.limits.admission import Admission, AdmissionHold, demand_of
+from router.limits.body_budget import BodyBudget, BodyHold
+from router.limits.connections import Connections, address_of
+from router.limits.in_flight import InFlight
 from router.observation.metrics import RouterMetrics
 from router.observation.served import Observer
 from router.observation.trace_points import RunTrace, Tracing

@@ -16,8 +16,8 @@ from router.api.context import ApiContext
 from router.api.openai_shared import encode_json
 from router.api.prepared import WrittenAnswer
 from router.api.token_counts import detokenize, tokenize
-from router.connections import address_of
 from router.errors import UnknownModel
+from router.limits.connections import address_of
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModels

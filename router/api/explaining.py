@@ -15,8 +15,8 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.openai_shared import encode_json
 from router.api.serving import Prepare
-from router.connections import address_of
 from router.explain import explanation
+from router.limits.connections import address_of
 
 
 class ExplainRoutes:

@@ -13,8 +13,8 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from replicas.process.trace_parent import TraceParent, parse_trace_parent
-from router.body_budget import BodyHold
 from router.errors import BodiesFull, BodyTooLarge, UploadTooSlow
+from router.limits.body_budget import BodyHold
 
 Header = tuple[bytes, bytes]
 

@@ -26,8 +26,8 @@ from router.api.http import (
 )
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import COMMENT, EVENT_STREAM_HEADERS, error_event
-from router.connections import address_of
 from router.errors import ErrorKind, RouterError
+from router.limits.connections import address_of
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 from router.observation.trace_points import RequestTrace
 

@@ -1,6 +1,6 @@
 """Attempt and Choice: where the parts of one generation run, and what each has produced.
 
-Plain records that `dispatch.py` owns and changes; nothing here acts by itself.
+Plain records that `dispatcher.py` owns and changes; nothing here acts by itself.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ from router.large_bodies.offload_process import (
     PREPARE,
     Load,
 )
-from router.offload_queue import OffloadQueue, QueueFull
+from router.large_bodies.offload_queue import OffloadQueue, QueueFull
 from router.prompt.catalog import ModelCatalog
 from router.prompt.template import Verdict
 

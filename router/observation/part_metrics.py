@@ -7,13 +7,13 @@ that part lives. Knows nothing of requests.
 from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
-from router.admission import AdmissionStatistics
-from router.body_budget import BodyStatistics
-from router.connections import ConnectionStatistics
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.fleet.index_mirror import MirrorStatistics
 from router.fleet.membership import MembershipStatistics
 from router.large_bodies.offload import OffloadStatistics
+from router.limits.admission import AdmissionStatistics
+from router.limits.body_budget import BodyStatistics
+from router.limits.connections import ConnectionStatistics
 from router.observation.instruments import Distributions, Numbers
 from router.prompt.catalog import ModelCatalog
 from router.prompt.chains import ChainStatistics

@@ -6,7 +6,7 @@ import pytest
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from tests.replicas.engine_contract import EngineContract, run
 
 __all__ = ["run"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.errors import EngineDied, StartupError
 from replicas.host import ReplicaHost
 from replicas.process.settings import SettingsError

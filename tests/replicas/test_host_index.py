@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replicas.engine import Engine
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.errors import LeaseLost
 from replicas.host import ReplicaHost
 from replicas.protocol import replica_pb2 as pb

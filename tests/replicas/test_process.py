@@ -138,7 +138,7 @@ async def test_a_simulated_replica_never_imports_torch() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "import sys, replicas.__main__, replicas.config as c, replicas.engines as e;"
+        "import sys, replicas.__main__, replicas.config as c, replicas.engine_process.build as e;"
         "e.build_engine(c.ReplicaConfig(engine='simulated'));"
         "sys.exit('torch' in sys.modules)",
         cwd=REPOSITORY,

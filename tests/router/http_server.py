@@ -17,8 +17,8 @@ from router.api.live import Fleet
 from router.api.prepared import Bounds
 from router.app import create_apps
 from router.config import RouterConfig
-from router.connections import Connections
 from router.http_protocol import protocol_of
+from router.limits.connections import Connections
 from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog

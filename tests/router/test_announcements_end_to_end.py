@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from replicas.config import ReplicaConfig
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import SamplingParams

@@ -10,7 +10,7 @@ from cluster.cli import main
 from loadtests.simulation.command import TIMED_HARDWARE, _job, add_arguments
 from loadtests.simulation.options import Kill, Outage, parse_kill, parse_outage
 from replicas.config import ReplicaConfig
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.simulated_engine.engine import SimulatedEngine
 
 SMALL = ["multi-turn", "--set", "num_sessions=6", "--jobs", "1"]

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from replicas.config import ReplicaConfig
+from replicas.engine_process.build import build_engine
 from replicas.engine_process.parent import EngineProcess
-from replicas.engines import build_engine
 
 
 def config(**settings: Any) -> ReplicaConfig:

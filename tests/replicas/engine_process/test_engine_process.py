@@ -19,8 +19,8 @@ from replicas.checkpoints.model_config import CheckpointError
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.engine_process import parent
+from replicas.engine_process.build import build_engine
 from replicas.engine_process.parent import EngineProcess
-from replicas.engines import build_engine
 from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import FinishReason, StepFrame
@@ -175,7 +175,7 @@ def test_closing_kills_a_child_that_hangs(process: EngineProcess, monkeypatch: p
 ENDLESS_STEP = """
 import os, signal, sys, threading, time
 from replicas.config import ReplicaConfig
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from tests.replicas.builders import engine_request
 
 engine, _ = build_engine(ReplicaConfig(engine="simulated", simulated_speed=1e-6, engine_process=True))

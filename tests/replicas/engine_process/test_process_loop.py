@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from replicas.engine import Engine
+from replicas.engine_process.build import build_engine
 from replicas.engine_process.parent import EngineProcess
 from replicas.engine_process.process_loop import ProcessLoop, drive
-from replicas.engines import build_engine
 from replicas.errors import EngineDied
 from replicas.host import ReplicaHost
 from replicas.protocol.frames import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, Namespace, hash_blocks, namespace_root
 from replicas.protocol.call_tokens import METADATA_KEY, Audience, Caller, Role

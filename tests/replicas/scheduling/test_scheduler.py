@@ -7,7 +7,7 @@ import pytest
 from replicas.protocol.events import AllBlocksCleared
 from replicas.protocol.frames import FinishReason, PromptUsage
 from tests.replicas.builders import OTHER_ROOT, engine_request, tokens_of
-from tests.replicas.torch_engine.stepping import add, model, plan, stored, usage
+from tests.replicas.scheduling.stepping import add, model, plan, stored, usage
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:

@@ -7,7 +7,7 @@ import pytest
 from replicas.protocol.frames import FinishReason, PromptUsage
 from replicas.scheduling.scheduler import Scheduler
 from tests.replicas.builders import EOS, FakeModel, engine_request, scheduler, tokens_of
-from tests.replicas.torch_engine.stepping import add, key, model, plan, stored, usage
+from tests.replicas.scheduling.stepping import add, key, model, plan, stored, usage
 
 
 class TestPreemption:

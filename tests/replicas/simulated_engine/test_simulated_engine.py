@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine, RequestRefused, expand
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, SamplingParams, StepFrame, Submit

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replicas.config import ReplicaConfig
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.vllm_engine.environment import vllm_environment
 from tests.replicas.vllm_engine.lora import write_adapter
 

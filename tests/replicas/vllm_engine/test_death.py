@@ -7,7 +7,7 @@ import pytest
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.errors import EngineDied
 from replicas.host import ReplicaHost
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey

@@ -12,7 +12,7 @@ import pytest
 
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root
 from replicas.protocol.events import BlockRemoved

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from replicas.engine import RequestRefused
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.errors import StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root

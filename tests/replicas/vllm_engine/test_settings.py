@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.__main__ import EXIT_NOT_STARTED, main
-from replicas.engines import build_engine
+from replicas.engine_process.build import build_engine
 from replicas.errors import StartupError
 from replicas.process.settings import SettingsError
 from replicas.toy_model import toy_model_path

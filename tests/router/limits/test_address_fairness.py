@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from router.address_shares import AddressShares
-from router.offload_queue import OffloadQueue, QueueFull
+from router.large_bodies.offload_queue import OffloadQueue, QueueFull
+from router.limits.address_shares import AddressShares
 from tests.router.http_server import http_server
 from tests.router.raw_client import CHAT, connected, post, status_of, wait_for
 from tests.router.scripted_dispatch import NEVER, says

@@ -12,8 +12,8 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.address_shares import AddressShares
 from router.config import RouterConfig
+from router.limits.address_shares import AddressShares
 
 IPV6_NETWORK_BITS = 64
 """Whoever has an IPv6 address has as many as fit into a network of this size."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from router.address_shares import AddressShares
+from router.limits.address_shares import AddressShares
 
 
 class QueueFull(Exception):

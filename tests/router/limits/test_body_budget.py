@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from router.body_budget import BodyBudget
 from router.errors import BodiesFull
+from router.limits.body_budget import BodyBudget
 from tests.router.http_server import HttpServer, http_server
 from tests.router.raw_client import CHAT, connected, post, status_of, wait_for
 from tests.router.scripted_dispatch import says

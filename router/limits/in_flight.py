@@ -3,8 +3,8 @@
 Owns the count. Knows nothing of what a request asks for: that is weighed by `admission.py`.
 """
 
-from router.address_shares import AddressShares
 from router.errors import Overloaded
+from router.limits.address_shares import AddressShares
 
 
 class InFlight:

@@ -1,0 +1,1 @@
+"""How much a router takes on at a time, of all clients and of one address."""
