@@ -9,7 +9,7 @@ import pytest
 import cluster
 import replicas
 import router
-from tests.file_map import DOCUMENT, ROOT, source_files, with_file_map
+from docs.make_file_map import DOCUMENT, ROOT, source_files, with_file_map
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -45,7 +45,7 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_the_file_map_in_the_architecture_document_is_that_of_the_files() -> None:
     document = DOCUMENT.read_text(encoding="utf-8")
-    assert with_file_map(document) == document, "run python -m tests.file_map"
+    assert with_file_map(document) == document, "run python docs/make_file_map.py"
 
 
 def test_only_process_edges_read_the_environment() -> None:

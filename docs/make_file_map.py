@@ -1,7 +1,7 @@
 """The map of files in ARCHITECTURE.md, made of the modules' own first lines.
 
-`python -m tests.file_map` writes it. Folders that are no Python packages have their line here; which modules
-are pure, a contract in pyproject.toml says.
+`python docs/make_file_map.py` writes it. Folders that are no Python packages have their line here; which
+modules are pure, a contract in pyproject.toml says.
 """
 
 import ast
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "ARCHITECTURE.md"
 PACKAGES = ("replicas", "router", "cluster", "loadtests")
 SERVING = ("replicas", "router", "cluster")
-PROGRAMS = ("helm", "deploy", "requirements")
+PROGRAMS = ("helm", "deploy", "docs", "requirements")
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 OTHER_FOLDERS = {
     "router/live_page/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
@@ -26,6 +26,7 @@ OTHER_FOLDERS = {
     "helm/rules/": "Recording and alert rules for Prometheus, and their unit tests.",
     "deploy/": "Docker Compose, KubeRay, Ray on machines of one's own, Prometheus and Grafana.",
     "deploy/images/": "Dockerfiles of router and replicas, and a base image from Debian's packages.",
+    "docs/": "A page for each thing that a reader wants to do, and what makes the tables in them.",
     "requirements/": "The pinned dependencies, each with the hashes of its files.",
     "tests/": "Mirror the packages; golden/ integration/ e2e/; helm/ for chart, dashboards and rules.",
 }
