@@ -16,17 +16,18 @@ from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
 from loadtests.simulation.request import PreparedRequest, VirtualRequest
 from loadtests.simulation.router import VirtualRouter
+from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
+from router.dispatch.retries import Patience, RetryPolicy, Tries
+from router.dispatch.suspects import SURVIVED_TOKENS
 from router.errors import NoReplicaAvailable
 from router.routing.table import RoutedRequest
 
 if TYPE_CHECKING:
     import random
 
-MAX_ATTEMPTS = 4
-MAX_WAITS = 5
-FIRST_WAIT_SECONDS = 0.05
-"""How often a request is tried, and how long it waits where nobody can take it: as the router does."""
+RETRY = RetryPolicy()
+"""The router's own."""
 
 NUM_LOOKS = 8
 """So often the copies in the fleet's caches are counted, evenly over the arrivals after the warm-up."""
@@ -41,10 +42,10 @@ class _Run:
     virtual: VirtualRequest | None = None
     routed: RoutedRequest | None = None
     host: VirtualHost | None = None
-    num_attempts: int = 0
-    num_waits: int = 0
     num_output_tokens: int = 0
-    excluded: set[ReplicaId] = field(default_factory=set)
+    patience: Patience = field(default_factory=lambda: Patience(RETRY))
+    tries: Tries = field(default_factory=Tries)
+    has_been_placed: bool = False
     replica_id: ReplicaId | None = None
     predicted_tokens: int | None = None
     ttft_seconds: float | None = None
@@ -98,6 +99,8 @@ class Fleet:
             for _ in range(options.num_routers)
         ]
         self._runs: dict[int, _Run] = {}
+        self._line: list[_Run] = []
+        """Requests that wait for a replica to come back, in the order of their coming."""
         self._records: dict[int, RequestRecord] = {}
         self._duplications: list[float] = []
         self._reasons: Counter[str] = Counter()
@@ -162,22 +165,27 @@ class Fleet:
     def _place(self, run: _Run) -> None:
         router = run.router
         router.catch_up(self._now)
-        if run.num_attempts >= MAX_ATTEMPTS:
+        if self._now < run.patience.not_before:
+            self._at(run.patience.not_before, lambda: self._place(run))
+            return
+        if not run.tries.are_left(RETRY):
             self._end(run, "attempts")
             return
         started = self._stopwatch()
         try:
-            routed = router.route(run.prepared, run.num_output_tokens, run.excluded)
+            routed = router.route(run.prepared, run.num_output_tokens, run.patience.excluded)
         except NoReplicaAvailable:
             self._wait(run)
             return
         self._decision_seconds += self._stopwatch() - started
         self._num_decisions += 1
         self._reasons[routed.decision.reason] += 1
-        if run.num_attempts:
+        run.patience.placed()
+        if run.has_been_placed:
             self._num_retries += run.ttft_seconds is None
             self._num_resumes += run.ttft_seconds is not None
-        run.num_attempts += 1
+        run.has_been_placed = True
+        run.tries.begin()
         run.routed = routed
         run.host = self._host(routed.decision.replica_id)
         trace = run.prepared.trace
@@ -193,13 +201,23 @@ class Fleet:
         self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
 
     def _wait(self, run: _Run) -> None:
-        if run.num_waits >= MAX_WAITS:
-            self._end(run, "no replica")
+        """In line while a replica is on its way back, else for a moment and another."""
+        if any(host.is_coming for host in self.hosts):
+            seconds = run.patience.wait_in_line(self._now, RETRY.wait_seconds)
+            if seconds > 0:
+                self._line.append(run)
+                self._at(self._now + seconds, lambda: self._leave_line(run))
+                return
+        elif run.patience.wait_for_all(self._now, self._rng.random()):
+            self._at(run.patience.not_before, lambda: self._place(run))
             return
-        seconds = FIRST_WAIT_SECONDS * (1 << run.num_waits) * self._rng.uniform(0.5, 1.5)
-        run.num_waits += 1
-        run.excluded.clear()
-        self._at(self._now + seconds, lambda: self._place(run))
+        self._end(run, "no replica")
+
+    def _leave_line(self, run: _Run) -> None:
+        """Its time is over, if nobody has called it."""
+        if run in self._line:
+            self._line.remove(run)
+            self._place(run)
 
     def _arrive(self, run: _Run, virtual: VirtualRequest) -> None:
         if run.virtual is not virtual:
@@ -315,20 +333,27 @@ class Fleet:
         for run in [run for run in self._runs.values() if run.host is host]:
             virtual = run.virtual
             assert virtual is not None
+            num_tokens = virtual.num_output_tokens - run.num_output_tokens
             if run.ttft_seconds is not None:
                 run.num_output_tokens = max(run.num_output_tokens, virtual.num_output_tokens)
             self._give_back(run)
-            run.excluded.add(host.replica_id)
+            run.tries.failed(is_death=True, has_survived=num_tokens >= SURVIVED_TOKENS)
+            run.patience.failed(host.replica_id, RefusalCode.INTERNAL, self._now, self._rng.random())
             self._after(self._options.delays.network, lambda run=run: self._place(run))  # type: ignore[misc]
         if kill.back_after is not None:
             back_at = self._now + kill.back_after
+            host.is_coming = True
             ends = [outage.end for outage in self._options.outages if outage.covers(back_at)]
             self._at(max([back_at, *ends]), lambda: self._bring_back(host))
 
     def _bring_back(self, host: VirtualHost) -> None:
         host.start(VirtualReplica(self._options.shape, self._new_meter()))
+        host.is_coming = False
         for router in self.routers:
             router.add(host)
+        line, self._line = self._line, []
+        for run in line:
+            self._place(run)
 
     def _look_for_copies(self) -> None:
         kept = [host.kept for host in self.hosts]

@@ -47,6 +47,8 @@ class VirtualHost:
     def __init__(self, number: int, index_stride: int) -> None:
         self.replica_id = ReplicaId(f"replica-{number}")
         self.replica: VirtualReplica | None = None
+        self.is_coming = False
+        """It is dead, and will be back."""
         self.num_received = 0
         """Requests that came to this incarnation."""
         self.planned_end: float | None = None

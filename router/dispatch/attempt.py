@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from replicas.protocol.status import ReplicaId
 from router.dispatch.inflight import Inflight
+from router.dispatch.retries import Tries
 from router.dispatch.suspects import SURVIVED_TOKENS, Presence, Trial
 from router.fleet.replica_client import ReplicaClient
 from router.observation.trace_points import AttemptTrace
@@ -88,14 +89,13 @@ class Attempt:
 class Choice:
     """One continuation. `attempt` serves it now: None before it is placed, and once it is closed."""
 
-    __slots__ = ("attempt", "closed", "has_usage", "num_attempts", "num_losses", "token_ids")
+    __slots__ = ("attempt", "closed", "has_usage", "token_ids", "tries")
 
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
         self.closed = False
         self.has_usage = False
-        self.num_attempts = 0  # since it last got anywhere
-        self.num_losses = 0
+        self.tries = Tries()
         self.token_ids: list[int] = []
 
     @property

@@ -76,8 +76,7 @@ class Placement:
 
     def may_try(self, choice: Choice, *, is_visible: bool) -> bool:
         """Whether attempts are left for this choice, and retries for this router."""
-        policy = self._state.retry
-        if choice.num_attempts >= policy.max_attempts or choice.num_losses >= policy.max_losses:
+        if not choice.tries.are_left(self._state.retry):
             return False
         if self._owes_retry:
             self._owes_retry = False

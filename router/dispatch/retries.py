@@ -32,6 +32,28 @@ class RetryPolicy:
     trial_seconds: float = 60.0
 
 
+class Tries:
+    """How often one choice was tried. Attempts count anew once one of them has got somewhere."""
+
+    __slots__ = ("num_attempts", "num_losses")
+
+    def __init__(self) -> None:
+        self.num_attempts = 0
+        self.num_losses = 0
+
+    def begin(self) -> None:
+        self.num_attempts += 1
+
+    def failed(self, *, is_death: bool, has_survived: bool) -> None:
+        """The attempt has come to nothing. `has_survived` says that it had got somewhere before."""
+        self.num_losses += is_death
+        if has_survived:
+            self.num_attempts = 0
+
+    def are_left(self, policy: RetryPolicy) -> bool:
+        return self.num_attempts < policy.max_attempts and self.num_losses < policy.max_losses
+
+
 class Patience:
     """What one generation has behind it, and when it may be tried again. `chance` is between 0 and 1."""
 

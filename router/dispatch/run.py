@@ -195,9 +195,7 @@ class Run:
     def _unplace(self, attempt: Attempt, choice: Choice, code: RefusalCode) -> None:
         is_death = attempt.inflight.lost is not None or code is RefusalCode.ENGINE_FAILED
         self._placement.failed(attempt.replica_id, code, is_death=is_death)
-        choice.num_losses += is_death
-        if attempt.has_survived:
-            choice.num_attempts = 0
+        choice.tries.failed(is_death=is_death, has_survived=attempt.has_survived)
         attempt.trace.failed(code.value if attempt.inflight.lost is None else "replica_lost")
         choice.attempt = None
         self._num_unplaced += 1
@@ -293,7 +291,7 @@ class Run:
         self._num_unplaced -= len(part)
         for index in part:
             self._choices[index].attempt = attempt
-            self._choices[index].num_attempts += 1
+            self._choices[index].tries.begin()
 
     # What is given back.
 

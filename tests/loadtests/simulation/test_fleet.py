@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loadtests.simulation.fleet import Fleet, FleetResult
+from loadtests.simulation.fleet import RETRY, Fleet, FleetResult
 from loadtests.simulation.options import Delays, FleetOptions, Kill, Outage
 from loadtests.simulation.request import prepare
 from loadtests.workloads import Workload
@@ -145,6 +145,10 @@ def test_the_network_counts_twice_in_the_time_to_the_first_token() -> None:
     assert record.ttft_seconds == pytest.approx(0.8 + 0.5)
 
 
+PAUSE = RETRY.first_wait_seconds
+"""A request that has lost its replica comes back within so long."""
+
+
 def served_through(kill: Kill | None, *, output: int = 20) -> FleetResult:
     options = plain_fleet(2)
     options = dataclasses.replace(options, policy="round_robin", kills=(kill,) if kill else ())
@@ -155,7 +159,7 @@ def test_a_request_that_is_lost_before_its_first_token_is_tried_elsewhere() -> N
     result = served_through(Kill(0, at=0.5))
     assert (result.num_retries, result.num_resumes) == (1, 0)
     assert result.records[0].replica == "replica-1"
-    assert result.records[0].ttft_seconds == pytest.approx(0.5 + 0.8)
+    assert result.records[0].ttft_seconds == pytest.approx(0.5 + 0.8 + PAUSE / 2, abs=PAUSE / 2)
 
 
 def test_a_request_that_is_lost_after_its_first_token_goes_on_elsewhere_from_where_it_was() -> None:
@@ -165,16 +169,40 @@ def test_a_request_that_is_lost_after_its_first_token_goes_on_elsewhere_from_whe
     record = result.records[0]
     assert record.ttft_seconds == pytest.approx(0.8)
     assert record.num_output_tokens == 20
-    assert record.e2e_seconds == pytest.approx(1.35 + 0.36 + 0.5 + 13 * 0.1)
+    assert record.e2e_seconds == pytest.approx(1.35 + 0.36 + 0.5 + 13 * 0.1 + PAUSE / 2, abs=PAUSE / 2)
 
 
 def test_with_nobody_left_a_request_waits_a_while_and_then_fails() -> None:
     options = dataclasses.replace(plain_fleet(1), kills=(Kill(0, at=0.5),))
     result = serve(Workload("one", 10, (request(0.0, [1, 2, 3]),)), options)
     assert result.records[0].error == "no replica"
-    back_soon = dataclasses.replace(options, kills=(Kill(0, at=0.5, back_after=0.1),))
-    result = serve(Workload("one", 10, (request(0.0, [1, 2, 3]),)), back_soon)
-    assert result.records[0].error is None
+    (record,) = result.records
+    assert record.e2e_seconds < 5.0
+
+
+@pytest.mark.parametrize(("away", "error"), [(0.1, None), (14.0, None), (16.0, "no replica")])
+def test_a_replica_that_is_coming_back_is_waited_for_as_long_as_the_router_does(
+    away: float, error: str | None
+) -> None:
+    options = dataclasses.replace(plain_fleet(1), kills=(Kill(0, at=0.5, back_after=away),))
+    (record,) = serve(Workload("one", 10, (request(0.0, [1, 2, 3]),)), options).records
+    assert record.error == error
+    assert record.e2e_seconds is not None
+    if error is None:
+        assert record.ttft_seconds == pytest.approx(0.5 + away + 0.8, abs=0.01)
+    else:
+        assert record.e2e_seconds == pytest.approx(0.5 + RETRY.wait_seconds, abs=2 * PAUSE)
+
+
+def test_a_request_may_lose_many_replicas_that_it_got_somewhere_with_and_few_without() -> None:
+    deaths = tuple(Kill(0, at=1.5 + 1.5 * number, back_after=0.1) for number in range(8))
+    options = dataclasses.replace(plain_fleet(1), kills=deaths)
+    (record,) = serve(Workload("long", 10, (request(0.0, [1, 2, 3], output=60),)), options).records
+    assert record.error is None
+    at_once = tuple(Kill(0, at=0.3 * (number + 1), back_after=0.1) for number in range(8))
+    options = dataclasses.replace(plain_fleet(1), kills=at_once)
+    (record,) = serve(Workload("long", 10, (request(0.0, [1, 2, 3], output=60),)), options).records
+    assert record.error == "attempts"
 
 
 def test_a_replica_that_came_back_has_nothing_cached() -> None:
