@@ -209,6 +209,64 @@ DECISIONS = (
     ),
 )
 
+DOOR = (
+    Panel(
+        title="Connections",
+        description="Connections of clients, and how many there may be; beyond, and beyond one address's "
+        "share, they are refused.",
+        queries=(
+            Query("router_connections{ROUTER}", "{{router}}"),
+            Query("min(router_connections_limit{ROUTER})", "limit of each"),
+        ),
+    ),
+    Panel(
+        title="Connections ended",
+        description="Connections that a router ended or did not take, by what was wrong: too many, a head "
+        "too large or too slow, an answer that is not read.",
+        queries=(Query(events("router_ended_connections_total", "ROUTER", "reason"), "{{reason}}"),),
+    ),
+    Panel(
+        title="Memory of bodies",
+        description="Of the request bodies that are read or prepared. At the limit, and beyond one address's "
+        "share of it, clients get 503: refused.",
+        unit="bytes",
+        queries=(
+            Query("router_body_bytes{ROUTER}", "{{router}}"),
+            Query("min(router_body_bytes_limit{ROUTER})", "limit of each"),
+        ),
+    ),
+    Panel(
+        title="Bodies refused",
+        description="For want of memory, or, if large, since too many others waited. ended: large bodies "
+        "that took more time or memory than one may.",
+        queries=(
+            Query(events("router_refused_bodies_total", "ROUTER"), "no memory"),
+            Query(
+                'sum by (outcome) (increase(router_large_bodies_total{ROUTER,outcome!="done"}'
+                "[$__rate_interval]))",
+                "large, {{outcome}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Large bodies",
+        description="Bodies that are prepared beside the event loop: at work, waiting, and done.",
+        queries=(
+            Query("sum(router_large_bodies{ROUTER})", "at work"),
+            Query("sum(router_large_bodies_waiting{ROUTER})", "waiting"),
+            Query(
+                'sum(increase(router_large_bodies_total{ROUTER,outcome="done"}[$__rate_interval]))', "done"
+            ),
+        ),
+    ),
+    Panel(
+        title="Memory of those in line",
+        description="Of the prompts of generations that wait for a replica; bounded by max_waiting_bytes.",
+        unit="bytes",
+        queries=(Query("router_waiting_bytes{ROUTER}", "{{router}}"),),
+    ),
+)
+
 ITSELF = (
     Panel(
         title="Lag of the event loop",
@@ -283,6 +341,7 @@ ROUTER = Dashboard(
     description="Traffic, latency, where requests go and why, and the routers themselves.",
     rows=(
         Row("Traffic", TRAFFIC),
+        Row("The door", DOOR),
         Row("Latency", LATENCY),
         Row("Decisions", DECISIONS),
         Row("The routers themselves", ITSELF),

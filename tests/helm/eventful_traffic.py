@@ -67,6 +67,9 @@ class EventfulTraffic:
             body = {"model": "nobody", "messages": [{"role": "user", "content": "Hello"}]}
             answer = await client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 404, answer.text
+        large = {"model": MODEL, "messages": body["messages"], "metadata": {"padding": " " * 300_000}}
+        answer = await client.post("/v1/chat/completions", json={**large, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
 
     async def _crowd(self, client: httpx.AsyncClient) -> None:
         """More at once than runs or waits, each with an answer that outgrows its share of the cache."""

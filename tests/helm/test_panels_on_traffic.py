@@ -58,6 +58,13 @@ MAY_STAY_ZERO = {
     "router_retries_refused_total": "too few requests for the retries to run out",
     "router_waiting": "requests wait for half a second here, between two scrapes",
     "router_waiting_oldest_seconds": "as above",
+    "router_waiting_bytes": "as above",
+    "router_ended_connections_total": "no client is slow, or one of too many",
+    "router_body_bytes": "a body is read and prepared between two scrapes",
+    "router_refused_bodies_total": "there is memory for all bodies",
+    "router_large_bodies{": "a large body is prepared between two scrapes",
+    "router_large_bodies_waiting": "as above",
+    'outcome!="done"': "no large body is too much work, or one of too many",
     "ALERTS": "no rule fires before it has held for a minute",
     "fleet_reconcile_errors_total": "only a broken Ray refuses to make an actor",
 }
