@@ -20,6 +20,7 @@ from replicas.errors import ReplicaError, StartupError
 from replicas.host import ReplicaHost
 from replicas.process.logs import set_up_logs
 from replicas.process.settings import SettingsError, load_settings
+from replicas.process.standstill import end_on_standstill
 from replicas.vllm_engine.environment import vllm_environment
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,9 @@ async def serve(config: ReplicaConfig) -> None:
         loop.add_signal_handler(number, signals.put_nowait, None)
     leaving = asyncio.create_task(_leave(host, signals), name="signals")
     try:
-        await host.start()
-        await host.wait_dead()
+        async with end_on_standstill(config.standstill_seconds):
+            await host.start()
+            await host.wait_dead()
     finally:
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):

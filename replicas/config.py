@@ -107,6 +107,16 @@ class ReplicaConfig:
         help="let engine_args and adapters run code that comes with a model or from elsewhere: "
         "trust_remote_code, classes named by their module, pickled weights; vllm only",
     )
+    build_seconds: float = setting(
+        3600.0,
+        help="longest time until the engine is ready, its model loaded and its hashes proven; then the"
+        " replica ends, and is started again",
+    )
+    standstill_seconds: float = setting(
+        120.0,
+        help="a replica whose event loop has not run for so long ends at once, and says where its threads"
+        " stood: an engine that holds Python's lock stops all else",
+    )
 
     simulated_hardware: str = setting(
         "h100-8b", help="cost model of the simulated engine: h100-8b, h100x4-70b or instant"
@@ -163,6 +173,8 @@ class ReplicaConfig:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
         if not self.engine_hang_seconds > 0:
             raise SettingsError("setting engine_hang_seconds must be above 0")
+        if not (self.build_seconds > 0 and self.standstill_seconds > 0):
+            raise SettingsError("settings build_seconds and standstill_seconds must be above 0")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise SettingsError("settings tls_certificate and tls_key go together")
         if self.tls_client_ca is not None and self.tls_certificate is None:

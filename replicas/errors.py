@@ -2,6 +2,7 @@
 
     ReplicaError
     ├── StartupError        it would not start, or must not: nothing was registered
+    │   └── BuiltTooSlowly
     ├── EngineDied          the engine raised; its requests were ended
     ├── EngineHung          the engine has work and ends no step; its requests go elsewhere
     └── LeaseLost           another process serves under this replica's id
@@ -16,6 +17,14 @@ class ReplicaError(Exception):
 
 class StartupError(ReplicaError):
     pass
+
+
+class BuiltTooSlowly(StartupError):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the engine was not ready within {seconds:g} seconds; if it needs longer to load its model,"
+            " raise setting build_seconds"
+        )
 
 
 class EngineDied(ReplicaError):

@@ -13,12 +13,12 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
 from prometheus_client import CollectorRegistry
 
+from replicas.building import Build, ProvenEngine, build_in_time
 from replicas.config import ReplicaConfig
-from replicas.engine import Engine
 from replicas.engine_process.build import build_engine
 from replicas.engine_process.process_loop import drive
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
@@ -27,12 +27,11 @@ from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.observation.trace_points import Tracing
 from replicas.openings import open_secret, open_tls, open_tracing
 from replicas.process.tls import FollowedFiles, server_credentials
-from replicas.proof import prove_hashes
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, TokenizerBundle, advance
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, advance
 from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
 from replicas.registration import Registration
 from replicas.serving.frame_bridge import FrameBridge
@@ -42,8 +41,6 @@ from replicas.serving.server import Identity, ReplicaServer
 from replicas.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-Build = Callable[[ReplicaConfig], tuple[Engine, TokenizerBundle]]
 
 OPEN_CACHES = 16
 """Requests are taken whose tokens would fill the KV cache so many times: what waits longer than that for its
@@ -106,15 +103,11 @@ class ReplicaHost:
         assert self._supervisor is None, "a replica starts once"
         tls = self._tls = await asyncio.to_thread(open_tls, self._config)
         self._secret = await asyncio.to_thread(open_secret, self._config)
-        engine, bundle = await asyncio.to_thread(self._build, self._config)
+        proven = await build_in_time(self._config, self._build)
+        engine = proven.engine
         try:
-            started_proof = time.monotonic()
-            num_tokens = await asyncio.to_thread(prove_hashes, engine, random.SystemRandom())
-            token_seconds = (time.monotonic() - started_proof) / num_tokens
             tracing = await asyncio.to_thread(open_tracing, self._config, self.epoch, engine.card.name)
-            self._parts = _Parts(
-                self._config, self.epoch, engine, bundle, self, tracing, self._secret, token_seconds
-            )
+            self._parts = _Parts(self._config, self.epoch, proven, self, tracing, self._secret)
             if tls is not None:
                 self._parts.metrics.read_tls_ends(tls.pems.ends, lambda: tls.current().ends)
         except BaseException:
@@ -260,13 +253,12 @@ class _Parts:
         self,
         config: ReplicaConfig,
         epoch: Epoch,
-        engine: Engine,
-        bundle: TokenizerBundle,
+        proven: ProvenEngine,
         host: ReplicaHost,
         tracing: Tracing,
         secret: ClusterSecret | None,
-        token_seconds: float,
     ) -> None:
+        engine = proven.engine
         self.card = engine.card
         self.tracing = tracing
         self.metrics = _metrics_of(config, self.card, tracing)
@@ -292,7 +284,7 @@ class _Parts:
             seal=None if secret is None else LeaseSeal(secret),
         )
         self.server = ReplicaServer(
-            Identity(replica_id, epoch, self.card, bundle),
+            Identity(replica_id, epoch, self.card, proven.bundle),
             self.engine_loop,
             self.index,
             list_blocks=lambda: self.index.block_hashes,
@@ -303,7 +295,7 @@ class _Parts:
             call_keys=() if secret is None else secret.keys(Purpose.CALLS),
             tracing=tracing,
         )
-        self.watchdog = self._watch(host, config.engine_hang_seconds, token_seconds)
+        self.watchdog = self._watch(host, config.engine_hang_seconds, proven.token_seconds)
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []
 

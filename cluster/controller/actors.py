@@ -5,6 +5,7 @@ should run is the controller's business, and what a replica does is `replicas.ho
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -67,6 +68,7 @@ class ReplicaActor:
         # Here, since the controller and `kvasir up` import this file too, and need none of all that.
         import replicas.process.lean_redis  # noqa: F401
         from replicas.host import ReplicaHost
+        from replicas.process.standstill import STANDARD_ERROR, end_on_standstill
 
         file = None if log_directory is None else Path(log_directory) / f"{config.replica_id}.log"
         fields = {"service": "replica", "replica": config.replica_id}
@@ -74,6 +76,11 @@ class ReplicaActor:
         if is_on_node_address:
             config = dataclasses.replace(config, host=_machine_address())
         self._host = ReplicaHost(config)
+        self._until_the_end = contextlib.AsyncExitStack()
+        self._standstill = end_on_standstill(
+            config.standstill_seconds,
+            STANDARD_ERROR if file is None else os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
+        )
         self._revision = revision  # the controller's word for it, whatever version this machine has
         self._outcome: ReplicaReport | StartFailure | None = None
         self._starting = asyncio.Lock()
@@ -86,6 +93,7 @@ class ReplicaActor:
             return self._outcome
 
     async def _start(self) -> ReplicaReport | StartFailure:
+        await self._until_the_end.enter_async_context(self._standstill)
         try:
             await self._host.start()
         except Exception as error:

@@ -23,7 +23,7 @@ import msgspec
 from replicas.checkpoints.model_config import CheckpointError
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.errors import EngineDied, StartupError
+from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
 from replicas.protocol.status import ModelCard, TokenizerBundle
@@ -196,7 +196,10 @@ class EngineProcess:
 
     def _build(self, config: ReplicaConfig) -> Built:
         try:
-            answer = self._ask(Build(config))
+            self.send(Build(config))
+            if not self._connection.poll(config.build_seconds):
+                raise BuiltTooSlowly(config.build_seconds)
+            answer = self.receive()
         except EngineDied as error:
             raise StartupError(f"the engine did not start: {error}") from error
         if isinstance(answer, NotBuilt):

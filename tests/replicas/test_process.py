@@ -111,6 +111,11 @@ async def test_a_second_signal_stops_at_once(redis_url: str) -> None:
         (["--engine", "simulated", "--model", "/nowhere"], {}, "no checkpoint directory /nowhere"),
         (["--engine", "simulated", "--redis-url", "nonsense"], {}, "setting redis_url is no Redis address"),
         (["--engine", "simulated", "--host", "203.0.113.1"], {}, "cannot listen"),
+        (
+            ["--engine", "simulated", "--engine-process", "true", "--build-seconds", "0.001"],
+            {},
+            "the engine was not ready within 0.001 seconds",
+        ),
         (["--tls-certificate", "x"], {}, "settings tls_certificate and tls_key go together"),
         (
             ["--tls-certificate", "/nowhere", "--tls-key", "/nowhere"],
