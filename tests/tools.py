@@ -14,6 +14,7 @@ DEBIAN_PACKAGES = {
     "mmdebstrap": "mmdebstrap",
     "ip": "iproute2",
     "openssl": "openssl",
+    "gcc": "gcc",
 }
 
 
