@@ -16,7 +16,6 @@ DOCUMENT = ROOT / "ARCHITECTURE.md"
 PACKAGES = ("replicas", "router", "cluster", "loadtests")
 SERVING = ("replicas", "router", "cluster")
 PROGRAMS = ("helm", "deploy", "docs", "requirements")
-GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 OTHER_FOLDERS = {
     "router/live_page/page/": "The live page's HTML, CSS and JavaScript, as they are served.",
     "helm/": "The chart: routers, pools of replicas, Redis. README.md has its values.",
@@ -39,17 +38,13 @@ def tracked_files() -> list[str]:
 
 def source_files() -> list[str]:
     return [
-        name
-        for name in tracked_files()
-        if name.endswith(".py") and not name.endswith(GENERATED) and name.split("/")[0] in PACKAGES + PROGRAMS
+        name for name in tracked_files() if name.endswith(".py") and name.split("/")[0] in PACKAGES + PROGRAMS
     ]
 
 
 def first_line(name: str) -> str:
-    """The first line of a module's docstring, or the first sentence that a .proto file says of itself."""
+    """The first line of a module's docstring."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    if name.endswith(".proto"):
-        return re.search(r"^// (.*?\.)(?: |$)", text, re.MULTILINE)[1]  # type: ignore[index]
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
@@ -57,7 +52,7 @@ def file_map() -> str:
     """Every folder with its line, every source file of it with its own."""
     described = {name.removesuffix("__init__.py"): first_line(name) for name in _named("__init__.py")}
     described |= OTHER_FOLDERS
-    files = [name for name in source_files() if not name.endswith("__init__.py")] + _named(".proto")
+    files = [name for name in source_files() if not name.endswith("__init__.py")]
     for name in files:
         described.setdefault(f"{name.rpartition('/')[0]}/", "")
     by_folder = {
@@ -90,8 +85,6 @@ def _line(name: str) -> str:
 
 
 def _mark(name: str) -> str:
-    if name.endswith(".proto"):
-        return "◆"
     module = name.removesuffix(".py").replace("/", ".")
     if any(f"{module}.".startswith(f"{pure}.") for pure in _PURE):
         return "●"

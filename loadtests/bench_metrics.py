@@ -19,7 +19,7 @@ from loadtests.figures import cpu_seconds, percentiles, print_header
 from loadtests.local_stack import LocalStack, local_stack, python_command
 from loadtests.streaming import Connection
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import PromptUsage, SamplingParams
+from replicas.protocol.frames import PromptUsage, SamplingParams, Submit
 from replicas.protocol.status import ReplicaId
 from router.generation import Generation
 from router.observation.metrics import MOST_TENANTS, RouterMetrics
@@ -53,7 +53,7 @@ def counting_seconds(count: int) -> float:
     requests = []
     for number in range(MOST_TENANTS):
         generation = Generation(
-            *(MODEL, (), BlockHash(bytes(16)), (), b"bucket", SamplingParams(max_tokens=32)),
+            *(MODEL, (), Submit(0, b"", SamplingParams(max_tokens=32), BlockHash(bytes(16))), (), b"bucket"),
             tenant=f"salt-{number}",
         )
         decision = Decision(ReplicaId("replica-0"), 800, DecisionReason.OVERLAP, number % 4, ())

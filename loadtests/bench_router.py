@@ -25,9 +25,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from loadtests.figures import cpu_seconds, milliseconds, percentiles, print_header, resident_bytes
 from loadtests.local_stack import LocalStack, local_stack
 from loadtests.streaming import Answer, Connection
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.call_tokens import Caller
-from replicas.protocol.frames import SamplingParams
+from replicas.protocol.frames import SamplingParams, Submit
 from router.fleet.replica_client import ReplicaClient
 
 WORDS = (
@@ -110,7 +110,7 @@ async def straight_loop(
             token_ids = rng.choices(range(300, 2000), k=num_prompt_tokens)
             sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
             sent = time.perf_counter()
-            inflight = client.submit(token_ids, sampling, BlockHash(bytes(16)))
+            inflight = client.submit(Submit(0, pack_token_ids(token_ids), sampling, BlockHash(bytes(16))))
             first, num_tokens = None, 0
             while num_tokens < max_tokens:
                 num_tokens += sum(len(delta.token_ids) for delta in await inflight.batch())

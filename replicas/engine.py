@@ -4,8 +4,10 @@ Owns the contract that every engine keeps. Knows nothing of threads, gRPC, Redis
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from replicas.protocol.blocks import BlockHash, MediaSpan
 from replicas.protocol.frames import (
@@ -79,10 +81,11 @@ def expand(submit: Submit, request_id: int) -> list[EngineRequest]:
     The first choice prefills; the others find its blocks in the cache, in the same step even.
     Choice i samples with seed + i, so choices differ and choice 0 equals a request for one choice.
     """
+    token_ids = submit.token_ids()
     return [
         EngineRequest(
             key=RequestKey(request_id, choice),
-            token_ids=submit.token_ids,
+            token_ids=token_ids,
             sampling=replace(submit.sampling, seed=(submit.sampling.seed + choice) % 2**64),
             root=submit.root,
             media=submit.media,

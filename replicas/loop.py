@@ -11,7 +11,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from replicas.engine import Engine, EngineRequest, RequestRefused
 from replicas.protocol.frames import (

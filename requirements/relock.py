@@ -21,7 +21,7 @@ PYTHON = "3.11"
 
 TORCH_LIBRARIES = re.compile(r"(nvidia|cuda)-|triton$")
 
-ROUTER = """cryptography fastokens grpcio httptools jinja2 minijinja msgspec numpy prometheus-client protobuf
+ROUTER = """cryptography fastokens grpcio httptools jinja2 minijinja msgspec numpy prometheus-client
     opentelemetry-exporter-otlp-proto-http opentelemetry-sdk pyyaml redis[hiredis] starlette tokenizers
     uvicorn uvloop""".split()
 

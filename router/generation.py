@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import NO_USER, SamplingParams, UserTag
+from replicas.protocol.frames import SamplingParams, Submit
 from replicas.protocol.status import Adapter
 
 DEFAULT_TENANT = "default"
@@ -15,17 +15,24 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """`block_hashes` are the prompt's full blocks under `root`. `tenant` is a label for those who watch."""
+    """`submit` is what a replica is to be asked for, as far as it is known before one is chosen; each attempt
+    sets the rest. `token_ids` are those that it has packed, `block_hashes` the prompt's full blocks under its
+    root. `tenant` is a label for those who watch.
+    """
 
     model: str
     token_ids: Sequence[int]
-    root: BlockHash
+    submit: Submit
     block_hashes: Sequence[BlockHash]
     bucket: bytes
-    sampling: SamplingParams
-    num_choices: int = 1
-    priority: int = 0
     adapter: Adapter | None = None
-    user: UserTag = NO_USER
     tenant: str = DEFAULT_TENANT
     prompt_cache_key: str | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.submit.sampling
+
+    @property
+    def num_choices(self) -> int:
+        return self.submit.num_choices

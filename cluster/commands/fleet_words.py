@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from cluster.commands.tables import align
 from cluster.config import pool_of_id
 from cluster.registry import Registry
@@ -29,7 +31,7 @@ def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:
                 "cause": replica.cause,
                 "is_waiting_for_room": replica.is_waiting_for_room,
                 **(asdict(replica.report) if replica.report else {}),
-                "load": asdict(registry.records[replica.replica_id].load)
+                "load": structs.asdict(registry.records[replica.replica_id].load)
                 if replica.replica_id in registry.records
                 else None,
             }

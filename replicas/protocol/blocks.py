@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, cast
 
+from replicas.protocol.bounds import Uint32
 from replicas.protocol.cluster_secret import MIN_SECRET_BYTES
 
 BlockHash = NewType("BlockHash", bytes)
@@ -60,8 +61,8 @@ class MediaSpan:
     """
 
     content_hash: bytes
-    start: int
-    length: int
+    start: Uint32
+    length: Uint32
 
 
 def namespace_root(secret: bytes, namespace: Namespace) -> BlockHash:

@@ -1,24 +1,48 @@
-"""Frames: what travels between a router and a replica while requests run.
+"""Frames: what travels between a router and a replica while requests run, and to the engine's own process.
 
-Owns the plain data of the request path. `wire.py` turns it into protobuf; nothing here knows that.
-One request is one `Submit`; it asks for `num_choices` independent continuations of one prompt, each
-named by a `RequestKey`.
+Owns these structs, which are the wire format: `wire.py` encodes them as they stand, and the annotations are
+checked where they are decoded. One request is one `Submit`; it asks for `num_choices` independent
+continuations of one prompt, each named by a `RequestKey`.
+
+Structs that are encoded by name may get a field anywhere, those that are `array_like` at their end only, and
+each new field has a default: so two versions still understand each other.
 """
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
 
-from replicas.protocol.blocks import BlockHash, MediaSpan
+from msgspec import Meta, Struct, field
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, unpack_token_ids
+from replicas.protocol.bounds import (
+    MAX_BLOCKS,
+    MAX_REQUESTS,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    Int32,
+    Uint32,
+    Uint64,
+)
 from replicas.protocol.events import CacheEvent
+
+MAX_DELTAS_PER_FRAME = 4096
+"""So many deltas stay under a few MiB even with twenty logprobs each."""
+
+MAX_USER_TAG_BYTES = 16
+MAX_LISTED = 1 << 20
+"""Entries of any list in a submit, and tokens in a delta."""
+
+NumRequests = Annotated[int, Meta(ge=0, le=MAX_REQUESTS)]
+NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+NumBlocks = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 
 
 class RequestKey(NamedTuple):
     """One choice of one request. Ids are the sender's own: unique per stream, reused never."""
 
-    request_id: int
-    choice: int
+    request_id: Uint64
+    choice: Uint32
 
 
 UserTag = NewType("UserTag", bytes)
@@ -46,8 +70,7 @@ class RefusalCode(enum.StrEnum):
     """The whole engine, and with it every request there."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """How to continue a prompt. Validated by the router for the client, and by the replica for itself.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. `seed` is always set by the
@@ -56,75 +79,92 @@ class SamplingParams:
     chosen token's only.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
+    max_tokens: Uint32
+    min_tokens: Uint32 = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Uint32 = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    seed: Uint64 = 0
+    logit_bias: Annotated[tuple[tuple[Uint32, float], ...], Meta(max_length=MAX_LISTED)] = ()
+    stop_token_ids: Annotated[tuple[Uint32, ...], Meta(max_length=MAX_LISTED)] = ()
     ignore_eos: bool = False
-    num_logprobs: int | None = None
+    num_logprobs: Uint32 | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Struct, frozen=True, omit_defaults=True):
     """Run one prompt.
 
-    `root` is the namespace root of its block chain. The last `num_output_tokens` of `token_ids` are
-    not prompt but output that another replica already produced: a resumed generation, whose limits,
-    penalties and random numbers go on counting from there. Lower `priority` goes first. `adapter` names
-    one of the model card's. `announced_hashes` are those of the prompt's blocks that the index would
+    `packed_tokens` is what `pack_token_ids` makes of the prompt: it is packed once in the router and unpacked
+    once beside the engine. `root` is the namespace root of its block chain. The last `num_output_tokens` of
+    the tokens are not prompt but output that another replica already produced: a resumed generation, whose
+    limits, penalties and random numbers go on counting from there. Lower `priority` goes first. `adapter`
+    names one of the model card's. `announced_hashes` are those of the prompt's blocks that the index would
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
     has counted it; 0 is not known. `origin_id` is the request's id at the router, for logs; `trace_parent`
     names the span that this submit belongs to, as W3C's traceparent does, and `trace_state` is the tracestate
     that comes with it. None of them changes what is done.
+
+    Raises ValueError for tokens that are torn, and for more announced blocks than tokens.
     """
 
-    request_id: int
-    token_ids: Sequence[int]
+    request_id: Uint64
+    packed_tokens: bytes
     sampling: SamplingParams
-    root: BlockHash
-    num_choices: int = 1
-    media: tuple[MediaSpan, ...] = ()
-    priority: int = 0
-    num_output_tokens: int = 0
+    root: Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    num_choices: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 1
+    media: Annotated[tuple[MediaSpan, ...], Meta(max_length=MAX_LISTED)] = ()
+    priority: Int32 = 0
+    num_output_tokens: Uint32 = 0
     adapter: str | None = None
-    user: UserTag = NO_USER
-    announced_hashes: tuple[BlockHash, ...] = ()
-    announcement_id: int = 0
-    num_expected_tokens: int = 0
+    user: Annotated[UserTag, Meta(max_length=MAX_USER_TAG_BYTES)] = NO_USER
+    announced_hashes: tuple[
+        Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...
+    ] = ()
+    announcement_id: Uint64 = 0
+    num_expected_tokens: Uint32 = 0
     origin_id: str = ""
     trace_parent: str = ""
     trace_state: str = ""
 
+    def __post_init__(self) -> None:
+        if len(self.packed_tokens) % 4:
+            raise ValueError(f"{len(self.packed_tokens)} bytes are no tokens of 4 bytes each")
+        if len(self.announced_hashes) > self.num_tokens:
+            raise ValueError(
+                f"{self.num_tokens} tokens cannot become {len(self.announced_hashes)} announced blocks"
+            )
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+    @property
+    def num_tokens(self) -> int:
+        return len(self.packed_tokens) // 4
+
+    def token_ids(self) -> list[int]:
+        """Unpacked anew with every call."""
+        return unpack_token_ids(self.packed_tokens)
+
+
+class Abort(Struct, frozen=True, array_like=True):
     """Stop one choice, or every choice of the request (`choice` None). Unknown requests are ignored."""
 
-    request_id: int
-    choice: int | None = None
+    request_id: Uint64
+    choice: Uint32 | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Natural-log probabilities of one sampled token and of the likeliest ones, likeliest first."""
 
-    token_id: int
+    token_id: Uint32
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[Uint32, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PromptUsage:
+class PromptUsage(Struct, frozen=True, omit_defaults=True):
     """How a prompt was served: `num_cached_tokens` were read from cache, never computed.
 
     `num_written_tokens` are the tokens of full prompt blocks that this request added to the cache.
@@ -133,56 +173,52 @@ class PromptUsage:
     known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device.
     """
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_written_tokens: int
-    num_cross_user_tokens: int = 0
-    num_own_tokens: int = 0
-    num_slower_tier_tokens: int = 0
+    num_prompt_tokens: Uint32
+    num_cached_tokens: Uint32
+    num_written_tokens: Uint32
+    num_cross_user_tokens: Uint32 = 0
+    num_own_tokens: Uint32 = 0
+    num_slower_tier_tokens: Uint32 = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     code: RefusalCode
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(Struct, frozen=True, array_like=True):
     """What one engine step added to one choice. A delta with a `finish_reason` is the choice's last.
 
     `usage` comes with the first delta of each choice. `refusal` comes with FinishReason.ERROR only.
     """
 
     key: RequestKey
-    token_ids: tuple[int, ...] = ()
+    token_ids: Annotated[tuple[Uint32, ...], Meta(max_length=MAX_LISTED)] = ()
     finish_reason: FinishReason | None = None
     usage: PromptUsage | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_LISTED)] | None = None
     refusal: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSnapshot:
+class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     """How busy a replica is. Rates and times are measured from its own steps; 0.0 means not yet known.
 
     `num_pending_tokens` are prompt tokens of admitted requests that are still to be computed.
     `num_context_tokens` are the tokens held by running requests.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_pending_tokens: int = 0
-    num_context_tokens: int = 0
-    num_used_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_total_blocks: int = 0
-    prefill_seconds_per_token: float = 0.0
-    decode_step_seconds: float = 0.0
+    num_running: NumRequests = 0
+    num_waiting: NumRequests = 0
+    num_pending_tokens: NumTokens = 0
+    num_context_tokens: NumTokens = 0
+    num_used_blocks: NumBlocks = 0
+    num_cached_blocks: NumBlocks = 0
+    num_total_blocks: NumBlocks = 0
+    prefill_seconds_per_token: Seconds = 0.0
+    decode_step_seconds: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepFrame:
+class StepFrame(Struct, frozen=True, array_like=True):
     """All that one engine step said: token deltas of every request, cache events in order, load.
 
     `num_prefill_tokens` and `num_decode_tokens` are what the step computed, for measuring its speed.
@@ -202,8 +238,7 @@ class StepFrame:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ClientFrame:
+class ClientFrame(Struct, frozen=True, array_like=True):
     """Router to replica. `knows_draining` answers a frame with `is_draining`: no submit follows."""
 
     submits: tuple[Submit, ...] = ()
@@ -211,15 +246,14 @@ class ClientFrame:
     knows_draining: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFrame:
+class ServerFrame(Struct, frozen=True, array_like=True):
     """Replica to one router: that router's share of a StepFrame.
 
     `load` counts the first `num_counted_submits` submits of this stream, as far as they still live.
     `is_draining` asks for nothing new; what was sent before the router has read it is still taken.
     """
 
-    deltas: tuple[TokenDelta, ...]
+    deltas: Annotated[tuple[TokenDelta, ...], Meta(max_length=MAX_DELTAS_PER_FRAME)]
     load: LoadSnapshot
-    num_counted_submits: int = 0
+    num_counted_submits: Uint64 = 0
     is_draining: bool = False

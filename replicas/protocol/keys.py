@@ -11,7 +11,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,7 +19,6 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.bounds import (
     checked_address,
     checked_id,
-    checked_load,
     checked_name,
     parsed_number,
     shown,
@@ -124,7 +123,7 @@ def encode_record(record: ReplicaRecord) -> dict[str, str]:
         "state": record.state.value,
         "card_digest": record.card_digest,
         "last_change": str(record.last_change),
-        "load": json.dumps(asdict(record.load)),
+        "load": json.dumps(msgspec.structs.asdict(record.load)),
         "order": str(record.order),
         "beat": str(record.beat),
     }
@@ -154,7 +153,7 @@ def _decode_load(encoded: bytes) -> LoadSnapshot:
     if len(encoded) > MAX_LOAD_BYTES:
         raise ValueError(f"a load of {len(encoded)} bytes")
     try:
-        return checked_load(_loads.decode(encoded))
+        return _loads.decode(encoded)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"a load is unreadable: {error}") from error
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NewType
 
+from replicas.protocol.bounds import Uint32
+
 ReplicaId = NewType("ReplicaId", str)
 """Stable across restarts, unique in a fleet: letters, digits, '.', '_' and '-'."""
 
@@ -60,12 +62,12 @@ class ModelCard:
     fingerprint: str
     engine: str
     block_size: int
-    num_blocks: int
+    num_blocks: Uint32
     context_length: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    max_batched_tokens: int = 0
-    max_running: int = 0
+    eos_token_ids: tuple[Uint32, ...] = ()
+    max_batched_tokens: Uint32 = 0
+    max_running: Uint32 = 0
     adapters: tuple[Adapter, ...] = ()
 
     def digest(self) -> str:

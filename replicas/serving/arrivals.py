@@ -6,7 +6,9 @@ An engine counts a request when the step after its arrival has ended, which may 
 milliseconds. Routers that know nothing of each other's requests for so long pile them onto one replica.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from replicas.protocol.frames import LoadSnapshot
 

@@ -68,4 +68,4 @@ class Intake:
 
 def _demand(submit: Submit) -> _Held:
     num_output_tokens = min(submit.sampling.max_tokens, COUNTED_OUTPUT_TOKENS)
-    return _Held(submit.num_choices, len(submit.token_ids), num_output_tokens)
+    return _Held(submit.num_choices, submit.num_tokens, num_output_tokens)

@@ -9,10 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from replicas.observation.trace_points import NO_TRACE, SubmitTrace
-from replicas.protocol.frames import LoadSnapshot, ServerFrame, TokenDelta
-
-MAX_DELTAS_PER_MESSAGE = 4096
-"""A message of so many deltas stays under a few MiB even with twenty logprobs each."""
+from replicas.protocol.frames import MAX_DELTAS_PER_FRAME, LoadSnapshot, ServerFrame, TokenDelta
 
 MAX_OUTBOX_WEIGHT = 400_000
 """Tokens and logprobs that wait for a router that does not read: half a minute of a busy replica.
@@ -94,8 +91,8 @@ class RouterStream:
 
     def take(self) -> ServerFrame:
         """The next message: the oldest deltas that fit, and the newest load."""
-        deltas = self._outbox[:MAX_DELTAS_PER_MESSAGE]
-        del self._outbox[:MAX_DELTAS_PER_MESSAGE]
+        deltas = self._outbox[:MAX_DELTAS_PER_FRAME]
+        del self._outbox[:MAX_DELTAS_PER_FRAME]
         self._weight -= sum(map(_weight, deltas))
         if not self._outbox:
             self.wanted.clear()

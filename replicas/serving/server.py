@@ -23,8 +23,6 @@ from replicas.engine import EngineRequest, expand
 from replicas.loop import ENGINE_FAILED
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.observation.trace_points import Tracing
-from replicas.protocol import replica_pb2 as pb
-from replicas.protocol import replica_pb2_grpc, wire
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.call_tokens import Audience
 from replicas.protocol.frames import (
@@ -38,7 +36,16 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.wire import (
+    SERVICE_NAME,
+    BlockList,
+    DescribeResponse,
+    Nothing,
+    decode_client_frame,
+    decode_describe_request,
+)
 from replicas.serving.arrivals import Arrivals
 from replicas.serving.caller_check import CallerCheck
 from replicas.serving.intake import Intake
@@ -47,8 +54,6 @@ from replicas.serving.router_stream import OpenRequest, RouterStream
 from replicas.serving.waits import Waits
 
 logger = logging.getLogger(__name__)
-
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Replica"].full_name
 
 MAX_CHOICES = 128
 """The most continuations of one prompt; each costs a batch slot, and the wire would allow four billion."""
@@ -90,7 +95,7 @@ class _StreamEnd:
     message: str = ""
 
 
-class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
+class ReplicaServer:
     """`deliver` takes frames on the event loop; everything else is gRPC's business."""
 
     def __init__(
@@ -158,7 +163,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
     ) -> int:
         """Listen, not yet healthy. Returns the port; raises OSError if it cannot be had."""
         server = self._ports.new_server(self._caller_check)
-        replica_pb2_grpc.add_ReplicaServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((handler(self),))
         return await self._ports.open(server, host, port, credentials, health_socket)
 
     async def set_serving(self, is_serving: bool) -> None:
@@ -216,16 +221,14 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
                 self._end_choice(request_id, request, choice)
         self._offer_load()
 
-    async def Serve(  # noqa: N802, RUF100 - gRPC's name
-        self, request_iterator: AsyncIterator[pb.ClientFrame], context: Any
-    ) -> None:
+    async def serve(self, frames: AsyncIterator[bytes], context: Any) -> None:
         stream = RouterStream(self.load, self._clock)
         stream.wanted.set()  # a router that has just come wants to know the load
         stream.is_draining = self._is_telling
         self._streams.append(stream)
         self._metrics.streams.set(len(self._streams))
         try:
-            end = await self._serve(stream, request_iterator, context)
+            end = await self._serve(stream, frames, context)
         finally:
             self._abort_all(stream)
             stream.cut()
@@ -235,36 +238,32 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             logger.warning("ended a router's stream status=%s reason=%s", end.status.name, end.message)
             await context.abort(end.status, end.message)
 
-    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802, RUF100
+    async def describe(self, request: bytes, context: Any) -> DescribeResponse:
+        try:
+            question = decode_describe_request(request)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         identity = self._identity
-        return pb.DescribeResponse(
-            card=wire.card_to_wire(identity.card),
-            tokenizer_files=dict(identity.bundle.files) if request.include_tokenizer else {},
-            replica_id=identity.replica_id,
-            epoch=identity.epoch,
-        )
+        files = identity.bundle.files if question.include_tokenizer else {}
+        return DescribeResponse(identity.card, identity.replica_id, identity.epoch, files)
 
-    async def ListBlocks(  # noqa: N802, RUF100
-        self, request: pb.ListBlocksRequest, context: Any
-    ) -> AsyncIterator[pb.BlockList]:
+    async def list_blocks(self, request: bytes, context: Any) -> AsyncIterator[BlockList]:
         hashes = list(self._list_blocks())
         for at in range(0, len(hashes), HASHES_PER_BLOCK_LIST):
-            yield pb.BlockList(hashes=b"".join(hashes[at : at + HASHES_PER_BLOCK_LIST]))
+            yield BlockList(b"".join(hashes[at : at + HASHES_PER_BLOCK_LIST]))
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802, RUF100
+    async def begin_drain(self, request: bytes, context: Any) -> Nothing:
         self._on_drain()
-        return pb.DrainResponse()
+        return Nothing()
 
-    async def _serve(
-        self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame], context: Any
-    ) -> _StreamEnd:
+    async def _serve(self, stream: RouterStream, frames: AsyncIterator[bytes], context: Any) -> _StreamEnd:
         """Read, write and watch the bound until the first of the three is over.
 
         A write in flight is never cancelled: gRPC could send no status after it. To a router that does
         not read it may take for ever, so the requests are freed before it is waited for.
         """
         async with asyncio.TaskGroup() as group:
-            reader = group.create_task(self._read(stream, messages))
+            reader = group.create_task(self._read(stream, frames))
             watcher = group.create_task(self._watch_outbox(stream))
             writer = group.create_task(self._write(stream, context))
             done, _ = await asyncio.wait((reader, watcher, writer), return_when=asyncio.FIRST_COMPLETED)
@@ -274,10 +273,10 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             stream.cut()
         return next((task.result() for task in (reader, watcher) if task in done), _StreamEnd())
 
-    async def _read(self, stream: RouterStream, messages: AsyncIterator[pb.ClientFrame]) -> _StreamEnd:
-        async for message in messages:
+    async def _read(self, stream: RouterStream, frames: AsyncIterator[bytes]) -> _StreamEnd:
+        async for encoded in frames:
             try:
-                frame = wire.client_frame_from_wire(message)
+                frame = decode_client_frame(encoded)
             except ValueError as error:
                 return _StreamEnd(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             self._metrics.submits.inc(len(frame.submits))
@@ -298,7 +297,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             if stream.is_cut:
                 return
             try:
-                await context.write(wire.server_frame_to_wire(stream.take()))
+                await context.write(stream.take())
                 self._metrics.frames.inc()
             except grpc.aio.BaseError:
                 return  # the router has gone; gRPC cancels the whole call in a moment
@@ -318,7 +317,7 @@ class ReplicaServer(replica_pb2_grpc.ReplicaServicer):
             self._refuse(stream, submit, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
             return
         stream.submitted()
-        num_tokens = submit.num_expected_tokens or len(submit.token_ids)
+        num_tokens = submit.num_expected_tokens or submit.num_tokens
         self._waits.begin(request_id)
         self._intake.take(request_id, submit)
         self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import (
     FinishReason,
     PromptUsage,
     SamplingParams,
+    Submit,
     TokenDelta,
     TokenLogprobs,
     UserTag,
@@ -118,14 +120,19 @@ def make_prompt(
     generation = Generation(
         model=card.name,
         token_ids=token_ids,
-        root=root,
+        submit=Submit(
+            request_id=0,
+            packed_tokens=pack_token_ids(token_ids),
+            sampling=sampling,
+            root=root,
+            num_choices=num_choices,
+            priority=priority,
+            adapter=None if model.adapter is None else model.adapter.name,
+            user=user,
+        ),
         block_hashes=model.block_hashes(root, token_ids),
         bucket=bucket_of(root, prompt_cache_key, token_ids, num_stable_tokens, card.block_size),
-        sampling=sampling,
-        num_choices=num_choices,
-        priority=priority,
         adapter=model.adapter,
-        user=user,
         tenant=model.tenant_label(salt),
         prompt_cache_key=prompt_cache_key,
     )

@@ -14,10 +14,12 @@ attempt is dropped, since its cached tokens are an effect of the loss.
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 
-from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, TokenDelta
+from msgspec.structs import replace
+
+from replicas.protocol.blocks import pack_token_ids
+from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, Submit, TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, Choice
 from router.dispatch.dispatch_state import DispatchState
@@ -30,7 +32,7 @@ from router.errors import (
     RouterError,
 )
 from router.generation import Generation
-from router.observation.trace_points import RunTrace
+from router.observation.trace_points import AttemptTrace, RunTrace
 from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
 
@@ -236,33 +238,12 @@ class Run:
         generation = self._generation
         replica_id = routed.decision.replica_id
         client = self._state.clients(replica_id)
-        token_ids, sampling = generation.token_ids, generation.sampling
         output = self._choices[part[0]].token_ids
-        if len(part) < generation.num_choices:
-            # Choice i of a request samples with seed + i; alone it is choice 0 and brings its own seed.
-            sampling = replace(sampling, seed=(sampling.seed + part[0]) % 2**64)
-        if output:
-            token_ids = [*token_ids, *output]
         trace = self._trace.attempt(routed.decision, is_resumed=bool(output))
         try:
             if client is None:
                 raise ReplicaLost(f"replica {replica_id} is not connected")
-            inflight = client.submit(
-                token_ids,
-                sampling,
-                generation.root,
-                num_choices=len(part),
-                priority=generation.priority,
-                adapter=None if generation.adapter is None else generation.adapter.name,
-                user=generation.user,
-                num_output_tokens=len(output),
-                announcement=routed.announcement,
-                num_expected_tokens=len(token_ids) - routed.decision.overlap_tokens,
-                origin_id=self._trace.request_id,
-                trace_parent=trace.trace_parent,
-                trace_state=trace.trace_state,
-                mailbox=self._mailbox,
-            )
+            inflight = client.submit(self._submit_of(part, output, routed, trace), self._mailbox)
         except BaseException as error:
             routed.__exit__(None, None, None)
             trace.failed("not_connected")
@@ -292,6 +273,31 @@ class Run:
         for index in part:
             self._choices[index].attempt = attempt
             self._choices[index].tries.begin()
+
+    def _submit_of(
+        self, part: Sequence[int], output: Sequence[int], routed: RoutedRequest, trace: AttemptTrace
+    ) -> Submit:
+        """What this attempt asks for: some choices of the generation, from the prompt and what has come."""
+        asked = self._generation.submit
+        sampling, packed_tokens = asked.sampling, asked.packed_tokens
+        if len(part) < asked.num_choices:
+            # Choice i of a request samples with seed + i; alone it is choice 0 and brings its own seed.
+            sampling = replace(sampling, seed=(sampling.seed + part[0]) % 2**64)
+        if output:
+            packed_tokens += pack_token_ids(output)
+        return replace(
+            asked,
+            packed_tokens=packed_tokens,
+            sampling=sampling,
+            num_choices=len(part),
+            num_output_tokens=len(output),
+            announced_hashes=routed.announcement.block_hashes,
+            announcement_id=routed.announcement.announcement_id,
+            num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
+            origin_id=self._trace.request_id,
+            trace_parent=trace.trace_parent,
+            trace_state=trace.trace_state,
+        )
 
     # What is given back.
 

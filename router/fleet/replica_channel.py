@@ -8,9 +8,8 @@ import secrets
 import grpc
 
 from replicas.process.tls import ChannelTls, explained
-from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.call_tokens import METADATA_KEY, NONCE_BYTES, Caller
-from replicas.protocol.replica_pb2_grpc import ReplicaStub
+from replicas.protocol.service import ReplicaStub, path
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     # Describe carries tokenizer files; the largest in use are above 30 MB, and the default limit is 4 MB.
@@ -30,8 +29,6 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-SERVICE = f"/{pb.DESCRIPTOR.services_by_name['Replica'].full_name}/"
-
 
 class ReplicaChannel:
     """`caller` makes the tokens; without one, this router has no secret and shows none."""
@@ -40,13 +37,13 @@ class ReplicaChannel:
         self._tls = tls
         self._caller = caller
         self._channel = _channel(address, tls)
-        self.stub = ReplicaStub(self._channel)  # type: ignore[no-untyped-call]
+        self.stub = ReplicaStub(self._channel)
 
     def metadata(self, method: str) -> list[tuple[str, str]]:
         """For one call of that method: a token is good for one."""
         if self._caller is None:
             return []
-        return [(METADATA_KEY, self._caller.token(SERVICE + method, secrets.token_bytes(NONCE_BYTES)))]
+        return [(METADATA_KEY, self._caller.token(path(method), secrets.token_bytes(NONCE_BYTES)))]
 
     def reason(self, error: grpc.RpcError) -> str:
         """Why a call has failed, for people."""

@@ -8,36 +8,27 @@ connect again, `dispatch.py` what becomes of the requests.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import grpc
+from msgspec.structs import replace
 
 from replicas.process.tls import ChannelTls
-from replicas.protocol import replica_pb2 as pb
-from replicas.protocol.blocks import BlockHash
 from replicas.protocol.call_tokens import Caller
-from replicas.protocol.frames import (
-    NO_USER,
-    Abort,
-    LoadSnapshot,
-    SamplingParams,
-    Submit,
-    UserTag,
-)
-from replicas.protocol.keys import Announcement
+from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
-from replicas.protocol.wire import abort_to_wire, submit_to_wire
+from replicas.protocol.wire import DescribeRequest, encode_client_frame, encode_submit
 from router.dispatch.inflight import Inflight, Mailbox, ReplicaLost
 from router.fleet.replica_channel import ReplicaChannel
 from router.fleet.replica_words import ReplicaWords, Traffic
 
 __all__ = ["Description", "Inflight", "Mailbox", "ReplicaClient", "ReplicaLost"]
 
-MAX_FRAME_TOKEN_BYTES = 1 << 20
-"""Of token ids in one ClientFrame: many long prompts in one turn become several frames."""
+MAX_FRAME_BYTES = 1 << 20
+"""Of submits in one ClientFrame: many long prompts in one turn become several frames."""
 
-NO_ANNOUNCEMENT = Announcement(0, ())
+Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 LoadListener = Callable[[ReplicaId, LoadSnapshot, int], None]
 """Hears each frame's load, and how many submits of this stream it counts."""
@@ -83,8 +74,8 @@ class ReplicaClient:
         self._last_frame_time: float | None = None
         self._num_submits = 0
         self._inflight: dict[int, Inflight] = {}
-        self._submits: deque[pb.Submit] = deque()
-        self._aborts: list[pb.Abort] = []
+        self._submits: deque[bytes] = deque()
+        self._aborts: list[Abort] = []
         self._outbox_filled = asyncio.Event()
         self._words = ReplicaWords(replica_id, self._traffic)
         self._channel = ReplicaChannel(address, tls, caller)
@@ -99,25 +90,9 @@ class ReplicaClient:
             return None
         return asyncio.get_running_loop().time() - self._last_frame_time
 
-    def submit(
-        self,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        root: BlockHash,
-        *,
-        num_choices: int = 1,
-        priority: int = 0,
-        adapter: str | None = None,
-        user: UserTag = NO_USER,
-        num_output_tokens: int = 0,
-        announcement: Announcement = NO_ANNOUNCEMENT,
-        num_expected_tokens: int = 0,
-        origin_id: str = "",
-        trace_parent: str = "",
-        trace_state: str = "",
-        mailbox: Mailbox | None = None,
-    ) -> Inflight:
-        """Send a request with the next frame. Raises ReplicaLost if the stream is already broken.
+    def submit(self, submit: Submit, mailbox: Mailbox | None = None) -> Inflight:
+        """Send a request with the next frame, under the next id of this stream. Raises ReplicaLost if the
+        stream is already broken.
 
         Encoded here and now: what the protocol cannot carry raises (ValueError, OverflowError or
         TypeError) for this request alone, and not for the stream that all of them share.
@@ -125,30 +100,12 @@ class ReplicaClient:
         if self.lost is not None:
             raise self.lost
         request_id = self._num_submits + 1
-        message = submit_to_wire(
-            Submit(
-                request_id=request_id,
-                token_ids=token_ids,
-                sampling=sampling,
-                root=root,
-                num_choices=num_choices,
-                priority=priority,
-                adapter=adapter,
-                user=user,
-                num_output_tokens=num_output_tokens,
-                announced_hashes=announcement.block_hashes,
-                announcement_id=announcement.announcement_id,
-                num_expected_tokens=num_expected_tokens,
-                origin_id=origin_id,
-                trace_parent=trace_parent,
-                trace_state=trace_state,
-            )
-        )
+        encoded = encode_submit(replace(submit, request_id=request_id))
         self._num_submits = request_id
         self._traffic.num_submits += 1
-        inflight = Inflight(request_id, num_choices, mailbox if mailbox is not None else Mailbox())
+        inflight = Inflight(request_id, submit.num_choices, mailbox if mailbox is not None else Mailbox())
         self._inflight[request_id] = inflight
-        self._submits.append(message)
+        self._submits.append(encoded)
         self._outbox_filled.set()
         return inflight
 
@@ -160,31 +117,31 @@ class ReplicaClient:
         if choice is None or inflight.close_choice(choice):
             del self._inflight[request_id]
         self._traffic.num_aborts += 1
-        self._aborts.append(abort_to_wire(Abort(request_id, choice)))
+        self._aborts.append(Abort(request_id, choice))
         self._outbox_filled.set()
 
     async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
         """Who listens there and what it serves. Raises ReplicaLost without a sensible answer in time."""
         try:
-            response: pb.DescribeResponse = await self._channel.stub.Describe(
-                pb.DescribeRequest(include_tokenizer=include_tokenizer),
+            encoded: bytes = await self._channel.stub.describe(
+                DescribeRequest(include_tokenizer),
                 metadata=self._channel.metadata("Describe"),
                 timeout=timeout_seconds,
             )
         except grpc.RpcError as error:
             raise ReplicaLost(self._channel.reason(error)) from error
         try:
-            card, replica_id, epoch = self._words.description(response)
+            described = self._words.description(encoded)
         except ValueError as error:
             raise ReplicaLost(f"its description breaks the contract: {error}") from error
-        bundle = TokenizerBundle(dict(response.tokenizer_files)) if include_tokenizer else None
-        return Description(card, bundle, replica_id, epoch)
+        bundle = TokenizerBundle(described.tokenizer_files) if include_tokenizer else None
+        return Description(described.card, bundle, described.replica_id, described.epoch)
 
     async def serve(self) -> None:
         """Carry the stream until it breaks; then all that was in flight is lost, and `lost` says why."""
         if self.lost is not None:
             return
-        call = self._channel.stub.Serve(metadata=self._channel.metadata("Serve"))
+        call = self._channel.stub.serve(metadata=self._channel.metadata("Serve"))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(call))
@@ -202,15 +159,15 @@ class ReplicaClient:
         self._break("the connection was closed")
         await self._channel.close()
 
-    async def _read(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
+    async def _read(self, call: Call) -> None:
         """Always raises: ReplicaLost, once the stream has ended for whatever reason."""
         time = asyncio.get_running_loop().time
         try:
-            async for message in call:
+            async for encoded in call:
                 self.num_frames += 1
                 self._traffic.num_frames += 1
                 self._last_frame_time = time()
-                self._receive(message)
+                self._receive(encoded)
         except grpc.RpcError as error:
             raise self._break(self._channel.reason(error)) from error
         except asyncio.CancelledError:
@@ -220,12 +177,16 @@ class ReplicaClient:
             raise self._break("the connection was closed") from None
         raise self._break("it closed the stream")
 
-    def _receive(self, message: pb.ServerFrame) -> None:
-        """Part by part: a wrong load is passed over, a wrong delta costs the request that it is for."""
+    def _receive(self, encoded: bytes) -> None:
+        """A wrong load is passed over, and a wrong delta costs the request that it is for. Raises ReplicaLost
+        for what is no frame: it cannot be known whom that was for."""
+        try:
+            message = self._words.frame(encoded)
+        except ValueError as error:
+            raise self._break(f"what it sends breaks the contract: {error}") from error
         self.num_heard_submits = max(self.num_heard_submits, message.num_counted_submits)
-        load = self._words.load(message.load)
-        if load is not None:
-            self._on_load(self.replica_id, load, message.num_counted_submits)
+        if message.load is not None:
+            self._on_load(self.replica_id, message.load, message.num_counted_submits)
         if message.is_draining and not self.is_draining:
             # What was submitted until now goes first; then the replica is told that nothing follows.
             self.is_draining = self._owes_answer = True
@@ -233,15 +194,15 @@ class ReplicaClient:
             self._outbox_filled.set()
         self.num_deltas += len(message.deltas)
         inflights = self._inflight
-        for wire in message.deltas:
-            request_id, choice = wire.request_id, wire.choice
+        for heard in message.deltas:
+            request_id, choice = heard.key
             inflight = inflights.get(request_id)
             if inflight is None or choice not in inflight.open_choices:
                 if not 0 < request_id <= self._num_submits:
                     self._words.stranger(request_id)
                 continue  # aborted; this delta crossed the abort on its way
             try:
-                delta = self._words.delta(wire)
+                delta = self._words.delta(heard)
             except ValueError as error:
                 self.abort(request_id)
                 inflight.fail(ReplicaLost(f"an answer of it breaks the contract: {error}"))
@@ -250,7 +211,7 @@ class ReplicaClient:
                 del inflights[request_id]
             inflight.deliver(delta)
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]") -> None:
+    async def _write(self, call: Call) -> None:
         """Everything that was submitted and aborted in one turn of the event loop goes in one frame."""
         try:
             while True:
@@ -261,18 +222,18 @@ class ReplicaClient:
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the stream has ended; the read loop learns why
 
-    def _next_frame(self) -> pb.ClientFrame:
-        submits: list[pb.Submit] = []
-        room = MAX_FRAME_TOKEN_BYTES
-        while self._submits and (not submits or len(self._submits[0].token_ids) <= room):
+    def _next_frame(self) -> bytes:
+        submits: list[bytes] = []
+        room = MAX_FRAME_BYTES
+        while self._submits and (not submits or len(self._submits[0]) <= room):
             submits.append(self._submits.popleft())
-            room -= len(submits[-1].token_ids)
+            room -= len(submits[-1])
         if self._submits:
-            return pb.ClientFrame(submits=submits)
+            return encode_client_frame(submits)
         # Aborts go last: each may be for a submit of this very turn.
         aborts, self._aborts = self._aborts, []
         knows_draining, self._owes_answer = self._owes_answer, False
-        return pb.ClientFrame(submits=submits, aborts=aborts, knows_draining=knows_draining)
+        return encode_client_frame(submits, aborts, knows_draining=knows_draining)
 
     async def _watch(self) -> None:
         """A replica sends a frame with every heartbeat, so silence means that the stream is dead.

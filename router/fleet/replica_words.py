@@ -5,14 +5,24 @@ Knows neither streams nor requests: what follows for them is the client's busine
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from replicas.process.complaints import Complaints
-from replicas.protocol import replica_pb2 as pb
-from replicas.protocol.bounds import checked_id
 from replicas.protocol.frames import LoadSnapshot, TokenDelta
-from replicas.protocol.status import Epoch, ModelCard, ReplicaId
-from replicas.protocol.wire import card_from_wire, delta_from_wire, load_from_wire
+from replicas.protocol.status import ReplicaId
+from replicas.protocol.wire import (
+    MAX_SERVER_FRAME_BYTES,
+    BrokenDelta,
+    DescribeResponse,
+    checked_delta,
+    decode_description,
+    decode_load,
+    decode_loose_delta,
+    decode_loose_frame,
+    decode_server_frame,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +38,15 @@ class Traffic:
     """Parts of frames, and descriptions, that broke the contract."""
 
 
+class HeardFrame(NamedTuple):
+    """A ServerFrame as far as it can be read. `load` is None where it breaks the contract."""
+
+    deltas: Sequence[TokenDelta | BrokenDelta]
+    load: LoadSnapshot | None
+    num_counted_submits: int
+    is_draining: bool
+
+
 class ReplicaWords:
     def __init__(self, replica_id: ReplicaId, traffic: Traffic) -> None:
         self._replica_id = replica_id
@@ -35,28 +54,37 @@ class ReplicaWords:
         self._vocab_size: int | None = None
         self._complaints = Complaints(logger)
 
-    def description(self, response: pb.DescribeResponse) -> tuple[ModelCard, ReplicaId, Epoch]:
+    def description(self, encoded: bytes) -> DescribeResponse:
         """Raises ValueError. From then on tokens must be of the card's vocabulary."""
         try:
-            card = card_from_wire(response.card)
-            replica_id, epoch = ReplicaId(checked_id(response.replica_id)), Epoch(checked_id(response.epoch))
+            description = decode_description(encoded)
         except ValueError as error:
             self._refuse("description", error)
             raise
-        self._vocab_size = card.vocab_size
-        return card, replica_id, epoch
+        self._vocab_size = description.card.vocab_size
+        return description
 
-    def load(self, message: pb.Load) -> LoadSnapshot | None:
+    def frame(self, encoded: bytes) -> HeardFrame:
+        """Whole if it is sound, else part by part. Raises ValueError if it is no frame, or a delta in it does
+        not say whom it is for."""
         try:
-            return load_from_wire(message)
+            if len(encoded) > MAX_SERVER_FRAME_BYTES:
+                raise ValueError(f"a frame of {len(encoded)} bytes")
+            try:
+                whole = decode_server_frame(encoded)
+            except ValueError:
+                return self._loose_frame(encoded)
         except ValueError as error:
-            self._refuse("load", error)
-            return None
+            self._refuse("frame", error)
+            raise
+        return HeardFrame(whole.deltas, whole.load, whole.num_counted_submits, whole.is_draining)
 
-    def delta(self, message: pb.TokenDelta) -> TokenDelta:
+    def delta(self, delta: TokenDelta | BrokenDelta) -> TokenDelta:
         """Raises ValueError."""
         try:
-            return delta_from_wire(message, self._vocab_size)
+            if isinstance(delta, BrokenDelta):
+                raise ValueError(delta.problem)
+            return checked_delta(delta, self._vocab_size)
         except ValueError as error:
             self._refuse("delta", error)
             raise
@@ -64,6 +92,16 @@ class ReplicaWords:
     def stranger(self, request_id: int) -> None:
         """A delta is for a request that it was never sent."""
         self._refuse("id", ValueError(f"there is no request {request_id}"))
+
+    def _loose_frame(self, encoded: bytes) -> HeardFrame:
+        frame = decode_loose_frame(encoded)
+        load: LoadSnapshot | None = None
+        try:
+            load = decode_load(frame.load)
+        except ValueError as error:
+            self._refuse("load", error)
+        deltas = [decode_loose_delta(delta) for delta in frame.deltas]
+        return HeardFrame(deltas, load, frame.num_counted_submits, frame.is_draining)
 
     def _refuse(self, part: str, error: ValueError) -> None:
         self._traffic.num_malformed += 1

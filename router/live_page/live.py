@@ -56,7 +56,7 @@ class Live:
                 model=served.model,
                 adapter=None if generation.adapter is None else generation.adapter.name,
                 tenant=generation.tenant,
-                user=generation.user,
+                user=generation.submit.user,
                 key=short_key(generation.prompt_cache_key),
                 status=served.status,
                 error=served.error,
@@ -78,11 +78,11 @@ class Live:
         adapter = generation.adapter
         return self.sightings.see(
             Sighting(
-                root=generation.root,
+                root=generation.submit.root,
                 place=Place(generation.model, None if adapter is None else adapter.name, generation.tenant),
                 block_hashes=generation.block_hashes,
                 block_size=block_size,
-                user=generation.user,
+                user=generation.submit.user,
                 key=short_key(generation.prompt_cache_key),
                 replica_id=decision.replica_id,
                 num_cached_tokens=usage.num_cached_tokens,

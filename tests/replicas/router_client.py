@@ -5,8 +5,7 @@ from typing import Any
 
 import grpc
 
-from replicas.protocol import replica_pb2_grpc, wire
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.frames import (
     Abort,
     ClientFrame,
@@ -16,6 +15,8 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.protocol.service import ReplicaStub
+from replicas.protocol.wire import decode_server_frame, encode
 
 ROOT = BlockHash(bytes(16))
 
@@ -24,28 +25,28 @@ def submit(
     request_id: int, token_ids: Sequence[int] = (1, 2, 3, 4, 5), *, max_tokens: int = 3, num_choices: int = 1
 ) -> Submit:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Submit(request_id, list(token_ids), sampling, ROOT, num_choices=num_choices)
+    return Submit(request_id, pack_token_ids(token_ids), sampling, ROOT, num_choices=num_choices)
 
 
 class RouterClient:
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] | None = None) -> None:
-        self.stub: Any = replica_pb2_grpc.ReplicaStub(channel)  # type: ignore[no-untyped-call]
-        self.call: Any = self.stub.Serve(metadata=metadata)
+        self.stub = ReplicaStub(channel)
+        self.call: Any = self.stub.serve(metadata=metadata)
 
     async def send(self, *messages: Submit | Abort) -> None:
         frame = ClientFrame(
             submits=tuple(message for message in messages if isinstance(message, Submit)),
             aborts=tuple(message for message in messages if isinstance(message, Abort)),
         )
-        await self.call.write(wire.client_frame_to_wire(frame))
+        await self.call.write(encode(frame))
 
     async def say_that_it_knows(self) -> None:
         """That the replica drains."""
-        await self.call.write(wire.client_frame_to_wire(ClientFrame(knows_draining=True)))
+        await self.call.write(encode(ClientFrame(knows_draining=True)))
 
     async def read(self) -> ServerFrame | None:
         message = await self.call.read()
-        return None if message is grpc.aio.EOF else wire.server_frame_from_wire(message)
+        return None if message is grpc.aio.EOF else decode_server_frame(message)
 
     async def finish(self, *keys: tuple[int, int]) -> dict[RequestKey, list[TokenDelta]]:
         """Read until each of these choices has had its last delta; what comes for others is dropped."""

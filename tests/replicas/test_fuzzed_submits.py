@@ -12,11 +12,13 @@ import grpc
 import pytest
 
 from replicas.host import ReplicaHost
-from replicas.protocol import replica_pb2 as pb
+from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import Abort, FinishReason, RefusalCode, RequestKey, SamplingParams, Submit
+from replicas.protocol.service import ReplicaStub
 from replicas.protocol.status import ModelCard, ReplicaState
+from replicas.protocol.wire import encode
 from replicas.serving.server import MAX_CHOICES
-from tests.replicas.fuzzed_submits import broken_submit, fuzzed_submit, random_bytes
+from tests.replicas.fuzzed_submits import Plain, broken_submit, fuzzed_submit, random_bytes
 from tests.replicas.router_client import ROOT, RouterClient
 from tests.replicas.whole_replica import config, running
 
@@ -45,7 +47,8 @@ ENGINES = [
 
 def reference(request_id: int) -> Submit:
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    return Submit(request_id, [5 + (7 * n + request_id % 3) % 250 for n in range(70)], sampling, ROOT)
+    prompt = [5 + (7 * n + request_id % 3) % 250 for n in range(70)]
+    return Submit(request_id, pack_token_ids(prompt), sampling, ROOT)
 
 
 async def answers(client: RouterClient, request_ids: Sequence[int]) -> list[tuple[int, ...]]:
@@ -56,12 +59,12 @@ async def answers(client: RouterClient, request_ids: Sequence[int]) -> list[tupl
     ]
 
 
-async def all_ends(client: RouterClient, submits: Sequence[pb.Submit]) -> list[RefusalCode | None]:
+async def all_ends(client: RouterClient, submits: Sequence[Plain]) -> list[RefusalCode | None]:
     """How each choice of each ends; one that goes on and on is aborted, and counts as none."""
     open_keys = {
-        RequestKey(submit.request_id, choice)
+        RequestKey(submit["request_id"], choice)
         for submit in submits
-        for choice in range(min(submit.num_choices, MAX_CHOICES))
+        for choice in range(min(submit["num_choices"], MAX_CHOICES))
     }
     seen: dict[RequestKey, int] = dict.fromkeys(open_keys, 0)
     ends: list[RefusalCode | None] = []
@@ -90,8 +93,8 @@ async def fuzz_rounds(rng: random.Random, card: ModelCard, channel: grpc.aio.Cha
     number, codes = 1000, set[RefusalCode | None]()
     for _ in range(NUM_ROUNDS):
         submits = [fuzzed_submit(rng, number + n, card) for n in range(PER_ROUND)]
-        unknown = [pb.Abort(request_id=rng.randrange(2**64), choice=rng.choice((None, 0, 2**32 - 1)))]
-        await fuzzer.call.write(pb.ClientFrame(submits=submits, aborts=unknown))
+        unknown = [Abort(rng.randrange(2**64), rng.choice((None, 0, 2**32 - 1)))]
+        await fuzzer.call.write(encode([submits, unknown]))
         await other.send(*(reference(number + n) for n in range(3)))
         assert await answers(other, range(number, number + 3)) == [
             expected[(number + n) % 3] for n in range(3)
@@ -104,15 +107,11 @@ async def fuzz_rounds(rng: random.Random, card: ModelCard, channel: grpc.aio.Cha
 
 async def break_streams(rng: random.Random, card: ModelCard, channel: grpc.aio.Channel) -> None:
     """What is no frame ends its own stream, and nothing else."""
-    serve = channel.stream_stream(
-        "/kvasir.v1.Replica/Serve",
-        request_serializer=lambda message: message,
-        response_deserializer=pb.ServerFrame.FromString,
-    )
+    serve = ReplicaStub(channel).serve
     for number in range(NUM_BROKEN):
         call = serve()
         if number % 2:
-            await call.write(pb.ClientFrame(submits=[broken_submit(rng)]).SerializeToString())
+            await call.write(encode([[broken_submit(rng)]]))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 while True:
                     await call.read()

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from msgspec import structs
 
 from replicas.engine_process.build import build_engine
 from replicas.errors import EngineDied, StartupError
 from replicas.host import ReplicaHost
 from replicas.process.settings import SettingsError
 from replicas.proof import prove_hashes
-from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey, StepFrame, UserTag
 from replicas.protocol.keys import replicas_key
 from replicas.protocol.status import ReplicaState
+from replicas.protocol.wire import Nothing
 from tests.replicas.mirror import connect, read_record, read_set
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import CARD, ScriptedEngine
@@ -56,7 +57,7 @@ async def test_the_probe_leaves_no_trace(redis_url: str) -> None:
             frame = await client.read()
         assert frame is not None
         assert (frame.load.num_used_blocks, frame.load.num_cached_blocks) == (0, 0)
-        assert [message async for message in client.stub.ListBlocks(pb.ListBlocksRequest())] == []
+        assert [message async for message in client.stub.list_blocks(Nothing())] == []
 
 
 async def test_an_engine_that_hashes_otherwise_is_refused_and_never_registers(redis_url: str) -> None:
@@ -73,7 +74,7 @@ async def test_an_engine_that_hashes_otherwise_is_refused_and_never_registers(re
 def test_the_proof_refuses_an_engine_that_reports_nothing() -> None:
     class Silent(ScriptedEngine):
         def step(self) -> StepFrame:
-            return replace(super().step(), events=[])
+            return structs.replace(super().step(), events=[])
 
     with pytest.raises(StartupError, match="did not report block 0"):
         prove_hashes(Silent(), random.Random(1))
@@ -113,7 +114,7 @@ async def test_drain_finishes_what_runs_refuses_the_rest_and_leaves(redis_url: s
         frame = await client.read()
         while len(engine.added) < 2:  # noqa: ASYNC110 - the first was the probe
             await asyncio.sleep(0.005)
-        await client.stub.Drain(pb.DrainRequest())
+        await client.stub.drain(Nothing())
         while frame is not None and not frame.is_draining:
             frame = await client.read()
         assert host.state is ReplicaState.DRAINING
@@ -164,7 +165,8 @@ async def test_metrics_are_served_and_count(redis_url: str) -> None:
     host = ReplicaHost(config(redis_url, metrics_port=0))
     async with running(host) as client:
         for request_id, user in ((1, b"ann"), (2, b"bob")):
-            await client.send(replace(submit(request_id, range(64), max_tokens=4), user=UserTag(user)))
+            bare = submit(request_id, range(64), max_tokens=4)
+            await client.send(structs.replace(bare, user=UserTag(user)))
             await client.finish((request_id, 0))
         url = f"http://127.0.0.1:{host.metrics_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())

@@ -2,21 +2,21 @@
 
 import asyncio
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from replicas.engine import Engine
 from replicas.engine_process.build import build_engine
 from replicas.errors import LeaseLost
 from replicas.host import ReplicaHost
-from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import Abort, StepFrame, Submit
 from replicas.protocol.keys import blocks_key, is_indexed
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+from replicas.protocol.wire import Nothing, decode_block_list
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, live_announcements, read_changes, read_record, read_set, replay
 from tests.replicas.router_client import submit
@@ -25,7 +25,7 @@ from tests.replicas.whole_replica import MODEL, REPLICA, config, running, until
 
 def announcing(bare: Submit, block_size: int, index_stride: int) -> Submit:
     """As a router sends it that believes the replica's cache to be empty."""
-    hashes = hash_blocks(bare.root, bare.token_ids, block_size)
+    hashes = hash_blocks(bare.root, bare.token_ids(), block_size)
     ends = {*range(index_stride // block_size - 1, len(hashes), index_stride // block_size), len(hashes) - 1}
     kept = tuple(hashes[end] for end in sorted(ends) if end >= 0)
     return replace(bare, announcement_id=bare.request_id + 1, announced_hashes=kept)
@@ -114,7 +114,7 @@ async def test_after_a_storm_redis_holds_exactly_what_the_engine_keeps(redis_url
         assert replay(changes) == expected
         assert live_announcements(changes) == {}
         assert sum(len(change.announced) for change in changes) > 20
-        listed = [message.hashes async for message in client.stub.ListBlocks(pb.ListBlocksRequest())]
+        listed = [decode_block_list(each).hashes async for each in client.stub.list_blocks(Nothing())]
         packed = b"".join(listed)
         assert {packed[at : at + 16] for at in range(0, len(packed), 16)} == expected
         record = await read_record(redis, MODEL, REPLICA)

@@ -3,12 +3,14 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
+from msgspec import structs
 
-from replicas.protocol.blocks import BlockHash, hash_blocks
-from replicas.protocol.frames import FinishReason, SamplingParams, TokenDelta
+from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.frames import FinishReason, SamplingParams, Submit, TokenDelta
 from replicas.protocol.status import Adapter, ReplicaId
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.outlook import NOTHING_COMING
@@ -26,13 +28,22 @@ PROMPT = list(range(100))
 GENERATION = Generation(
     model="toy",
     token_ids=PROMPT,
-    root=ROOT,
+    submit=Submit(0, pack_token_ids(PROMPT), SamplingParams(max_tokens=20, seed=7), ROOT),
     block_hashes=hash_blocks(ROOT, PROMPT, CARD.block_size),
     bucket=b"bucket",
-    sampling=SamplingParams(max_tokens=20, seed=7),
 )
 
 IMPATIENT = RetryPolicy(max_waits=3, first_wait_seconds=0.01)
+
+
+def changed(generation: Generation, **values: Any) -> Generation:
+    """A copy with other values for fields of its own, or of its submit."""
+    own = {each.name: values.pop(each.name) for each in fields(Generation) if each.name in values}
+    if "token_ids" in own:
+        values["packed_tokens"] = pack_token_ids(own["token_ids"])
+    if "adapter" in own:
+        values["adapter"] = own["adapter"].name
+    return replace(generation, submit=structs.replace(generation.submit, **values), **own)
 
 
 class Fleet:
@@ -144,5 +155,5 @@ def assert_complete(deltas: list[TokenDelta], num_choices: int) -> None:
 
 
 def long_generation(num_choices: int = 1) -> Generation:
-    sampling = replace(GENERATION.sampling, max_tokens=100_000)
-    return replace(GENERATION, sampling=sampling, num_choices=num_choices)
+    sampling = structs.replace(GENERATION.sampling, max_tokens=100_000)
+    return changed(GENERATION, sampling=sampling, num_choices=num_choices)

@@ -7,12 +7,15 @@ read as if nothing had happened; a Submit whose resumed output does not match th
 import argparse
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
+import msgspec
+from msgspec.structs import replace
 
-from replicas.protocol import replica_pb2 as pb
+from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
@@ -20,14 +23,23 @@ from replicas.protocol.frames import (
     Refusal,
     RefusalCode,
     RequestKey,
+    SamplingParams,
     ServerFrame,
     Submit,
     TokenDelta,
 )
-from replicas.protocol.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
+from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
-from replicas.protocol.wire import card_to_wire, client_frame_from_wire, server_frame_to_wire
+from replicas.protocol.wire import (
+    BlockList,
+    DescribeResponse,
+    Nothing,
+    decode_client_frame,
+    decode_describe_request,
+    encode,
+)
 
+ROOT = BlockHash(bytes(16))
 CARD = ModelCard(
     name="toy",
     fingerprint="f" * 64,
@@ -37,6 +49,19 @@ CARD = ModelCard(
     context_length=4096,
     vocab_size=50_000,
 )
+
+
+def asking(
+    token_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    num_choices: int = 1,
+    root: BlockHash = ROOT,
+    **sampling: Any,
+) -> Submit:
+    """What a dispatcher hands to a client."""
+    params = SamplingParams(max_tokens, ignore_eos=True, **sampling)
+    return Submit(0, pack_token_ids(token_ids), params, root, num_choices=num_choices)
 
 
 def token_at(seed: int, position: int) -> int:
@@ -65,7 +90,7 @@ class Script:
     dies_at_position: int | None = None  # so does whoever has got so many tokens in all
     load: LoadSnapshot = field(default_factory=LoadSnapshot)  # so it says, but for what runs
     describes_as: tuple[str, str] | None = None  # replica id and epoch
-    alter: Callable[[pb.ServerFrame], object] | None = None  # what becomes of each frame before it is sent
+    alter: Callable[[list[Any]], object] | None = None  # changes each frame, made plain, on its way
 
 
 @dataclass
@@ -91,7 +116,7 @@ class _Stream:
     num_submits: int = 0
 
 
-class ScriptedReplica(ReplicaServicer):
+class ScriptedReplica:
     def __init__(
         self,
         replica_id: str = "r0",
@@ -130,7 +155,7 @@ class ScriptedReplica(ReplicaServicer):
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        add_ReplicaServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self._server.add_generic_rpc_handlers((handler(self),))
         if self._credentials is None:
             self.port = self._server.add_insecure_port(self.address)
         else:
@@ -144,30 +169,27 @@ class ScriptedReplica(ReplicaServicer):
             await server.stop(None)
             self._streams.clear()
 
-    async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
+    async def describe(self, request: bytes, context: object) -> DescribeResponse:
         self.num_describes += 1
         replica_id, epoch = self.script.describes_as or (self.replica_id, self.epoch)
-        return pb.DescribeResponse(
-            card=card_to_wire(self.card),
-            tokenizer_files=self.files if request.include_tokenizer else {},
-            replica_id=replica_id,
-            epoch=epoch,
-        )
+        files = self.files if decode_describe_request(request).include_tokenizer else {}
+        return DescribeResponse(self.card, ReplicaId(replica_id), Epoch(epoch), files)
 
-    async def Serve(
-        self, requests: AsyncIterator[pb.ClientFrame], context: object
-    ) -> AsyncIterator[pb.ServerFrame]:
+    async def list_blocks(self, request: bytes, context: object) -> AsyncIterator[BlockList]:
+        yield BlockList(b"")
+
+    async def begin_drain(self, request: bytes, context: object) -> Nothing:
+        raise NotImplementedError
+
+    async def serve(self, frames: AsyncIterator[bytes], context: object) -> AsyncIterator[object]:
         stream = _Stream()
         self._streams.append(stream)
-        reader = asyncio.create_task(self._read(requests, stream))
+        reader = asyncio.create_task(self._read(frames, stream))
         try:
             while not self._is_dead():
                 frame = self._step(stream)
                 if not self.script.silent:
-                    message = server_frame_to_wire(frame)
-                    if self.script.alter is not None:
-                        self.script.alter(message)
-                    yield message
+                    yield frame if self.script.alter is None else altered(frame, self.script.alter)
                 if stream.choices and not self.script.holding and not self.script.silent:
                     await asyncio.sleep(self.script.step_seconds)
                 else:
@@ -186,9 +208,9 @@ class ScriptedReplica(ReplicaServicer):
             return True
         return limit is not None and self.num_tokens_sent >= limit
 
-    async def _read(self, requests: AsyncIterator[pb.ClientFrame], stream: _Stream) -> None:
-        async for message in requests:
-            frame = client_frame_from_wire(message)
+    async def _read(self, frames: AsyncIterator[bytes], stream: _Stream) -> None:
+        async for encoded in frames:
+            frame = decode_client_frame(encoded)
             self.num_client_frames += 1
             for submit in frame.submits:
                 self.submits.append(submit)
@@ -203,7 +225,7 @@ class ScriptedReplica(ReplicaServicer):
 
     def _admit(self, submit: Submit, stream: _Stream) -> None:
         code = self.script.refusal
-        resumed = submit.token_ids[len(submit.token_ids) - submit.num_output_tokens :]
+        resumed = submit.token_ids()[submit.num_tokens - submit.num_output_tokens :]
         seed, size = submit.sampling.seed, self.card.vocab_size
         if list(resumed) != [token_at(seed, n) % size for n in range(submit.num_output_tokens)]:
             code = RefusalCode.INVALID_REQUEST
@@ -217,7 +239,7 @@ class ScriptedReplica(ReplicaServicer):
 
     def _kills(self, choice: _Choice) -> bool:
         script = self.script
-        if script.deadly_token is not None and script.deadly_token in choice.submit.token_ids:
+        if script.deadly_token is not None and script.deadly_token in choice.submit.token_ids():
             return True
         return script.dies_at_position is not None and choice.position >= script.dies_at_position
 
@@ -230,7 +252,7 @@ class ScriptedReplica(ReplicaServicer):
                 self.was_killed = True
                 break
             token_id = token_at(choice.seed, choice.position) % self.card.vocab_size
-            usage = PromptUsage(len(choice.submit.token_ids), 0, 0) if choice.num_sent == 0 else None
+            usage = PromptUsage(choice.submit.num_tokens, 0, 0) if choice.num_sent == 0 else None
             choice.num_sent += 1
             self.num_tokens_sent += 1
             finished = choice.position >= choice.submit.sampling.max_tokens
@@ -239,6 +261,12 @@ class ScriptedReplica(ReplicaServicer):
             deltas.append(TokenDelta(key, (token_id,), FinishReason.LENGTH if finished else None, usage))
         load = replace(self.script.load, num_running=len(stream.choices))
         return ServerFrame(tuple(deltas), load, stream.num_submits)
+
+
+def altered(frame: ServerFrame, alter: Callable[[list[Any]], object]) -> list[Any]:
+    plain: list[Any] = msgspec.msgpack.decode(encode(frame))
+    alter(plain)
+    return plain
 
 
 async def _main(port: int) -> None:

@@ -7,16 +7,15 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash, hash_blocks
-from replicas.protocol.frames import SamplingParams
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -32,7 +31,8 @@ from router.routing.table import LINGER_SECONDS, RoutingTable
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, read_set
 from tests.replicas.router_client import RouterClient, submit
-from tests.router.scripted_replica import eventually
+from tests.router.dispatched_fleet import changed
+from tests.router.scripted_replica import asking, eventually
 
 MODEL = "toy_model"
 ROOT = BlockHash(b"one namespace !!")
@@ -180,10 +180,9 @@ def generation(tokens: range | list[int], bucket: bytes = b"bucket", max_tokens:
     return Generation(
         model=MODEL,
         token_ids=token_ids,
-        root=ROOT,
+        submit=asking(token_ids, max_tokens=max_tokens, root=ROOT),
         block_hashes=hash_blocks(ROOT, token_ids, BLOCK_SIZE),
         bucket=bucket,
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
     )
 
 
@@ -249,7 +248,7 @@ async def ask(router: Router, rng: random.Random) -> None:
     """One request, that its client may give up at any time."""
     tokens = [rng.randrange(6) * 100 + n for n in range(rng.randrange(1, 900))]
     asked = generation(tokens, bytes([rng.randrange(8)]), max_tokens=rng.randrange(1, 12))
-    asked = replace(asked, num_choices=rng.randrange(1, 4))
+    asked = changed(asked, num_choices=rng.randrange(1, 4))
     patience = rng.choice([0.0, 0.002, 0.01, 0.05, 60.0])
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(patience), router.dispatcher.run(asked) as run:
@@ -263,7 +262,7 @@ async def cut(host: ReplicaHost, rng: random.Random, number: int) -> None:
         client = RouterClient(channel)
         for request_id in range(1, 6):
             bare = submit(request_id, [number % VOCABULARY] * rng.randrange(64, 700), max_tokens=1000)
-            hashes = tuple(hash_blocks(ROOT, list(bare.token_ids), BLOCK_SIZE)[::4])
+            hashes = tuple(hash_blocks(ROOT, bare.token_ids(), BLOCK_SIZE)[::4])
             await client.send(
                 replace(bare, announcement_id=number * 10 + request_id, announced_hashes=hashes)
             )

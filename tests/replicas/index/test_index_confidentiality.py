@@ -11,7 +11,14 @@ import grpc
 
 from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, Namespace, hash_blocks, namespace_root
+from replicas.protocol.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    Namespace,
+    hash_blocks,
+    namespace_root,
+    pack_token_ids,
+)
 from replicas.protocol.call_tokens import METADATA_KEY, Audience, Caller, Role
 from replicas.protocol.cluster_secret import Purpose, derive
 from replicas.protocol.frames import SamplingParams, Submit
@@ -84,7 +91,9 @@ async def test_the_whole_content_of_redis_confirms_no_guess_of_a_prompt_whose_sa
     async with grpc.aio.insecure_channel(host.address) as channel:
         client = RouterClient(channel, [(METADATA_KEY, token)])
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        asked = Submit(1, [*PROMPT, 7], sampling, root, announcement_id=9, announced_hashes=tuple(hashes))
+        asked = Submit(
+            1, pack_token_ids([*PROMPT, 7]), sampling, root, announcement_id=9, announced_hashes=tuple(hashes)
+        )
         await client.send(asked)
         await client.finish((1, 0))
 

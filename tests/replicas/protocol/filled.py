@@ -9,7 +9,7 @@ import enum
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from hypothesis import strategies as st
@@ -23,6 +23,8 @@ def filled(kind: Any, special: Special | None = None) -> st.SearchStrategy[Any]:
     special = special or {}
     if kind in special:
         return special[kind]
+    if typing.get_origin(kind) is Annotated:
+        return filled(typing.get_args(kind)[0], special)
     if isinstance(kind, typing.NewType):
         return filled(kind.__supertype__, special)
     fields = _fields(kind)
@@ -61,7 +63,7 @@ def _fields(kind: Any) -> dict[str, tuple[Any, Any]] | None:
             for each in msgspec.structs.fields(kind)
         }
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return {name: (hints[name], kind._field_defaults.get(name, absent)) for name in kind._fields}
     return None
 

@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -13,13 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from replicas.host import ReplicaHost
-from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.call_tokens import METADATA_KEY, Audience, Caller, Role
 from replicas.protocol.cluster_secret import Purpose, derive
-from replicas.protocol.replica_pb2_grpc import ReplicaStub
+from replicas.protocol.service import ReplicaStub, path
 from replicas.protocol.status import Epoch, ReplicaId
+from replicas.protocol.wire import DescribeRequest, Nothing
 from replicas.serving import caller_check
-from replicas.serving.server import SERVICE_NAME
 from tests.replicas.served_engine import Harness, serving
 from tests.replicas.whole_replica import config
 
@@ -49,26 +47,26 @@ def shown(caller: Caller | None, method: str, nonce: bytes) -> list[tuple[str, s
     """What a caller sends along."""
     if caller is None:
         return []
-    path = method if method.startswith("/") else f"/{SERVICE_NAME}/{method}"
-    return [(METADATA_KEY, caller.token(path, nonce))]
+    called = method if method.startswith("/") else path(method)
+    return [(METADATA_KEY, caller.token(called, nonce))]
 
 
 async def call(channel: grpc.aio.Channel, method: str, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
     """How a call of the method ends; a stream is left once it has brought something."""
-    stub: Any = ReplicaStub(channel)  # type: ignore[no-untyped-call]
+    stub = ReplicaStub(channel)
     try:
         match method:
             case "Serve":
-                stream = stub.Serve(metadata=metadata, timeout=30)
+                stream = stub.serve(metadata=metadata, timeout=30)
                 await stream.read()
                 stream.cancel()
             case "Describe":
-                await stub.Describe(pb.DescribeRequest(), metadata=metadata, timeout=30)
+                await stub.describe(DescribeRequest(), metadata=metadata, timeout=30)
             case "ListBlocks":
-                blocks = [each async for each in stub.ListBlocks(pb.ListBlocksRequest(), metadata=metadata)]
+                blocks = [each async for each in stub.list_blocks(Nothing(), metadata=metadata)]
                 assert blocks
             case "Drain":
-                await stub.Drain(pb.DrainRequest(), metadata=metadata, timeout=30)
+                await stub.drain(Nothing(), metadata=metadata, timeout=30)
             case "reflection":
                 reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
                 question = reflection_pb2.ServerReflectionRequest(list_services="")

@@ -1,9 +1,8 @@
 """What a replica holds: sequences and tokens, against a slow count of the same."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from replicas.serving.intake import COUNTED_OUTPUT_TOKENS, Intake
 from tests.replicas.router_client import submit
@@ -44,4 +43,4 @@ def test_a_request_that_is_alone_is_never_too_much() -> None:
     large = submit(1, range(1000), num_choices=128)
     assert intake.has_room(large)
     intake.take(1, large)
-    assert not intake.has_room(replace(large, request_id=2, num_choices=1, token_ids=[1]))
+    assert not intake.has_room(replace(large, request_id=2, num_choices=1, packed_tokens=bytes(4)))

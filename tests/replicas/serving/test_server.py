@@ -7,8 +7,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from replicas.protocol import replica_pb2 as pb
-from replicas.protocol import wire
 from replicas.protocol.frames import (
     Abort,
     FinishReason,
@@ -17,14 +15,26 @@ from replicas.protocol.frames import (
     RequestKey,
     TokenDelta,
 )
+from replicas.protocol.status import Epoch, ReplicaId
+from replicas.protocol.wire import (
+    SERVICE_NAME,
+    DescribeRequest,
+    DescribeResponse,
+    Nothing,
+    decode_block_list,
+    decode_description,
+    encode,
+)
 from replicas.serving import router_stream
-from replicas.serving.server import MAX_CHOICES, SERVICE_NAME
+from replicas.serving.server import MAX_CHOICES
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import CARD
 from tests.replicas.served_engine import Harness, channel, client, harness
 from tests.replicas.waiting import until
 
 __all__ = ["channel", "client", "harness"]
+
+SUBMIT = {"request_id": 1, "packed_tokens": b"abcd", "sampling": {"max_tokens": 1}, "root": bytes(16)}
 
 
 async def test_a_stream_serves_many_requests_under_the_routers_own_ids(client: RouterClient) -> None:
@@ -134,16 +144,18 @@ async def test_a_router_that_ends_its_half_of_the_stream_frees_it_too(
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (pb.Submit(request_id=1, token_ids=b"abc", root=bytes(16), num_choices=1), ""),
-        (pb.Submit(request_id=1, token_ids=b"abcd", root=b"short", num_choices=1), "16 bytes"),
-        (pb.Submit(request_id=1, token_ids=b"abcd", root=bytes(16)), "at least one choice"),
+        ([[SUBMIT | {"packed_tokens": b"abc"}]], "3 bytes are no tokens"),
+        ([[SUBMIT | {"root": b"short"}]], "length >= 16"),
+        ([[SUBMIT | {"num_choices": 0}]], "`int` >= 1"),
+        ([[SUBMIT], [[-1]]], "`int` >= 0"),
+        ({"submits": [SUBMIT]}, "Expected `array`"),
     ],
 )
 async def test_a_message_that_breaks_the_contract_ends_the_stream_with_a_reason(
-    client: RouterClient, harness: Harness, message: pb.Submit, reason: str
+    client: RouterClient, harness: Harness, message: object, reason: str
 ) -> None:
     await client.send(submit(5, max_tokens=10**6))
-    await client.call.write(pb.ClientFrame(submits=[message]))
+    await client.call.write(encode(message))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while True:
             await client.read()
@@ -266,20 +278,19 @@ async def test_stop_sends_what_is_queued_before_it_ends_the_streams(
 async def test_describe_hands_over_the_card_and_on_request_large_tokenizer_files(
     client: RouterClient,
 ) -> None:
-    bare = await client.stub.Describe(pb.DescribeRequest())
-    assert wire.card_from_wire(bare.card) == CARD
-    assert (bare.replica_id, bare.epoch, dict(bare.tokenizer_files)) == ("r0", "e1", {})
-    full = await client.stub.Describe(pb.DescribeRequest(include_tokenizer=True))
+    bare = decode_description(await client.stub.describe(DescribeRequest()))
+    assert bare == DescribeResponse(CARD, ReplicaId("r0"), Epoch("e1"))
+    full = decode_description(await client.stub.describe(DescribeRequest(include_tokenizer=True)))
     assert len(full.tokenizer_files["tokenizer.json"]) == 8_000_000
 
 
 async def test_list_blocks_streams_what_the_index_should_hold(client: RouterClient, harness: Harness) -> None:
-    lists = [message.hashes async for message in client.stub.ListBlocks(pb.ListBlocksRequest())]
+    lists = [decode_block_list(each).hashes async for each in client.stub.list_blocks(Nothing())]
     assert b"".join(lists) == b"".join(harness.blocks)
 
 
 async def test_drain_is_passed_on_and_answered_at_once(client: RouterClient, harness: Harness) -> None:
-    await client.stub.Drain(pb.DrainRequest())
+    await client.stub.drain(Nothing())
     assert harness.drains == 1
 
 

@@ -1,11 +1,11 @@
 """What the server tells before anything is computed: which blocks are coming, and how much there is to do."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit

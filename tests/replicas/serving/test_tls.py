@@ -17,9 +17,9 @@ from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.host import ReplicaHost
 from replicas.process.settings import SettingsError
-from replicas.protocol import replica_pb2 as pb
 from replicas.protocol.frames import RequestKey
 from replicas.protocol.status import ReplicaState, TokenizerBundle
+from replicas.protocol.wire import DescribeRequest
 from tests.certificates import REPLICA_NAME, Authority, Pair, copied, self_signed
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.scripted_engine import ScriptedEngine
@@ -114,7 +114,7 @@ async def test_the_health_check_needs_no_certificate_and_knows_ready_from_draini
         assert await check(environment) == (0, "")
         async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await RouterClient(channel).stub.Describe(pb.DescribeRequest())
+                await RouterClient(channel).stub.describe(DescribeRequest())
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
         async with channel_to(host, ca, ca.router()) as channel:
             client = RouterClient(channel)

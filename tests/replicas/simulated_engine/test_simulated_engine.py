@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine, RequestRefused, expand
 from replicas.engine_process.build import build_engine
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.events import AllBlocksCleared
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, SamplingParams, StepFrame, Submit
 from replicas.protocol.status import ModelCard
@@ -94,7 +94,9 @@ def test_it_keeps_the_engine_contract() -> None:
 
 def test_choices_of_one_submit_share_the_prompt_and_differ_in_their_answers() -> None:
     served = engine()
-    submit = Submit(1, list(range(100, 150)), SamplingParams(max_tokens=8, seed=5), ROOT, num_choices=3)
+    submit = Submit(
+        1, pack_token_ids(range(100, 150)), SamplingParams(max_tokens=8, seed=5), ROOT, num_choices=3
+    )
     for choice in expand(submit, request_id=1):
         served.add(choice)
     frames = run(served)

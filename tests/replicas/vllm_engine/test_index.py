@@ -14,7 +14,7 @@ from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
-from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root
+from replicas.protocol.blocks import BlockHash, Namespace, hash_blocks, namespace_root, pack_token_ids
 from replicas.protocol.events import BlockRemoved
 from replicas.protocol.frames import Abort, RequestKey, SamplingParams, StepFrame, Submit, UserTag
 from replicas.protocol.keys import is_indexed
@@ -119,7 +119,7 @@ def requests(engine: "VllmEngine", rng: random.Random) -> Iterator[Submit]:
         adapter, salt = rng.choice(list(namespaces) if is_mixed else plain)
         yield Submit(
             request_id,
-            [*rng.choice(shared)[: rng.randrange(160)], *tail],
+            pack_token_ids([*rng.choice(shared)[: rng.randrange(160)], *tail]),
             SamplingParams(
                 max_tokens=rng.choices((1, 2, 40), (80, 15, 5))[0], temperature=0.0, ignore_eos=True
             ),

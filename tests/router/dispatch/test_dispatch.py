@@ -1,7 +1,6 @@
 """One generation through dispatch, over real gRPC and a real routing table: tokens, reservations, ends."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.router.dispatched_fleet import (
     PROMPT,
     Fleet,
     assert_complete,
+    changed,
     expected_tokens,
     fleet,
     generate,
@@ -31,9 +31,9 @@ __all__ = ["fleet"]
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_a_generation_yields_every_token_of_every_choice_once(fleet: Fleet, num_choices: int) -> None:
     await fleet.add("r0")
-    deltas = await generate(fleet, replace(GENERATION, num_choices=num_choices))
+    deltas = await generate(fleet, changed(GENERATION, num_choices=num_choices))
     assert_complete(deltas, num_choices)
-    assert fleet.replicas[ReplicaId("r0")].submits[0].token_ids == PROMPT
+    assert fleet.replicas[ReplicaId("r0")].submits[0].token_ids() == PROMPT
 
 
 async def test_a_run_says_who_serves_it(fleet: Fleet) -> None:
@@ -77,7 +77,7 @@ async def test_an_aborted_choice_ends_and_the_others_go_on(fleet: Fleet) -> None
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.002
     deltas: list[TokenDelta] = []
-    async with fleet.dispatcher.run(replace(GENERATION, num_choices=3)) as run:
+    async with fleet.dispatcher.run(changed(GENERATION, num_choices=3)) as run:
         async for batch in run:
             deltas += batch
             if len(tokens_of(deltas, 1)) >= 3:
@@ -160,7 +160,7 @@ async def test_a_run_cancelled_while_it_waits_for_a_place_to_resume_gives_everyt
 
 
 ADAPTER = Adapter("sql", "f1")
-ADAPTED = replace(GENERATION, adapter=ADAPTER, user=UserTag(b"somebody"))
+ADAPTED = changed(GENERATION, adapter=ADAPTER, user=UserTag(b"somebody"))
 
 
 async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_resumed(fleet: Fleet) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.router.dispatched_fleet import (
     PROMPT,
     Fleet,
     assert_complete,
+    changed,
     expected_tokens,
     fleet,
     generate,
@@ -39,7 +39,7 @@ async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Fleet, 
         fleet.stall_seconds = 0.5
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.holding = True
-    task = asyncio.create_task(generate(fleet, replace(GENERATION, num_choices=2)))
+    task = asyncio.create_task(generate(fleet, changed(GENERATION, num_choices=2)))
     await eventually(lambda: any(replica.num_live for replica in fleet.replicas.values()))
     dying = fleet.serving_replica()
     for replica in fleet.replicas.values():
@@ -69,7 +69,7 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
         else:
             dying.script.die_after_tokens = dying.num_tokens_sent + 3 * num_choices + 1
 
-    deltas = await generate(fleet, replace(GENERATION, num_choices=num_choices), after_first=die)
+    deltas = await generate(fleet, changed(GENERATION, num_choices=num_choices), after_first=die)
     assert_complete(deltas, num_choices)
     statistics = fleet.dispatcher.statistics()
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (0, num_choices, 1)
@@ -97,7 +97,7 @@ async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
     deltas: list[TokenDelta] = []
-    async with fleet.dispatcher.run(replace(GENERATION, num_choices=2)) as run:
+    async with fleet.dispatcher.run(changed(GENERATION, num_choices=2)) as run:
         async for batch in run:
             deltas += batch
             if run.num_attempts == 1 and len(tokens_of(deltas, 0)) >= 5:
@@ -165,7 +165,7 @@ async def test_a_replica_that_refuses_is_passed_over(fleet: Fleet, code: Refusal
     home.script.refusal = code
     for replica in fleet.replicas.values():
         replica.script.holding = False
-    deltas = await generate(fleet, replace(GENERATION, num_choices=2))
+    deltas = await generate(fleet, changed(GENERATION, num_choices=2))
     assert_complete(deltas, 2)
     assert fleet.dispatcher.statistics().num_lost == 0
 
@@ -184,7 +184,7 @@ async def test_a_refusal_by_all_is_the_matching_error(
 ) -> None:
     (await fleet.add("r0")).script.refusal = code
     with pytest.raises(error):
-        await generate(fleet, replace(GENERATION, num_choices=2))
+        await generate(fleet, changed(GENERATION, num_choices=2))
 
 
 async def test_a_replica_without_an_open_client_is_passed_over(fleet: Fleet) -> None:
@@ -237,7 +237,7 @@ async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(f
 
     async def one_request(seed: int) -> None:
         num_choices = seed % 3 + 1
-        generation = replace(
+        generation = changed(
             GENERATION, num_choices=num_choices, bucket=str(seed).encode(), token_ids=[*PROMPT, seed]
         )
         await asyncio.sleep(seed * 0.01)

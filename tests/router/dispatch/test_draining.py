@@ -14,7 +14,7 @@ import replicas.host
 from replicas.config import ReplicaConfig
 from replicas.host import ReplicaHost
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import Abort, RefusalCode, SamplingParams
+from replicas.protocol.frames import Abort, RefusalCode
 from replicas.protocol.status import ReplicaId, ReplicaState
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.membership import Membership, RegistrySource
@@ -24,7 +24,7 @@ from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from tests.own_log import own_records
 from tests.replicas.router_client import RouterClient, submit
-from tests.router.scripted_replica import eventually
+from tests.router.scripted_replica import asking, eventually
 
 MODEL = "toy_model"
 ROOT = BlockHash(b"one namespace !!")
@@ -58,10 +58,9 @@ class Router:
             generation = Generation(
                 model=MODEL,
                 token_ids=prompt,
+                submit=asking(prompt, max_tokens=2),
                 block_hashes=(),
-                root=ROOT,
                 bucket=bytes(self.rng.randrange(256) for _ in range(8)),
-                sampling=SamplingParams(max_tokens=2, ignore_eos=True),
             )
             async with self.dispatcher.run(generation) as run:
                 async for _ in run:
@@ -200,7 +199,7 @@ async def test_a_replica_that_is_killed_while_it_drains_is_lost_with_what_runs_t
         await eventually(lambda: router.membership.statistics().num_routed == 1)
         client = router.membership.client(ReplicaId("r0"))
         assert client is not None
-        inflight = client.submit([1, 2, 3], SamplingParams(max_tokens=8000, ignore_eos=True), ROOT)
+        inflight = client.submit(asking([1, 2, 3], max_tokens=8000))
         await inflight.batch()
         draining = asyncio.create_task(slow.drain())
         await eventually(lambda: client.is_draining)

@@ -1,14 +1,22 @@
 """Replicas that live and compute nothing: their requests move, and honest work is left alone."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from replicas.protocol.frames import LoadSnapshot
 from router.dispatch.overdue import OverdueWatch
 from router.dispatch.pulse import STEPS_OF_PATIENCE, UNMEASURED_FACTOR, Pulse
-from tests.router.dispatched_fleet import GENERATION, Fleet, assert_complete, fleet, generate, long_generation
+from tests.router.dispatched_fleet import (
+    GENERATION,
+    Fleet,
+    assert_complete,
+    changed,
+    fleet,
+    generate,
+    long_generation,
+)
 from tests.router.scripted_replica import eventually
 
 __all__ = ["fleet"]
@@ -73,7 +81,7 @@ async def test_requests_leave_a_replica_that_hangs_and_go_on_elsewhere(fleet: Fl
     hanging.script.load = MEASURED
     hanging.script.step_seconds = 0.01
     generations = [
-        replace(GENERATION, token_ids=[*GENERATION.token_ids, number], num_choices=2) for number in range(10)
+        changed(GENERATION, token_ids=[*GENERATION.token_ids, number], num_choices=2) for number in range(10)
     ]
     async with asyncio.TaskGroup() as tasks:
         watch = tasks.create_task(OverdueWatch(fleet.dispatcher.state, 0.5).run())

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from replicas.protocol.frames import RefusalCode, TokenDelta
 from router.dispatch.run import Run
@@ -15,6 +15,7 @@ from tests.router.dispatched_fleet import (
     PROMPT,
     Fleet,
     assert_complete,
+    changed,
     fleet,
     generate,
     tokens_of,
@@ -26,7 +27,7 @@ __all__ = ["fleet"]
 DEADLY = 49_999
 """A replica that computes this token dies."""
 
-DEADLY_GENERATION = replace(GENERATION, token_ids=[*PROMPT, DEADLY], bucket=b"deadly")
+DEADLY_GENERATION = changed(GENERATION, token_ids=[*PROMPT, DEADLY], bucket=b"deadly")
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ async def test_a_prompt_that_kills_is_tried_once_more_and_then_refused(mortals: 
 async def test_it_is_remembered_however_it_is_asked_again(mortals: Fleet, num_choices: int) -> None:
     for seed in range(4):
         sampling = replace(GENERATION.sampling, seed=seed, temperature=seed / 10)
-        again = replace(DEADLY_GENERATION, sampling=sampling, num_choices=num_choices, bucket=bytes([seed]))
+        again = changed(DEADLY_GENERATION, sampling=sampling, num_choices=num_choices, bucket=bytes([seed]))
         with pytest.raises(GenerationFailed):
             await generate(mortals, again)
     assert num_killed(mortals) == 2
@@ -101,7 +102,7 @@ async def test_others_in_flight_with_a_deadly_prompt_are_all_answered(mortals: F
 
 
 def innocent(number: int) -> Generation:
-    return replace(GENERATION, token_ids=[*PROMPT, number], bucket=str(number).encode())
+    return changed(GENERATION, token_ids=[*PROMPT, number], bucket=str(number).encode())
 
 
 @pytest.mark.parametrize("is_computed", [True, False], ids=["running", "not begun"])

@@ -1,7 +1,6 @@
 """What is tried again: the budget of a router, the patience of a generation, and what both do to a fleet."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -9,7 +8,7 @@ from replicas.protocol.frames import LoadSnapshot, RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Patience, RetryBudget, RetryPolicy
 from router.errors import Overloaded
-from tests.router.dispatched_fleet import GENERATION, Fleet, fleet, generate
+from tests.router.dispatched_fleet import GENERATION, Fleet, changed, fleet, generate
 from tests.router.scripted_replica import eventually
 
 __all__ = ["fleet"]
@@ -55,7 +54,7 @@ async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: Fleet
         (await fleet.add(f"r{number}")).script.refusal = RefusalCode.OVERLOADED
     fleet.dispatcher.state.budget = RetryBudget(share=0.1, per_second=0.0, max_retries=20.0)
     tasks = [
-        asyncio.create_task(generate(fleet, replace(GENERATION, bucket=str(number).encode())))
+        asyncio.create_task(generate(fleet, changed(GENERATION, bucket=str(number).encode())))
         for number in range(200)
     ]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -69,7 +68,7 @@ async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(
     dying.script.holding = True
     fleet.dispatcher.state.budget = RetryBudget(share=0.0, per_second=0.0, max_retries=0.0)
     tasks = [
-        asyncio.create_task(generate(fleet, replace(GENERATION, token_ids=[*GENERATION.token_ids, number])))
+        asyncio.create_task(generate(fleet, changed(GENERATION, token_ids=[*GENERATION.token_ids, number])))
         for number in range(20)
     ]
     await eventually(lambda: dying.num_live == 20)

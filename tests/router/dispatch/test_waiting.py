@@ -14,7 +14,7 @@ from router.dispatch.run import Run
 from router.dispatch.waiting_room import WaitingRoom
 from router.errors import GenerationFailed, NoReplicaAvailable
 from router.generation import Generation
-from tests.router.dispatched_fleet import GENERATION, PROMPT, Fleet, assert_complete, fleet, generate
+from tests.router.dispatched_fleet import GENERATION, PROMPT, Fleet, assert_complete, changed, fleet, generate
 from tests.router.scripted_replica import eventually
 
 __all__ = ["fleet"]
@@ -39,7 +39,7 @@ def use(fleet: Fleet, *, wait_seconds: float, max_waiting: int = 1000, max_bytes
 
 
 def numbered(number: int) -> Generation:
-    return replace(GENERATION, token_ids=[*PROMPT, number], bucket=str(number).encode())
+    return changed(GENERATION, token_ids=[*PROMPT, number], bucket=str(number).encode())
 
 
 def num_waiting(fleet: Fleet) -> int:
@@ -71,7 +71,7 @@ async def test_they_are_called_at_once_and_in_the_order_in_which_they_came(empti
     tasks = await ask(emptied, range(20))
     back = await emptied.add("back")
     await asyncio.gather(*tasks)
-    assert [submit.token_ids[-1] for submit in back.submits] == list(range(20))
+    assert [submit.token_ids()[-1] for submit in back.submits] == list(range(20))
     assert emptied.dispatcher.statistics().num_retries == 0
 
 
@@ -97,7 +97,7 @@ async def test_who_comes_later_does_not_pass_those_that_wait(emptied: Fleet) -> 
     late = await ask(emptied, [99])
     first.script.holding = False
     await asyncio.gather(*tasks, *late)
-    assert [submit.token_ids[-1] for submit in first.submits] == [*range(10), 99]
+    assert [submit.token_ids()[-1] for submit in first.submits] == [*range(10), 99]
 
 
 async def test_after_the_wait_it_is_a_refusal_that_says_how_long_there_has_been_nobody(fleet: Fleet) -> None:
@@ -130,7 +130,7 @@ async def test_who_leaves_while_waiting_is_forgotten_and_holds_up_nobody(emptied
     await eventually(lambda: num_waiting(emptied) == 3)
     back = await emptied.add("back")
     await asyncio.gather(*tasks)
-    assert [submit.token_ids[-1] for submit in back.submits] == [1, 2, 4]
+    assert [submit.token_ids()[-1] for submit in back.submits] == [1, 2, 4]
 
 
 async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: Fleet) -> None:
@@ -141,7 +141,7 @@ async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: Fleet) 
     async def kill(run: Run) -> None:
         await fleet.replicas[run.replica_id].kill()
 
-    task = asyncio.create_task(generate(fleet, replace(GENERATION, num_choices=3), after_first=kill))
+    task = asyncio.create_task(generate(fleet, changed(GENERATION, num_choices=3), after_first=kill))
     await eventually(lambda: num_waiting(fleet) == 1)
     await fleet.add("r1")
     assert_complete(await task, 3)
@@ -160,7 +160,7 @@ async def test_an_answer_that_has_begun_and_waits_in_vain_has_failed(fleet: Flee
 
 
 async def test_those_in_line_for_an_adapter_do_not_hold_up_those_for_the_model(emptied: Fleet) -> None:
-    adapted = asyncio.create_task(generate(emptied, replace(GENERATION, adapter=Adapter("sql", "f1"))))
+    adapted = asyncio.create_task(generate(emptied, changed(GENERATION, adapter=Adapter("sql", "f1"))))
     await eventually(lambda: num_waiting(emptied) == 1)
     tasks = await ask(emptied, range(3))
     await emptied.add("plain")

@@ -6,13 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import FinishReason, LoadSnapshot, SamplingParams, TokenDelta
+from replicas.protocol.frames import FinishReason, LoadSnapshot, TokenDelta
 from replicas.protocol.status import ReplicaId
-from router.fleet.replica_client import MAX_FRAME_TOKEN_BYTES, Inflight, Mailbox, ReplicaClient, ReplicaLost
-from tests.router.scripted_replica import CARD, ScriptedReplica, eventually, token_at
-
-ROOT = BlockHash(bytes(16))
+from router.fleet.replica_client import MAX_FRAME_BYTES, Inflight, Mailbox, ReplicaClient, ReplicaLost
+from tests.router.scripted_replica import CARD, ScriptedReplica, asking, eventually, token_at
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +50,7 @@ def tokens_of(deltas: list[TokenDelta], choice: int = 0) -> list[int]:
 
 
 async def test_a_request_gets_its_tokens_in_order(client: ReplicaClient) -> None:
-    deltas = await collect(client.submit([1, 2, 3], SamplingParams(max_tokens=5, seed=9), ROOT))
+    deltas = await collect(client.submit(asking([1, 2, 3], max_tokens=5, seed=9)))
     assert tokens_of(deltas) == [token_at(9, n) for n in range(5)]
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     assert deltas[0].usage is not None and deltas[0].usage.num_prompt_tokens == 3
@@ -61,7 +58,7 @@ async def test_a_request_gets_its_tokens_in_order(client: ReplicaClient) -> None
 
 
 async def test_requests_of_one_turn_share_a_frame(client: ReplicaClient, replica: ScriptedReplica) -> None:
-    inflights = [client.submit([1], SamplingParams(max_tokens=2, seed=n), ROOT) for n in range(20)]
+    inflights = [client.submit(asking([1], max_tokens=2, seed=n)) for n in range(20)]
     answers = [await collect(inflight) for inflight in inflights]
     assert [tokens_of(answer) for answer in answers] == [[token_at(n, 0), token_at(n, 1)] for n in range(20)]
     assert replica.num_client_frames == 1
@@ -70,31 +67,31 @@ async def test_requests_of_one_turn_share_a_frame(client: ReplicaClient, replica
 async def test_prompts_beyond_the_frame_limit_are_split_over_frames(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
-    long_prompt = [7] * (MAX_FRAME_TOKEN_BYTES // 4 * 2 // 3)
-    inflights = [client.submit(long_prompt, SamplingParams(max_tokens=1), ROOT) for _ in range(3)]
+    long_prompt = [7] * (MAX_FRAME_BYTES // 4 * 2 // 3)
+    inflights = [client.submit(asking(long_prompt, max_tokens=1)) for _ in range(3)]
     for inflight in inflights:
         await collect(inflight)
     assert replica.num_client_frames == 3
 
 
 async def test_what_the_protocol_cannot_carry_fails_alone(client: ReplicaClient) -> None:
-    running = client.submit([1, 2, 3], SamplingParams(max_tokens=5, seed=9), ROOT)
+    running = client.submit(asking([1, 2, 3], max_tokens=5, seed=9))
     with pytest.raises(ValueError):
-        client.submit([1], SamplingParams(max_tokens=5, top_k=2**40), ROOT)
+        client.submit(asking([1], max_tokens=5, top_k=2**40))
     with pytest.raises(OverflowError):
-        client.submit([-1], SamplingParams(max_tokens=5), ROOT)
+        client.submit(asking([-1], max_tokens=5))
     assert client.num_inflight == 1
     assert tokens_of(await collect(running)) == [token_at(9, n) for n in range(5)]
     assert client.num_inflight == 0
-    following = client.submit([1], SamplingParams(max_tokens=1), ROOT)
+    following = client.submit(asking([1], max_tokens=1))
     assert (running.request_id, following.request_id) == (1, 2)  # ids count what was sent
     await collect(following)
 
 
 async def test_one_mailbox_serves_several_requests(client: ReplicaClient) -> None:
     mailbox = Mailbox()
-    first = client.submit([1], SamplingParams(max_tokens=3), ROOT, mailbox=mailbox)
-    second = client.submit([1], SamplingParams(max_tokens=3), ROOT, mailbox=mailbox)
+    first = client.submit(asking([1], max_tokens=3), mailbox)
+    second = client.submit(asking([1], max_tokens=3), mailbox)
     num_tokens = 0
     while num_tokens < 6:
         deltas = first.take() + second.take()
@@ -106,7 +103,7 @@ async def test_one_mailbox_serves_several_requests(client: ReplicaClient) -> Non
 async def test_a_frame_wakes_its_consumer_once_with_all_its_deltas(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
-    inflight = client.submit([1], SamplingParams(max_tokens=1), ROOT, num_choices=4)
+    inflight = client.submit(asking([1], max_tokens=1, num_choices=4))
     assert len(await inflight.batch()) == 4
 
 
@@ -114,7 +111,7 @@ async def test_an_abort_reaches_the_replica_and_nothing_more_is_delivered(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
     replica.script.step_seconds = 0.005
-    inflight = client.submit([1], SamplingParams(max_tokens=100_000), ROOT)
+    inflight = client.submit(asking([1], max_tokens=100_000))
     await inflight.batch()
     client.abort(inflight.request_id)
     inflight.take()
@@ -127,7 +124,7 @@ async def test_aborting_one_choice_leaves_the_others_running(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
     replica.script.step_seconds = 0.002
-    inflight = client.submit([1], SamplingParams(max_tokens=50, seed=3), ROOT, num_choices=2)
+    inflight = client.submit(asking([1], max_tokens=50, seed=3, num_choices=2))
     deltas = await inflight.batch()
     client.abort(inflight.request_id, choice=0)
     deltas += inflight.take()
@@ -144,21 +141,21 @@ async def test_deltas_that_cross_an_abort_are_not_delivered(
 ) -> None:
     replica.script.ignores_aborts = True
     replica.script.step_seconds = 0.002
-    inflight = client.submit([1], SamplingParams(max_tokens=30), ROOT, num_choices=2)
+    inflight = client.submit(asking([1], max_tokens=30, num_choices=2))
     await inflight.batch()
     client.abort(inflight.request_id, choice)
     inflight.take()
     await eventually(lambda: replica.num_live == 0)
-    await collect(client.submit([1], SamplingParams(max_tokens=1), ROOT))
+    await collect(client.submit(asking([1], max_tokens=1)))
     assert tokens_of(inflight.take(), choice=0) == []
     assert client.num_inflight == 0
 
 
 async def test_aborting_what_has_ended_sends_nothing(client: ReplicaClient, replica: ScriptedReplica) -> None:
-    inflight = client.submit([1], SamplingParams(max_tokens=1), ROOT)
+    inflight = client.submit(asking([1], max_tokens=1))
     await collect(inflight)
     client.abort(inflight.request_id)
-    await collect(client.submit([1], SamplingParams(max_tokens=1), ROOT))
+    await collect(client.submit(asking([1], max_tokens=1)))
     assert replica.num_aborts == 0
 
 
@@ -166,7 +163,7 @@ async def test_every_frame_brings_the_load(replica: ScriptedReplica) -> None:
     loads: list[tuple[ReplicaId, LoadSnapshot, int]] = []
     client = ReplicaClient(replica.replica_id, replica.address, lambda *load: loads.append(load))
     async with serving(client):
-        inflight = client.submit([1], SamplingParams(max_tokens=3), ROOT)
+        inflight = client.submit(asking([1], max_tokens=3))
         await collect(inflight)
         assert (replica.replica_id, LoadSnapshot(num_running=0), 0) in loads
         assert (replica.replica_id, LoadSnapshot(num_running=1), 1) in loads
@@ -198,7 +195,7 @@ async def test_a_broken_stream_fails_everything_in_flight(replica: ScriptedRepli
     )
     async with serving(client) as task:
         replica.script.step_seconds = 0.002
-        inflights = [client.submit([1], SamplingParams(max_tokens=100_000), ROOT) for _ in range(5)]
+        inflights = [client.submit(asking([1], max_tokens=100_000)) for _ in range(5)]
         for inflight in inflights:
             await inflight.batch()
         if death == "stream":
@@ -215,7 +212,7 @@ async def test_a_broken_stream_fails_everything_in_flight(replica: ScriptedRepli
         assert lost == [client]
         assert client.num_inflight == 0
         with pytest.raises(ReplicaLost):
-            client.submit([1], SamplingParams(max_tokens=1), ROOT)
+            client.submit(asking([1], max_tokens=1))
 
 
 async def test_an_idle_stream_with_heartbeats_is_no_stall(replica: ScriptedReplica) -> None:
@@ -229,7 +226,7 @@ async def test_a_consumer_may_be_cancelled_while_it_waits_and_another_take_over(
     client: ReplicaClient, replica: ScriptedReplica
 ) -> None:
     replica.script.holding = True
-    inflight = client.submit([1], SamplingParams(max_tokens=1), ROOT)
+    inflight = client.submit(asking([1], max_tokens=1))
     consumer = asyncio.create_task(inflight.batch())
     await eventually(lambda: replica.num_live == 1)
     consumer.cancel()
@@ -245,7 +242,7 @@ async def test_closing_the_client_fails_what_is_in_flight(
     client = ReplicaClient(replica.replica_id, replica.address, lambda *load: None)
     async with serving(client) as task:
         replica.script.holding = True
-        inflight = client.submit([1], SamplingParams(max_tokens=1), ROOT)
+        inflight = client.submit(asking([1], max_tokens=1))
         await eventually(lambda: replica.num_live == 1)
         await client.close()
         with pytest.raises(ReplicaLost):

@@ -11,13 +11,12 @@ import pytest
 
 from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import SamplingParams
 from replicas.protocol.status import ReplicaId
 from router.fleet.membership import RegistrySource
 from router.fleet.replica_client import ReplicaClient, ReplicaLost
 from tests.certificates import REPLICA_NAME, Authority, copied
 from tests.own_log import own_records
-from tests.router.scripted_replica import ScriptedReplica, eventually, token_at
+from tests.router.scripted_replica import ScriptedReplica, asking, eventually, token_at
 from tests.router.watched_fleet import POLL_SECONDS, Registry, World, registry, watching
 
 __all__ = ["registry"]
@@ -59,7 +58,7 @@ def client_of(world: World, replica: ScriptedReplica) -> ReplicaClient:
 
 
 async def tokens(client: ReplicaClient, num_tokens: int) -> list[int]:
-    inflight = client.submit([1, 2, 3], SamplingParams(max_tokens=num_tokens, seed=9), ROOT)
+    inflight = client.submit(asking([1, 2, 3], max_tokens=num_tokens, seed=9))
     found: list[int] = []
     while len(found) < num_tokens:
         found += [token for delta in await inflight.batch() for token in delta.token_ids]
@@ -183,7 +182,7 @@ async def test_a_renewal_of_everything_is_followed_and_cuts_no_stream(
         await world.wait_routed("r0")
         old = client_of(world, replica)
         replica.script.holding = True
-        inflight = old.submit([1, 2, 3], SamplingParams(max_tokens=5, seed=9), ROOT)
+        inflight = old.submit(asking([1, 2, 3], max_tokens=5, seed=9))
         await eventually(lambda: len(replica.submits) == 1)
 
         stale = await asyncio.to_thread(lambda: RouterTls(router_files, REPLICA_NAME).current())

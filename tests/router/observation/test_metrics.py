@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import PromptUsage, SamplingParams
+from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
 from router.errors import ErrorKind
 from router.generation import DEFAULT_TENANT, Generation
@@ -21,6 +20,7 @@ from router.observation.served import ServedPrompt, ServedRequest, TokenGaps
 from router.observation.tenant_labels import OTHER_TENANTS, TenantLabels
 from router.routing.decision import Decision, DecisionReason
 from router.routing.load import ReplicaLoad
+from tests.router.scripted_replica import asking
 
 USAGE = PromptUsage(100, 64, 32, 16, num_own_tokens=32, num_slower_tier_tokens=48)
 
@@ -33,9 +33,7 @@ def served(
     num_output_tokens: int = 5,
     **fields: Any,
 ) -> ServedRequest:
-    generation = Generation(
-        "m", [1] * 100, BlockHash(bytes(16)), [], b"bucket", SamplingParams(max_tokens=9), tenant=tenant
-    )
+    generation = Generation("m", [1] * 100, asking([1] * 100, max_tokens=9), [], b"bucket", tenant=tenant)
     decision = Decision(ReplicaId("r-0"), 80, DecisionReason.OVERLAP, rank, ())
     settings: dict[str, Any] = {
         "request_id": "q",

@@ -1,0 +1,55 @@
+"""The gRPC service of a replica: its methods, what carries them, and who answers.
+
+Owns the names of the methods and that messages are bytes; `wire.py` knows what is in them. Both ends take
+messages as they came, so that what breaks the contract is their own to handle and not gRPC's.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+
+from replicas.protocol.wire import SERVICE_NAME, encode
+
+
+class Replica(Protocol):
+    """What a router, and the controller, ask of a replica. What comes in is encoded, what goes out is not."""
+
+    def serve(self, frames: AsyncIterator[bytes], context: Any) -> Any:
+        """One stream per router process and replica carries every request between them: ClientFrames one way,
+        a ServerFrame per engine step the other way."""
+
+    async def describe(self, request: bytes, context: Any) -> Any:
+        """DescribeRequest to DescribeResponse."""
+
+    def list_blocks(self, request: bytes, context: Any) -> Any:
+        """Nothing to BlockLists: what the index should hold, for rebuilding and for checking it."""
+
+    async def begin_drain(self, request: bytes, context: Any) -> Any:
+        """Nothing to Nothing: stop admitting, finish what runs, leave. Returns at once."""
+
+
+def path(method: str) -> str:
+    """As gRPC names it."""
+    return f"/{SERVICE_NAME}/{method}"
+
+
+def handler(replica: Replica) -> "grpc.GenericRpcHandler[Any, Any]":
+    """For a server to serve this replica."""
+    methods = {
+        "Serve": grpc.stream_stream_rpc_method_handler(replica.serve, response_serializer=encode),
+        "Describe": grpc.unary_unary_rpc_method_handler(replica.describe, response_serializer=encode),
+        "ListBlocks": grpc.unary_stream_rpc_method_handler(replica.list_blocks, response_serializer=encode),
+        "Drain": grpc.unary_unary_rpc_method_handler(replica.begin_drain, response_serializer=encode),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+
+class ReplicaStub:
+    """The other end: calls take structs, or bytes for `serve`, and give bytes."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.serve: Any = channel.stream_stream(path("Serve"), None, None)
+        self.describe: Any = channel.unary_unary(path("Describe"), encode, None)
+        self.list_blocks: Any = channel.unary_stream(path("ListBlocks"), encode, None)
+        self.drain: Any = channel.unary_unary(path("Drain"), encode, None)
