@@ -24,7 +24,7 @@ def filled(kind: Any, special: Special | None = None) -> st.SearchStrategy[Any]:
     if kind in special:
         return special[kind]
     if typing.get_origin(kind) is Annotated:
-        return filled(typing.get_args(kind)[0], special)
+        return _bounded(kind, special)
     if isinstance(kind, typing.NewType):
         return filled(kind.__supertype__, special)
     fields = _fields(kind)
@@ -37,6 +37,18 @@ def filled(kind: Any, special: Special | None = None) -> st.SearchStrategy[Any]:
             for name, (hint, default) in fields.items()
         },
     )
+
+
+def _bounded(kind: Any, special: Special) -> st.SearchStrategy[Any]:
+    """Numbers within the bounds of the annotation; lengths are small enough for any."""
+    base, *notes = typing.get_args(kind)
+    least = max([note.ge for note in notes if note.ge is not None], default=None)
+    most = min([note.le for note in notes if note.le is not None], default=None)
+    if base is int:
+        return st.integers(max(1, least or 1), min(2**31 - 1, 2**31 - 1 if most is None else most))
+    if base is float:
+        return st.floats(least, most, allow_nan=False)
+    return filled(base, special)
 
 
 def _differs_from(default: Any) -> Any:

@@ -169,8 +169,8 @@ async def test_the_prompt_is_hashed_in_its_namespace_and_the_rest_is_passed_on(
     )
     generation = server.dispatcher.generations[0]
     model = tiny_model.catalog().get("tiny")
-    assert generation.root == model.root(None, "s")
-    assert generation.block_hashes == hash_blocks(generation.root, generation.token_ids, 16)
+    assert generation.submit.root == model.root(None, "s")
+    assert generation.block_hashes == hash_blocks(generation.submit.root, generation.token_ids, 16)
     sampling = generation.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.0, 2**64 - 1)
     assert (sampling.top_k, sampling.min_p, sampling.logit_bias) == (4, 0.1, ((5, -3.0),))
@@ -207,9 +207,9 @@ async def test_a_user_is_known_by_either_field_and_to_nobody_by_name(
     await ask(model="tiny", messages=HELLO, user="bob")
     await ask(model="tiny", messages=HELLO)
     tag = tiny_model.catalog().user_tag
-    users = [generation.user for generation in server.dispatcher.generations]
+    users = [generation.submit.user for generation in server.dispatcher.generations]
     assert users == [*[tag("ada")] * 4, tag("bob"), NO_USER]
-    roots = {generation.root for generation in server.dispatcher.generations}
+    roots = {generation.submit.root for generation in server.dispatcher.generations}
     assert len(roots) == 1  # users are counted apart, not kept apart
 
 
@@ -240,7 +240,7 @@ async def test_an_adapter_is_asked_for_by_name_and_has_blocks_and_bucket_of_its_
         ("tiny", tiny_model.ADAPTER)
     }
     assert [generation.token_ids for generation in plain] == [generation.token_ids for generation in adapted]
-    assert {generation.root for generation in adapted} == {tiny_model.catalog().get("tiny-sql").root()}
+    assert {generation.submit.root for generation in adapted} == {tiny_model.catalog().get("tiny-sql").root()}
     assert all(own.bucket != other.bucket for own, other in zip(plain, adapted, strict=True))
 
 

@@ -18,7 +18,7 @@ async def priority_of(server: HttpServer, path: str, asked: int | None) -> int:
     body = {"model": tiny_model.MODEL, "priority": asked, **BODIES[path]}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         assert (await http.post(path, json=body)).status_code == 200
-    return server.dispatcher.generations[-1].priority
+    return server.dispatcher.generations[-1].submit.priority
 
 
 @pytest.mark.parametrize("path", BODIES)
