@@ -7,18 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from msgspec.structs import replace
-
-from replicas.protocol.blocks import BlockHash, MediaSpan
-from replicas.protocol.frames import (
-    NO_USER,
-    RefusalCode,
-    RequestKey,
-    SamplingParams,
-    StepFrame,
-    Submit,
-    UserTag,
-)
+from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams, StepFrame, Submit
 from replicas.protocol.status import ModelCard
 
 
@@ -35,19 +24,23 @@ class RequestRefused(Exception):
 class EngineRequest:
     """One continuation of one prompt: a `Submit` with n choices becomes n of these.
 
-    The last `num_output_tokens` of `token_ids` are output of an earlier run, not prompt.
-    `sampling.seed` is this choice's own.
+    `key` has the replica's own id, not the submit's. `token_ids` are what the submit has packed; the choices
+    share them, and nobody changes them.
     """
 
     key: RequestKey
+    submit: Submit
     token_ids: Sequence[int]
-    sampling: SamplingParams
-    root: BlockHash
-    media: tuple[MediaSpan, ...] = ()
-    priority: int = 0
-    num_output_tokens: int = 0
-    adapter: str | None = None
-    user: UserTag = NO_USER
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """With the seed of the first choice: each has a `seed` of its own."""
+        return self.submit.sampling
+
+    @property
+    def seed(self) -> int:
+        """Choices differ, and the first equals a request for one choice."""
+        return (self.submit.sampling.seed + self.key.choice) % 2**64
 
 
 class Engine(Protocol):
@@ -79,20 +72,11 @@ def expand(submit: Submit, request_id: int) -> list[EngineRequest]:
     """The choices of a Submit as engine requests, under the replica's own `request_id`.
 
     The first choice prefills; the others find its blocks in the cache, in the same step even.
-    Choice i samples with seed + i, so choices differ and choice 0 equals a request for one choice.
     """
     token_ids = submit.token_ids()
-    return [
-        EngineRequest(
-            key=RequestKey(request_id, choice),
-            token_ids=token_ids,
-            sampling=replace(submit.sampling, seed=(submit.sampling.seed + choice) % 2**64),
-            root=submit.root,
-            media=submit.media,
-            priority=submit.priority,
-            num_output_tokens=submit.num_output_tokens,
-            adapter=submit.adapter,
-            user=submit.user,
-        )
-        for choice in range(submit.num_choices)
-    ]
+    return [EngineRequest(key, submit, token_ids) for key in keys_of(request_id, submit)]
+
+
+def keys_of(request_id: int, submit: Submit) -> list[RequestKey]:
+    """Of its choices."""
+    return [RequestKey(request_id, choice) for choice in range(submit.num_choices)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from replicas.engine import Engine, EngineRequest, RequestRefused
+from replicas.engine import Engine, EngineRequest, RequestRefused, expand, keys_of
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
@@ -23,6 +23,7 @@ from replicas.protocol.frames import (
     RefusalCode,
     RequestKey,
     StepFrame,
+    Submit,
     TokenDelta,
 )
 
@@ -38,9 +39,10 @@ OnDeath = Callable[[BaseException], None]
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    """The choices of one request: in one message, so that no step counts only some of them."""
+    """All choices of one request in one message, so that no step counts only some of them."""
 
-    requests: Sequence[EngineRequest]
+    request_id: int
+    submit: Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,14 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, requests: Sequence[EngineRequest]) -> bool:
+    def submit(self, request_id: int, submit: Submit) -> bool:
         """Give a request's choices to the engine: False if it has ended and took none. From any thread.
 
-        The ids of requests ascend: a frame's `last_request_id` says how far its load counts them.
+        Ids are the replica's own and ascend: a frame's `last_request_id` says how far its load counts them.
         """
         with self._door:
             if not self._ended:
-                self._inbox.put(_Add(requests))
+                self._inbox.put(_Add(request_id, submit))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:
@@ -187,8 +189,8 @@ class EngineLoop:
                 return has_news
             has_news = True
             match message:
-                case _Add(requests):
-                    for request in requests:
+                case _Add(request_id, submit):
+                    for request in expand(submit, request_id):
                         self._add(request)
                 case _Abort(key):
                     self._live.discard(key)
@@ -223,7 +225,7 @@ class EngineLoop:
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, _Add):
-                keys += [request.key for request in message.requests]
+                keys += keys_of(message.request_id, message.submit)
         self._emit_errors(keys, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
         self._on_death(death)
 

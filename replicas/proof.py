@@ -6,11 +6,11 @@ for, and nothing would look broken; so it is refused before it registers.
 
 import random
 
-from replicas.engine import Engine, EngineRequest, RequestRefused
+from replicas.engine import Engine, RequestRefused, expand
 from replicas.errors import StartupError
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.events import BlockStored, CacheEvent, Tier
-from replicas.protocol.frames import FinishReason, RequestKey, SamplingParams
+from replicas.protocol.frames import FinishReason, SamplingParams, Submit
 
 NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
@@ -70,7 +70,8 @@ def _run(
     """The tokens that the engine adds to the prompt, and all events meanwhile."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
     try:
-        engine.add(EngineRequest(RequestKey(0, 0), prompt, sampling, root, adapter=adapter))
+        (request,) = expand(Submit(0, pack_token_ids(prompt), sampling, root, adapter=adapter), request_id=0)
+        engine.add(request)
     except RequestRefused as refused:
         raise StartupError(f"the engine refuses the probe prompt: {refused.message}") from refused
     output: list[int] = []

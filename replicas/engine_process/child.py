@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from replicas.engine import Engine, RequestRefused
+from replicas.engine import Engine, EngineRequest, RequestRefused
 from replicas.engine_process.parent import (
     ENCODER,
     QUESTIONS,
@@ -36,7 +36,7 @@ from replicas.engine_process.parent import (
     Run,
     Step,
     Stepped,
-    Submit,
+    Take,
 )
 from replicas.engines import build_engine_here
 from replicas.loop import EngineLoop
@@ -116,8 +116,8 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
     loop.start()
     while (message := _next(connection)) != Close():
         match message:
-            case Submit():
-                loop.submit(message.requests())
+            case Take(request_id, submit):
+                loop.submit(request_id, submit)
             case Abort(key):
                 loop.abort(key)
             case _:
@@ -131,8 +131,8 @@ def _answer(engine: Engine, question: Question) -> Answer:
             case Step():
                 frame = engine.step()
                 return Stepped(frame, has_work=engine.has_work())
-            case Add(request):
-                engine.add(request)
+            case Add(key, submit):
+                engine.add(EngineRequest(key, submit, submit.token_ids()))
             case Abort(key):
                 engine.abort(key)
             case ResetPrefixCache():

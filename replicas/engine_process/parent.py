@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
@@ -25,7 +24,7 @@ from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
-from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
+from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame, Submit
 from replicas.protocol.status import ModelCard, TokenizerBundle
 
 CLOSE_SECONDS = 5.0
@@ -42,7 +41,10 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    request: EngineRequest
+    """One choice of a request."""
+
+    key: RequestKey
+    submit: Submit
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -61,18 +63,11 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     """Has no answer but frames, for as long as the engine lives."""
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """The choices of one request. The prompt, which they share, travels once and is in none of them."""
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """A request with all its choices, under the replica's own id."""
 
-    token_ids: list[int]
-    choices: list[EngineRequest]
-
-    @classmethod
-    def of(cls, requests: Sequence[EngineRequest]) -> "Submit":
-        return cls(list(requests[0].token_ids), [replace(request, token_ids=()) for request in requests])
-
-    def requests(self) -> list[EngineRequest]:
-        return [replace(choice, token_ids=self.token_ids) for choice in self.choices]
+    request_id: int
+    submit: Submit
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -117,7 +112,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-Question: TypeAlias = Build | Add | Abort | Step | ResetPrefixCache | Run | Submit | Close
+Question: TypeAlias = Build | Add | Abort | Step | ResetPrefixCache | Run | Take | Close
 Answer: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | Failed
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -160,7 +155,7 @@ class EngineProcess:
         return self._bundle
 
     def add(self, request: EngineRequest) -> None:
-        self._call(Add(request))
+        self._call(Add(request.key, request.submit))
 
     def abort(self, key: RequestKey) -> None:
         self._call(Abort(key))

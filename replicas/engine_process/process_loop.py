@@ -12,10 +12,9 @@ step costs more than all that is done in between.
 import logging
 import queue
 import threading
-from collections.abc import Sequence
 
-from replicas.engine import Engine, EngineRequest
-from replicas.engine_process.parent import Abort, Close, EngineProcess, Run, Stepped, Submit
+from replicas.engine import Engine, keys_of
+from replicas.engine_process.parent import Abort, Close, EngineProcess, Run, Stepped, Take
 from replicas.errors import EngineDied
 from replicas.loop import ENGINE_FAILED, EngineLoop, OnDeath, OnFrame
 from replicas.protocol.frames import (
@@ -25,6 +24,7 @@ from replicas.protocol.frames import (
     RefusalCode,
     RequestKey,
     StepFrame,
+    Submit,
     TokenDelta,
 )
 
@@ -45,7 +45,7 @@ class ProcessLoop:
         self._engine = engine
         self._on_frame = on_frame
         self._on_death = on_death
-        self._outbox: queue.SimpleQueue[Run | Submit | Abort | Close] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Run | Take | Abort | Close] = queue.SimpleQueue()
         self._outbox.put(Run())
         self._door = threading.Lock()  # guards _ended and _live against the outbox
         self._ended = False
@@ -59,12 +59,12 @@ class ProcessLoop:
         self._reader.start()
         self._writer.start()
 
-    def submit(self, requests: Sequence[EngineRequest]) -> bool:
+    def submit(self, request_id: int, submit: Submit) -> bool:
         """Give a request's choices to the engine: False if it has ended and took none. From any thread."""
         with self._door:
             if not self._ended:
-                self._live.update(request.key for request in requests)
-                self._outbox.put(Submit.of(requests))
+                self._live.update(keys_of(request_id, submit))
+                self._outbox.put(Take(request_id, submit))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:
@@ -94,7 +94,7 @@ class ProcessLoop:
         self._engine.kill()
 
     def _write(self) -> None:
-        message: Run | Submit | Abort | Close | None = None
+        message: Run | Take | Abort | Close | None = None
         while not isinstance(message, Close):
             message = self._outbox.get()
             try:

@@ -57,14 +57,15 @@ def _length_problem(request: EngineRequest, limits: AdmissionLimits) -> str | No
 
 
 def _adapter_problem(request: EngineRequest, limits: AdmissionLimits) -> str | None:
-    if request.adapter is None or request.adapter in limits.adapters:
+    adapter = request.submit.adapter
+    if adapter is None or adapter in limits.adapters:
         return None
     known = ", ".join(sorted(limits.adapters))
-    return f"there is no adapter {request.adapter!r}; this replica has {known or 'none'}"
+    return f"there is no adapter {adapter!r}; this replica has {known or 'none'}"
 
 
 def _prompt_problem(request: EngineRequest, limits: AdmissionLimits) -> str | None:
-    token_ids, num_output_tokens = request.token_ids, request.num_output_tokens
+    token_ids, num_output_tokens = request.token_ids, request.submit.num_output_tokens
     if not 0 <= num_output_tokens <= len(token_ids):
         return f"{num_output_tokens} of {len(token_ids)} tokens cannot be output"
     if len(token_ids) == num_output_tokens:
@@ -74,14 +75,14 @@ def _prompt_problem(request: EngineRequest, limits: AdmissionLimits) -> str | No
         return (
             f"token id {lowest if lowest < 0 else highest} is outside the vocabulary of {limits.vocab_size}"
         )
-    for span in request.media:
+    for span in request.submit.media:
         if span.start < 0 or span.length < 1 or span.start + span.length > len(token_ids):
             return f"media at tokens {span.start} to {span.start + span.length} lie outside the prompt"
     return None
 
 
 def _resumption_problem(request: EngineRequest) -> str | None:
-    if request.num_output_tokens < request.sampling.max_tokens:
+    if request.submit.num_output_tokens < request.sampling.max_tokens:
         return None
     return f"all {request.sampling.max_tokens} tokens of max_tokens are there already"
 

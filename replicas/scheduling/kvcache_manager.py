@@ -44,7 +44,7 @@ class KVCacheManager:
         """Whose the prompt tokens in the first so many blocks are, which `find_cached` has just found."""
         return self.pool.writers.token_shares(
             request.block_hashes[:num_cached_blocks],
-            request.engine_request.user,
+            request.submit.user,
             block_size=self.block_size,
             num_prompt_tokens=request.num_prompt_tokens,
         )
@@ -111,7 +111,7 @@ class KVCacheManager:
             request.block_hashes[first:end],
             first_block_index=first,
             ends_prompt=ends_prompt,
-            user=request.engine_request.user,
+            user=request.submit.user,
         )
 
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
@@ -121,10 +121,10 @@ class KVCacheManager:
         if start >= end:
             return
         block_hashes += hash_blocks(
-            request.engine_request.root,
+            request.submit.root,
             request.token_ids[start * self.block_size : end * self.block_size],
             self.block_size,
             parent=block_hashes[-1] if block_hashes else None,
             start=start * self.block_size,
-            media=request.engine_request.media,
+            media=request.submit.media,
         )

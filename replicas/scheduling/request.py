@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from replicas.engine import EngineRequest
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import RequestKey, SamplingParams, TokenLogprobs
+from replicas.protocol.frames import RequestKey, SamplingParams, Submit, TokenLogprobs
 
 
 class Request:
@@ -26,7 +26,6 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_ids",
-        "engine_request",
         "key",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -38,18 +37,21 @@ class Request:
         "num_submitted_tokens",
         "rank",
         "sampling",
+        "seed",
+        "submit",
         "token_ids",
     )
 
     def __init__(self, engine_request: EngineRequest, arrival: int) -> None:
-        self.engine_request = engine_request
+        self.submit: Submit = engine_request.submit
         self.key: RequestKey = engine_request.key
-        self.sampling: SamplingParams = engine_request.sampling
-        self.rank: tuple[int, int] = (engine_request.priority, arrival)
+        self.sampling: SamplingParams = self.submit.sampling
+        self.seed: int = engine_request.seed
+        self.rank: tuple[int, int] = (self.submit.priority, arrival)
         """Who goes first, lowest rank first; who is preempted first, highest rank first."""
         self.token_ids: list[int] = list(engine_request.token_ids)
         self.num_submitted_tokens: int = len(self.token_ids)
-        self.num_prompt_tokens: int = self.num_submitted_tokens - engine_request.num_output_tokens
+        self.num_prompt_tokens: int = self.num_submitted_tokens - self.submit.num_output_tokens
         self.block_hashes: list[BlockHash] = []
         """Hashes of the leading full blocks of `token_ids`, as far as they were needed yet."""
         self.block_ids: list[int] = []

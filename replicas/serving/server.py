@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import grpc
 
-from replicas.engine import EngineRequest, expand
 from replicas.loop import ENGINE_FAILED
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.observation.trace_points import Tracing
@@ -64,7 +63,7 @@ HASHES_PER_BLOCK_LIST = 65_536
 class EngineInbox(Protocol):
     """What the server needs of the engine loop."""
 
-    def submit(self, requests: Sequence[EngineRequest]) -> bool: ...
+    def submit(self, request_id: int, submit: Submit) -> bool: ...
 
     def abort(self, key: RequestKey) -> None: ...
 
@@ -312,8 +311,7 @@ class ReplicaServer:
             self._refuse(stream, submit, refusal)
             return
         request_id = next(self._request_ids)
-        requests = expand(submit, request_id)
-        if not self._inbox.submit(requests):
+        if not self._inbox.submit(request_id, submit):
             self._refuse(stream, submit, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
             return
         stream.submitted()
@@ -321,7 +319,7 @@ class ReplicaServer:
         self._waits.begin(request_id)
         self._intake.take(request_id, submit)
         self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
-        choices = {request.key.choice for request in requests}
+        choices = set(range(submit.num_choices))
         trace = self._tracing.taken(submit, self._num_frames)
         request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices, trace=trace)
         logger.debug("a request was taken request_id=%s id=%d", submit.origin_id, request_id)

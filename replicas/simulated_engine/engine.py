@@ -83,7 +83,7 @@ class SimulatedEngine:
     def _sample(self, request: Request) -> SampledToken:
         """The n-th output token, from the choice's seed and n alone: the same wherever it is resumed."""
         sampling = request.sampling
-        mixed = (sampling.seed * 0x9E3779B97F4A7C15 + request.num_output_tokens * 0xD1B54A32D192ED03) & _MASK
+        mixed = (request.seed * 0x9E3779B97F4A7C15 + request.num_output_tokens * 0xD1B54A32D192ED03) & _MASK
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
         token_id = self._token_ids[(mixed >> 20) % len(self._token_ids)]
         if sampling.num_logprobs is None:

@@ -80,7 +80,7 @@ class TorchEngine:
         return self._bundle
 
     def add(self, request: EngineRequest) -> None:
-        if request.media:
+        if request.submit.media:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")
         self._scheduler.add(request)
 

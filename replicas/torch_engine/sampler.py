@@ -119,7 +119,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         cut = _cut(subset, [params[row] for row in filtered])
         logits[filtered] = subset.masked_fill(subset < cut, -torch.inf)
     cdf = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    numbers = [uniform(request.sampling.seed, request.num_output_tokens) for request in requests]
+    numbers = [uniform(request.seed, request.num_output_tokens) for request in requests]
     # The first token whose mass ends above the target; one without mass never is. The clamp is for NaN.
     targets = (_column(numbers, cdf) * cdf[:, -1:]).contiguous()
     picks = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[1] - 1)

@@ -92,7 +92,7 @@ class _Live:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.token_ids) - self.request.num_output_tokens
+        return len(self.request.token_ids) - self.request.submit.num_output_tokens
 
 
 class VllmEngine:
@@ -158,7 +158,7 @@ class VllmEngine:
         return self._bundle
 
     def add(self, request: EngineRequest) -> None:
-        if request.media:
+        if request.submit.media:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")
         check_admission(request, self._limits)
         name = _name(request.key)
@@ -167,14 +167,15 @@ class VllmEngine:
         num_waiting = len(self._live) - self._core.num_running
         if num_waiting >= self._max_waiting:
             raise RequestRefused(RefusalCode.OVERLOADED, f"{num_waiting} requests wait already")
-        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=request.root.hex())
+        adapter = request.submit.adapter
+        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=request.submit.root.hex())
         try:
             internal_id = self._vllm.add_request(
                 name,
                 prompt,
                 vllm_sampling(request, self._card.eos_token_ids),
-                lora_request=None if request.adapter is None else self._adapters[request.adapter],
-                priority=request.priority,
+                lora_request=None if adapter is None else self._adapters[adapter],
+                priority=request.submit.priority,
                 session_id=name,  # comes back with the events of its blocks
             )
         except (VLLMValidationError, ValueError) as error:
@@ -253,12 +254,12 @@ class VllmEngine:
         live = None if name is None else self._live.get(name)
         if live is None:
             return None
-        return Storer(live.request.user, live.num_prompt_tokens, live.num_found_tokens)
+        return Storer(live.request.submit.user, live.num_prompt_tokens, live.num_found_tokens)
 
     def _shares(self, live: _Live) -> Shares:
         return self._cache.token_shares(
             live.inner.block_hashes,
-            live.request.user,
+            live.request.submit.user,
             num_cached_tokens=live.num_found_tokens,
             num_prompt_tokens=live.num_prompt_tokens,
         )

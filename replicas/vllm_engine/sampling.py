@@ -19,16 +19,16 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from replicas.engine import EngineRequest
-from replicas.protocol.frames import SamplingParams, TokenLogprobs
+from replicas.protocol.frames import TokenLogprobs
 
 
 def vllm_sampling(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> Any:
     """Raises VLLMValidationError where vLLM's limits are narrower than ours."""
-    sampling = request.sampling
+    sampling, num_output_tokens = request.sampling, request.submit.num_output_tokens
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*eos_token_ids, *sampling.stop_token_ids)
     return VllmSamplingParams(
-        max_tokens=sampling.max_tokens - request.num_output_tokens,
-        min_tokens=max(0, sampling.min_tokens - request.num_output_tokens),
+        max_tokens=sampling.max_tokens - num_output_tokens,
+        min_tokens=max(0, sampling.min_tokens - num_output_tokens),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -36,7 +36,7 @@ def vllm_sampling(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> Any
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        seed=_seed(sampling, request.num_output_tokens),
+        seed=_seed(request.seed, num_output_tokens),
         logit_bias=_logit_bias(request) or None,
         # The end-of-sequence tokens are stop tokens here: vLLM knows but one of them without a tokenizer.
         stop_token_ids=list(ends),
@@ -54,19 +54,19 @@ def token_logprobs(token_id: int, candidates: Any, num_logprobs: int) -> TokenLo
     return TokenLogprobs(token_id, float(candidates[token_id].logprob), top)
 
 
-def _seed(sampling: SamplingParams, num_output_tokens: int) -> int:
+def _seed(seed: int, num_output_tokens: int) -> int:
     if num_output_tokens == 0:
-        return sampling.seed
-    counter = sampling.seed.to_bytes(8, "little") + num_output_tokens.to_bytes(8, "little")
+        return seed
+    counter = seed.to_bytes(8, "little") + num_output_tokens.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"kvasir-resume-v1").digest())
 
 
 def _logit_bias(request: EngineRequest) -> dict[int, float]:
-    sampling = request.sampling
+    sampling, num_output_tokens = request.sampling, request.submit.num_output_tokens
     biases: defaultdict[int, float] = defaultdict(float)
     for token_id, bias in sampling.logit_bias:
         biases[token_id] += bias
-    if request.num_output_tokens and (sampling.frequency_penalty or sampling.presence_penalty):
-        for token_id, count in Counter(request.token_ids[-request.num_output_tokens :]).items():
+    if num_output_tokens and (sampling.frequency_penalty or sampling.presence_penalty):
+        for token_id, count in Counter(request.token_ids[-num_output_tokens:]).items():
             biases[token_id] -= sampling.frequency_penalty * count + sampling.presence_penalty
     return dict(biases)

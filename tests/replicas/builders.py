@@ -5,15 +5,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from replicas.engine import EngineRequest
-from replicas.protocol.blocks import BlockHash, MediaSpan
+from replicas.protocol.blocks import BlockHash, pack_token_ids
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from replicas.protocol.frames import (
-    NO_USER,
     RequestKey,
     SamplingParams,
     StepFrame,
+    Submit,
     TokenDelta,
-    UserTag,
 )
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Chunk, Request, SampledToken
@@ -22,30 +21,24 @@ from replicas.scheduling.scheduler import Scheduler
 ROOT = BlockHash(b"one namespace !!")
 OTHER_ROOT = BlockHash(b"another one  !!!")
 EOS = 2
+SUBMIT_FIELDS = Submit.__struct_fields__
 
 
 def engine_request(
     token_ids: Sequence[int],
     *,
     request_id: int = 1,
+    choice: int = 0,
     root: BlockHash = ROOT,
-    media: tuple[MediaSpan, ...] = (),
-    priority: int = 0,
-    num_output_tokens: int = 0,
     max_tokens: int = 4,
-    user: UserTag = NO_USER,
-    **sampling: Any,
+    **fields: Any,
 ) -> EngineRequest:
-    return EngineRequest(
-        RequestKey(request_id, 0),
-        token_ids,
-        SamplingParams(max_tokens=max_tokens, **sampling),
-        root,
-        media,
-        priority,
-        num_output_tokens,
-        user=user,
-    )
+    """`fields` are those of the submit and of its sampling."""
+    own = {name: fields.pop(name) for name in SUBMIT_FIELDS if name in fields}
+    params = SamplingParams(max_tokens=max_tokens, **fields)
+    packed_tokens = pack_token_ids([token_id % 2**32 for token_id in token_ids])  # there are no others
+    submit = Submit(request_id, packed_tokens, params, root, **own)
+    return EngineRequest(RequestKey(request_id, choice), submit, token_ids)
 
 
 def request(token_ids: Sequence[int], **fields: Any) -> Request:
@@ -169,7 +162,7 @@ class FakeModel:
         return request.block_ids[block] * self.manager.block_size + offset
 
     def _kv(self, request: Request, position: int) -> object:
-        return hash((request.engine_request.root, tuple(request.token_ids[: position + 1])))
+        return hash((request.submit.root, tuple(request.token_ids[: position + 1])))
 
 
 def tokens_of(deltas: Iterable[TokenDelta], request_id: int) -> list[int]:

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from replicas.engine import Engine, EngineRequest
+from replicas.engine import Engine
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import (
     FinishReason,
     PromptUsage,
     RequestKey,
-    SamplingParams,
     StepFrame,
     TokenDelta,
 )
-from tests.replicas.builders import ROOT, EventBalance
+from tests.replicas.builders import ROOT, EventBalance, engine_request
 
 MAX_STEPS = 20_000
 
@@ -34,13 +33,11 @@ class Run:
 
     def add(self, token_ids: Sequence[int], *, root: BlockHash = ROOT, **fields: Any) -> RequestKey:
         self._next_id += 1
-        key = RequestKey(self._next_id, 0)
-        names = ("media", "priority", "num_output_tokens", "adapter", "user")
-        own = {name: fields.pop(name) for name in names if name in fields}
-        sampling = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **fields})
-        self.engine.add(EngineRequest(key, token_ids, sampling, root, **own))
-        self.deltas[key] = []
-        return key
+        fields = {"temperature": 0.0, "ignore_eos": True, **fields}
+        request = engine_request(token_ids, request_id=self._next_id, root=root, **fields)
+        self.engine.add(request)
+        self.deltas[request.key] = []
+        return request.key
 
     def abort(self, key: RequestKey) -> None:
         self.engine.abort(key)

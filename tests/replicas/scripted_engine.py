@@ -126,7 +126,7 @@ class ScriptedEngine:
         )
 
     def _prefill(self, request: EngineRequest) -> PromptUsage:
-        hashes = hash_blocks(request.root, request.token_ids, self.card.block_size)
+        hashes = hash_blocks(request.submit.root, request.token_ids, self.card.block_size)
         num_cached = 0
         while num_cached < len(hashes) and self._held[hashes[num_cached]]:
             num_cached += 1

@@ -4,31 +4,27 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
-from replicas.engine import EngineRequest
 from replicas.loop import EngineLoop, SpeedMeter
-from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
     RefusalCode,
     RequestKey,
-    SamplingParams,
     StepFrame,
+    Submit,
     TokenDelta,
 )
+from tests.replicas.router_client import submit
 from tests.replicas.scripted_engine import ScriptedEngine
 
-ROOT = BlockHash(bytes(16))
 
-
-def request(request_id: int, num_tokens: int = 8, max_tokens: int = 3) -> EngineRequest:
-    return EngineRequest(
-        RequestKey(request_id, 0), list(range(num_tokens)), SamplingParams(max_tokens=max_tokens), ROOT
-    )
+def asked(
+    request_id: int, num_tokens: int = 8, *, max_tokens: int = 3, num_choices: int = 1
+) -> tuple[int, Submit]:
+    return request_id, submit(request_id, range(num_tokens), max_tokens=max_tokens, num_choices=num_choices)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -73,7 +69,8 @@ def harness() -> Iterator[Harness]:
 
 
 def test_requests_run_to_their_end_in_one_thread_of_the_loops_own(harness: Harness) -> None:
-    harness.loop.submit([request(1), request(2, max_tokens=5)])
+    harness.loop.submit(*asked(1))
+    harness.loop.submit(*asked(2, max_tokens=5))
     found = harness.deltas_until_finished(1, 2)
     assert [delta.token_ids for delta in found[1]] == [(0,), (1,), (2,)]
     assert len(found[2]) == 5
@@ -82,9 +79,9 @@ def test_requests_run_to_their_end_in_one_thread_of_the_loops_own(harness: Harne
 
 
 def test_an_idle_loop_takes_no_steps(harness: Harness) -> None:
-    harness.loop.submit([request(1)])
+    harness.loop.submit(*asked(1))
     harness.deltas_until_finished(1)
-    harness.loop.submit([request(2)])  # passes only through a thread that waits for its inbox
+    harness.loop.submit(*asked(2))  # passes only through a thread that waits for its inbox
     harness.deltas_until_finished(2)
     num_steps = harness.engine.num_steps
     threading.Event().wait(0.05)
@@ -93,7 +90,7 @@ def test_an_idle_loop_takes_no_steps(harness: Harness) -> None:
 
 def test_an_abort_ends_the_request_and_reports_the_lighter_load(harness: Harness) -> None:
     harness.engine.gate.clear()
-    harness.loop.submit([request(1, max_tokens=1000)])
+    harness.loop.submit(*asked(1, max_tokens=1000))
     harness.loop.abort(RequestKey(1, 0))
     harness.engine.gate.set()
     while harness.frame().load.num_running:
@@ -103,7 +100,7 @@ def test_an_abort_ends_the_request_and_reports_the_lighter_load(harness: Harness
 
 
 def test_a_refused_request_gets_one_last_delta_that_says_why(harness: Harness) -> None:
-    harness.loop.submit([request(1, num_tokens=300)])
+    harness.loop.submit(*asked(1, num_tokens=300))
     (delta,) = harness.deltas_until_finished(1)[1]
     assert delta.finish_reason is FinishReason.ERROR
     assert delta.refusal is not None
@@ -113,7 +110,8 @@ def test_a_refused_request_gets_one_last_delta_that_says_why(harness: Harness) -
 def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
     harness = Harness(ScriptedEngine(fail_at_step=2))
     harness.engine.gate.clear()
-    harness.loop.submit([request(1, max_tokens=100), request(2, max_tokens=100)])
+    harness.loop.submit(*asked(1, max_tokens=100))
+    harness.loop.submit(*asked(2, max_tokens=100))
     harness.engine.gate.set()
     found = harness.deltas_until_finished(1, 2)
     for request_id in (1, 2):
@@ -123,7 +121,7 @@ def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
         assert refusal.code is RefusalCode.ENGINE_FAILED
     assert harness.died.wait(30)
     assert isinstance(harness.deaths[0], RuntimeError)
-    assert harness.loop.submit([request(3)]) is False
+    assert harness.loop.submit(*asked(3)) is False
     harness.loop.stop()
     assert harness.engine.is_closed
 
@@ -131,8 +129,8 @@ def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
 def test_what_waits_in_the_inbox_of_a_dying_engine_is_ended_too() -> None:
     harness = Harness(ScriptedEngine(fail_at_step=1))
     harness.engine.gate.clear()
-    harness.loop.submit([request(1)])
-    harness.loop.submit([request(2)])
+    harness.loop.submit(*asked(1))
+    harness.loop.submit(*asked(2))
     harness.engine.gate.set()
     found = harness.deltas_until_finished(1, 2)
     assert {deltas[-1].finish_reason for deltas in found.values()} == {FinishReason.ERROR}
@@ -140,7 +138,7 @@ def test_what_waits_in_the_inbox_of_a_dying_engine_is_ended_too() -> None:
 
 
 def test_stop_joins_closes_the_engine_and_may_be_repeated(harness: Harness) -> None:
-    harness.loop.submit([request(1, max_tokens=10_000)])
+    harness.loop.submit(*asked(1, max_tokens=10_000))
     harness.frame()
     harness.loop.stop()
     harness.loop.stop()
@@ -154,7 +152,7 @@ def test_every_frame_carries_the_measured_speed() -> None:
     engine = ScriptedEngine()
     loop = EngineLoop(engine, lambda frame, _: frames.put(frame), lambda _: None, lambda: next(ticks))
     loop.start()
-    loop.submit([request(1, num_tokens=50, max_tokens=3)])
+    loop.submit(*asked(1, num_tokens=50, max_tokens=3))
     loads = [frames.get(timeout=30).load for _ in range(3)]
     loop.stop()
     assert loads[0].prefill_seconds_per_token == pytest.approx(1 / 50)
@@ -173,10 +171,10 @@ def test_tiny_prefills_do_not_make_a_replica_look_slow() -> None:
 
 def test_a_frame_says_up_to_which_request_its_load_counts(harness: Harness) -> None:
     harness.engine.gate.clear()
-    harness.loop.submit([request(1, max_tokens=50)])
+    harness.loop.submit(*asked(1, max_tokens=50))
     wait_for(lambda: bool(harness.engine.added))  # the step that follows waits at the gate
-    harness.loop.submit([request(2, num_tokens=300)])
-    harness.loop.submit([request(3, max_tokens=50), replace(request(3), key=RequestKey(3, 1))])
+    harness.loop.submit(*asked(2, num_tokens=300))
+    harness.loop.submit(*asked(3, max_tokens=50, num_choices=2))
     harness.engine.gate.set()
     seen = []
     while not seen or seen[-1][0] < 3:
@@ -189,8 +187,8 @@ def test_a_frame_says_up_to_which_request_its_load_counts(harness: Harness) -> N
 
 def test_the_frame_of_a_death_counts_no_more_than_the_last_step_did() -> None:
     harness = Harness(ScriptedEngine(fail_at_step=2))
-    harness.loop.submit([request(1, max_tokens=100)])
-    harness.loop.submit([request(2, max_tokens=100)])
+    harness.loop.submit(*asked(1, max_tokens=100))
+    harness.loop.submit(*asked(2, max_tokens=100))
     frames = [harness.frame(), harness.frame()]
     assert frames[1].deltas[0].finish_reason is FinishReason.ERROR
     assert frames[1].last_request_id == frames[0].last_request_id

@@ -6,9 +6,10 @@ from loadtests.simulation.replica import VirtualReplica
 from loadtests.simulation.request import ROOT, PreparedRequest, VirtualRequest, prepare
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.workloads import Workload
-from replicas.engine import EngineRequest
+from replicas.engine import EngineRequest, expand
 from replicas.loop import SpeedMeter
-from replicas.protocol.frames import RequestKey, SamplingParams, UserTag
+from replicas.protocol.blocks import pack_token_ids
+from replicas.protocol.frames import SamplingParams, Submit, UserTag
 from replicas.protocol.status import ModelCard
 from replicas.simulated_engine.engine import SimulatedEngine
 from tests.loadtests.simulation.builders import plain_shape, random_workload, request, small_shape
@@ -94,15 +95,14 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
 def engine_request(prepared: PreparedRequest, block_tokens: int) -> EngineRequest:
     """Equal blocks get equal tokens, and each block those of its own id."""
     token_ids = [block_id for block_id in prepared.trace.prefix_ids for _ in range(block_tokens)]
-    return EngineRequest(
-        key=RequestKey(prepared.number, 0),
-        token_ids=token_ids[: prepared.trace.num_input_tokens],
-        sampling=SamplingParams(
-            max_tokens=prepared.trace.num_output_tokens, seed=prepared.number, ignore_eos=True
-        ),
-        root=ROOT,
+    submit = Submit(
+        prepared.number,
+        pack_token_ids(token_ids[: prepared.trace.num_input_tokens]),
+        SamplingParams(max_tokens=prepared.trace.num_output_tokens, seed=prepared.number, ignore_eos=True),
+        ROOT,
         user=UserTag(prepared.user[:16]),
     )
+    return expand(submit, prepared.number)[0]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,7 +3,6 @@
 import asyncio
 import queue
 import signal
-from dataclasses import replace
 
 import grpc
 import psutil
@@ -22,7 +21,6 @@ from replicas.protocol.frames import (
     StepFrame,
     TokenDelta,
 )
-from tests.replicas.builders import engine_request
 from tests.replicas.engine_process.engine_children import config, engine_children, process, wait_gone
 from tests.replicas.mirror import connect, read_record
 from tests.replicas.process_replica import LONG_LEASE_SECONDS, replica
@@ -57,22 +55,22 @@ def test_choices_that_are_submitted_together_begin_in_one_step(process: EnginePr
     heard = Heard()
     loop = heard.loop(process)
     prompt = [5] * 40
-    choices = [replace(engine_request(prompt), key=RequestKey(1, choice)) for choice in range(8)]
-    assert loop.submit(choices)
+    asked = submit(1, prompt, max_tokens=4, num_choices=8)
+    assert loop.submit(1, asked)
     steps = heard.deltas(num_finished=8)
     assert [len(deltas) for deltas in steps] == [8] * 4
     assert loop.stop()
-    assert not loop.submit(choices)
+    assert not loop.submit(2, asked)
 
 
 def test_an_aborted_request_is_forgotten_by_the_engine() -> None:
     engine, _ = build_engine(config(simulated_hardware="h100-8b"))  # too slow to finish it before it hears
     heard = Heard()
     loop = heard.loop(engine)
-    loop.submit([engine_request([5] * 20, max_tokens=900)])
+    loop.submit(1, submit(1, [5] * 20, max_tokens=900))
     heard.frames.get()
     loop.abort(RequestKey(1, 0))
-    loop.submit([engine_request([6] * 20, request_id=2, max_tokens=3)])
+    loop.submit(2, submit(2, [6] * 20))
     last = heard.deltas(num_finished=1)[-1]
     assert [(delta.key, delta.finish_reason) for delta in last] == [(RequestKey(2, 0), FinishReason.LENGTH)]
     assert loop.stop()
@@ -81,7 +79,7 @@ def test_an_aborted_request_is_forgotten_by_the_engine() -> None:
 def test_a_refusal_is_the_last_delta_of_its_request(process: EngineProcess) -> None:
     heard = Heard()
     loop = heard.loop(process)
-    loop.submit([engine_request([])])
+    loop.submit(1, submit(1, []))
     ((delta,),) = heard.deltas(num_finished=1)
     assert delta.refusal is not None
     assert delta.refusal.code is RefusalCode.INVALID_REQUEST
@@ -92,12 +90,12 @@ def test_an_engine_that_raises_ends_its_requests_and_the_loop() -> None:
     engine, _ = build_engine(config(simulated_hardware="h100-8b", simulated_speed=1e-320))
     heard = Heard()
     loop = heard.loop(engine)
-    loop.submit([engine_request([5] * 20)])
+    loop.submit(1, submit(1, [5] * 20))
     ((delta,),) = heard.deltas(num_finished=1)
     assert delta.refusal is not None
     assert delta.refusal.code is RefusalCode.ENGINE_FAILED
     assert "OverflowError" in str(heard.deaths.get())
-    assert not loop.submit([engine_request([5] * 20)])
+    assert not loop.submit(1, submit(1, [5] * 20))
     assert loop.stop()
 
 
@@ -106,7 +104,7 @@ def test_an_engine_that_does_not_end_its_step_is_killed() -> None:
     assert isinstance(engine, EngineProcess)
     heard = Heard()
     loop = heard.loop(engine)
-    loop.submit([engine_request([5] * 20)])
+    loop.submit(1, submit(1, [5] * 20))
     assert loop.stop(0.1)
     assert not psutil.pid_exists(engine.pid)
     assert heard.deaths.empty()

@@ -103,11 +103,11 @@ class Pair:
 
     @property
     def tokens(self) -> Prefix:
-        return (self.request.engine_request.root, *self.request.token_ids)
+        return (self.request.submit.root, *self.request.token_ids)
 
     @property
     def user(self) -> UserTag:
-        return self.request.engine_request.user
+        return self.request.submit.user
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

@@ -1,6 +1,5 @@
 """What a scheduler refuses outright, with which code, and that it then keeps nothing."""
 
-from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -31,7 +30,7 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_an_adapter_is_refused_by_an_engine_that_has_none() -> None:
     target = scheduler(**LIMITS)
     with pytest.raises(RequestRefused) as refused:
-        target.add(replace(engine_request([5]), adapter="tuned"))
+        target.add(engine_request([5], adapter="tuned"))
     assert refused.value.code is RefusalCode.INVALID_REQUEST
     assert refused.value.message == "there is no adapter 'tuned'; this replica has none"
     assert not target.has_work()

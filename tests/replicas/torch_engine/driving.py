@@ -8,9 +8,16 @@ from typing import Any
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.engine import EngineRequest
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import PromptUsage, RequestKey, SamplingParams, TokenDelta, TokenLogprobs
+from replicas.engine import expand
+from replicas.protocol.blocks import BlockHash, pack_token_ids
+from replicas.protocol.frames import (
+    PromptUsage,
+    RequestKey,
+    SamplingParams,
+    Submit,
+    TokenDelta,
+    TokenLogprobs,
+)
 from replicas.scheduling.request import Chunk
 from replicas.torch_engine.engine import TorchEngine
 
@@ -53,10 +60,11 @@ class Driver:
         self, prompt: Sequence[int], sampling: SamplingParams, *, num_output_tokens: int = 0
     ) -> RequestKey:
         self._next_id += 1
-        key = RequestKey(self._next_id, 0)
-        self.engine.add(EngineRequest(key, prompt, sampling, root=ROOT, num_output_tokens=num_output_tokens))
-        self.outcomes[key] = Outcome()
-        return key
+        submit = Submit(0, pack_token_ids(prompt), sampling, ROOT, num_output_tokens=num_output_tokens)
+        (request,) = expand(submit, self._next_id)
+        self.engine.add(request)
+        self.outcomes[request.key] = Outcome()
+        return request.key
 
     def step(self) -> None:
         for delta in self.engine.step().deltas:

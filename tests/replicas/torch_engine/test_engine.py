@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.engine import EngineRequest, RequestRefused
+from replicas.engine import RequestRefused
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import MediaSpan
-from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams
+from replicas.protocol.frames import RefusalCode, SamplingParams
 from replicas.torch_engine.engine import TorchEngine
+from tests.replicas.builders import engine_request
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, Reference, make_checkpoint
-from tests.replicas.torch_engine.driving import ROOT, Driver, greedy
+from tests.replicas.torch_engine.driving import Driver, greedy
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 
 def test_media_is_refused_for_a_model_that_reads_text_only(driver: Driver) -> None:
     media = (MediaSpan(b"picture", 0, 2),)
-    request = EngineRequest(RequestKey(1, 0), [1, 2, 3], SamplingParams(max_tokens=1), ROOT, media)
+    request = engine_request([1, 2, 3], media=media)
     with pytest.raises(RequestRefused) as caught:
         driver.engine.add(request)
     assert caught.value.code is RefusalCode.INVALID_REQUEST

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.engine import EngineRequest
-from replicas.protocol.blocks import BlockHash
-from replicas.protocol.frames import RequestKey, SamplingParams
 from replicas.scheduling.request import Request
 from replicas.torch_engine.sampler import Sampler, uniform
+from tests.replicas.builders import engine_request
 
 EOS = (3, 7)
 GOLDEN = [0.7385175919370364, 0.9921657131138244, 0.7204581523588903]
@@ -23,14 +21,8 @@ GOLDEN = [0.7385175919370364, 0.9921657131138244, 0.7204581523588903]
 def request_of(
     index: int = 0, *, prompt: Sequence[int] = (0,), output: Sequence[int] = (), **sampling: Any
 ) -> Request:
-    engine_request = EngineRequest(
-        RequestKey(index, 0),
-        [*prompt, *output],
-        SamplingParams(**{"max_tokens": 100, **sampling}),
-        root=BlockHash(bytes(16)),
-        num_output_tokens=len(output),
-    )
-    return Request(engine_request, index)
+    fields = {"max_tokens": 100, "num_output_tokens": len(output), **sampling}
+    return Request(engine_request([*prompt, *output], request_id=index, **fields), index)
 
 
 def sample(request: Request, logits: torch.Tensor) -> int:
