@@ -1,6 +1,6 @@
 """The `kvasir` command: up, down, status, chat, fleet, explain, where, and what other packages add.
 
-Owns the command line, the environment (nobody else reads it), exit codes and what is printed. Imports
+Owns the command line, the environment (no other module reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
 """
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     added = added_commands()
     names = [*commands, *added]
     if words and not words[0].startswith("-") and words[0] not in names:
-        return _complain(f"there is no command {words[0]}; there are {', '.join(names)} and test")
+        return _complain(f"there is no command {words[0]}; there are {', '.join(names)}, docs and test")
     try:
         arguments = _parser(os.environ, words[0] if words else "").parse_args(words)
         if arguments.command in added:
@@ -65,7 +65,7 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
     parser = _Parser(
         prog="kvasir",
         description="A serving cluster in which a prompt goes to the replica that holds its KV blocks.",
-        epilog="`kvasir COMMAND --help` explains a command. `kvasir test` runs every check of the code.",
+        epilog="`kvasir COMMAND --help` explains a command. `./kvasir docs` shows the documentation.",
         allow_abbrev=False,
     )
     common = _Parser(add_help=False)
@@ -74,26 +74,35 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
         type=Path,
         default=default_run_directory(Path.cwd(), environment),
         metavar="DIR",
-        help="where the cluster keeps its state and logs; one cluster each (default: %(default)s)",
+        help="directory for the cluster's state and logs; each cluster needs its own (default: %(default)s)",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    _add_up(commands.add_parser("up", parents=[common], allow_abbrev=False, help="start a cluster here"))
-    commands.add_parser("down", parents=[common], allow_abbrev=False, help="stop it, whatever its state")
+    _add_up(
+        commands.add_parser(
+            "up", parents=[common], allow_abbrev=False, help="start a cluster on this machine"
+        )
+    )
+    commands.add_parser(
+        "down",
+        parents=[common],
+        allow_abbrev=False,
+        help="stop the cluster on this machine, whatever its state",
+    )
     status = commands.add_parser(
         "status", parents=[common], allow_abbrev=False, help="show what runs and how busy it is"
     )
     status.add_argument("--json", action="store_true", help="print it as JSON")
     _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
     fleet = commands.add_parser(
-        "fleet", allow_abbrev=False, help="keep a fleet as a file says, on any Ray cluster"
+        "fleet", allow_abbrev=False, help="keep replicas on a Ray cluster as a file describes"
     )
     if command == "fleet":
         from cluster.commands.fleet import add_arguments
 
         add_arguments(fleet)
     for name, what in (
-        ("explain", "say where a prompt would go, and why, without sending it"),
-        ("where", "say which replicas hold a prompt or a block, asked of Redis itself"),
+        ("explain", "show where a prompt would go, and why, without sending it"),
+        ("where", "show which replicas hold a prompt or a block, according to Redis"),
     ):
         _add_explain(commands.add_parser(name, parents=[common], allow_abbrev=False, help=what))
     for name, added in added_commands().items():
@@ -106,25 +115,29 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--replicas", type=_replica_count, default=2, metavar="N", help="how many (default: 2)"
+        "--replicas", type=_replica_count, default=2, metavar="N", help="number of replicas (default: 2)"
     )
     parser.add_argument(
         "--routers",
         type=_router_count,
         default=1,
         metavar="N",
-        help="how many share the port, each a process of its own (default: 1)",
+        help="number of router processes that share the port (default: 1)",
     )
     parser.add_argument(
         "--engine", choices=("torch", "vllm", "simulated"), default="torch", help="default: torch"
     )
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
-    parser.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
     parser.add_argument(
         "--port", type=_port, default=8000, help="the router's port, 0 for a free one (default: %(default)s)"
     )
-    parser.add_argument("--policy", default="kvasir", metavar="NAME", help="how replicas are chosen")
+    parser.add_argument(
+        "--policy", default="kvasir", metavar="NAME", help="routing policy (default: %(default)s)"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -135,24 +148,30 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="a router (default: the cluster that runs here, else one of its own)")
-    parser.add_argument("--model", metavar="NAME", help="model to talk to (default: the first one)")
-    parser.add_argument("--user", help="sent along as the request's user")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="longest answer")
+    parser.add_argument(
+        "--url", help="a router (default: the cluster that runs here; without one, chat starts its own)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the first model)")
+    parser.add_argument("--user", help="the requests' user")
+    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="maximum length of an answer")
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="what a user says; for `where` also a block hash")
+    parser.add_argument("prompt", nargs="?", help="the user's message; for `where` also a block hash")
     parser.add_argument("--file", metavar="FILE", help="JSON instead: a list of messages or a whole request")
-    parser.add_argument("--completion", action="store_true", help="the prompt is no chat but plain text")
-    parser.add_argument("--model", metavar="NAME", help="default: the first one")
-    parser.add_argument("--prompt-cache-key", metavar="KEY", help="as the request would have it")
-    parser.add_argument("--cache-salt", metavar="SALT", help="as the request would have it")
+    parser.add_argument(
+        "--completion", action="store_true", help="send the prompt as plain text instead of a chat"
+    )
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the first model)")
+    parser.add_argument("--prompt-cache-key", metavar="KEY", help="the request's value")
+    parser.add_argument("--cache-salt", metavar="SALT", help="the request's value")
     parser.add_argument(
         "--url",
         help="a router, at its admin port if it has one (default: that of the cluster that runs here)",
     )
-    parser.add_argument("--redis-url", help="default: that of the cluster that runs here; for `where`")
+    parser.add_argument(
+        "--redis-url", help="for `where`: Redis (default: that of the cluster that runs here)"
+    )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 

@@ -82,7 +82,7 @@ class AutoscaleSpec:
         if not (0 <= self.up_seconds < math.inf and 0 <= self.down_seconds < math.inf):
             raise SettingsError("up_seconds and down_seconds of autoscaling cannot be negative")
         if not 0 <= self.tolerance < 1:
-            raise SettingsError("the tolerance of autoscaling is from 0 to below 1")
+            raise SettingsError("the tolerance of autoscaling must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ class PoolSpec:
     def _check_resources(self) -> None:
         amounts = (self.num_cpus, self.num_gpus, *self.custom_resources.values())
         if not all(math.isfinite(amount) for amount in amounts):
-            raise SettingsError(f"pool {self.name} asks for an amount that is no number")
+            raise SettingsError(f"pool {self.name} asks for an amount that is not a number")
         if self.num_cpus < 0 or self.num_gpus < 0:
-            raise SettingsError(f"pool {self.name} cannot ask for less than no CPU or GPU")
+            raise SettingsError(f"pool {self.name} cannot ask for a negative number of CPUs or GPUs")
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise SettingsError(f"pool {self.name} asks for {self.num_gpus} GPUs: above one, only whole ones")
         for name, amount in self.custom_resources.items():
@@ -197,7 +197,7 @@ class FleetSpec:
         names = [pool.name for pool in self.pools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise SettingsError(f"two pools have one name: {', '.join(twice)}")
+            raise SettingsError(f"two pools have the same name: {', '.join(twice)}")
         if not 0 <= self.drain_seconds < math.inf:
             raise SettingsError("drain_seconds cannot be negative")
 

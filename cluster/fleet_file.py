@@ -57,11 +57,11 @@ def parse_fleet(text: str, redis_url: str | None = None) -> FleetSpec:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SettingsError(f"the fleet file is no YAML: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"the fleet file is not YAML: {' '.join(str(error).split())}") from error
     fields = _mapping(content, "the fleet file", FLEET_FIELDS)
     redis_url = redis_url or _text(fields, "redis_url", "the fleet file")
     if redis_url is None:
-        raise SettingsError("the fleet has no redis_url: put it into the file, or give --redis-url")
+        raise SettingsError("the fleet has no redis_url: add it to the file, or give --redis-url")
     if not redis_url.startswith(("redis://", "rediss://", "unix://")):
         raise SettingsError(
             f"redis_url begins with redis:// or rediss://, not as {without_password(redis_url)}"
@@ -190,7 +190,7 @@ def _refuse_foreign(pool_name: str, values: Mapping[Any, Any]) -> None:
             raise SettingsError(f"pool {pool_name} cannot set {name}: {why}")
     for name in values:
         if not isinstance(name, str):
-            raise SettingsError(f"pool {pool_name} has a setting that is no name: {name!r}")
+            raise SettingsError(f"pool {pool_name} has a setting whose name is not text: {name!r}")
 
 
 def _autoscaling(content: Any, what: str) -> AutoscaleSpec:
@@ -218,7 +218,7 @@ def _autoscaling(content: Any, what: str) -> AutoscaleSpec:
 
 def _mapping(content: Any, what: str, known: Sequence[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise SettingsError(f"{what} is no mapping of names to values")
+        raise SettingsError(f"{what} is not a mapping of names to values")
     for name in content:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

@@ -82,7 +82,7 @@ def commands_page() -> str:
     for command in COMMANDS:
         parser, summary = _command(command)
         rows = ["| | |", "|---|---|"]
-        rows += [f"| `{names}` | {_cell(text)} |" for names, text in _options(parser)]
+        rows += [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in _options(parser)]
         parts.append(
             f"## kvasir {command}\n\n{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(rows) + "\n"
         )

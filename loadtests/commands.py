@@ -52,7 +52,7 @@ def _simulate(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 LOADTEST = AddedCommand(
-    "the same traffic under several policies, side by side",
+    "compare policies on the same traffic",
     _add_loadtest,
     _loadtest,
     has_run_directory=False,

@@ -91,15 +91,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"repeatable; the first is compared with (default: {', '.join(DEFAULT_POLICIES)})",
     )
-    add("--rounds", type=count, default=1, metavar="N", help="each with another seed, in alternating order")
+    add(
+        "--rounds",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of rounds, each with another seed, in alternating order",
+    )
     add("--engine", choices=("simulated", "torch", "vllm"), default=SIMULATED, help="default: simulated")
     add("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
-    add("--model-name", metavar="NAME", help="name that clients ask for")
+    add("--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)")
     add("--replicas", type=count, metavar="N", help="how many (default: 4; 2 with other engines)")
     add("--rate", type=positive, metavar="X", help="requests (chat, agent: sessions) per second")
     add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
-    add("--seed", type=seed, default=1, metavar="N", help="of the first round (default: 1)")
-    add("--cache-tokens", type=count, metavar="N", help="what the cache of one replica holds")
+    add("--seed", type=seed, default=1, metavar="N", help="seed of the first round (default: 1)")
+    add("--cache-tokens", type=count, metavar="N", help="tokens that the cache of one replica holds")
     add(
         "--set",
         action="append",
@@ -114,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a parameter of the workload, such as num_tenants; repeatable",
     )
-    add("--slo-ttft", type=positive, default=0.5, metavar="S", help="limit of a good TTFT (default: 0.5)")
+    add("--slo-ttft", type=positive, default=0.5, metavar="S", help="TTFT limit of the SLO (default: 0.5)")
     add("--quick", action="store_true", help="a small version that takes less than a minute")
     add("--output", type=Path, metavar="DIR", help="run files and report (default: loadtest-NAME-TIME)")
     add("--open", action="store_true", help="show the report in a browser")

@@ -56,35 +56,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("workload", metavar="TRACE", help="a .jsonl or .jsonl.gz in Mooncake's format, or a generator's name")
     add("--url", help="a router (default: the cluster that runs here)")
-    add("--model", metavar="NAME", help="model to ask for (default: the first one)")
-    add("--api-key", metavar="KEY", help="sent along as the bearer token")
+    add("--model", metavar="NAME", help="model name (default: the first model)")
+    add("--api-key", metavar="KEY", help="the requests' bearer token")
     add("--seed", type=int, default=1, metavar="N", help="another seed, other prompts (default: %(default)s)")
-    add("--speed", type=positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--speed", type=positive, default=1.0, metavar="X", help="speed up arrivals by this factor")
     add("--qps", type=positive, metavar="X", help="a generator's requests (or sessions) per second")
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
     )
-    add("--limit", metavar="N|Ns", help="only the first N requests, or, as 60s, those of the first 60 s sent")
+    add(
+        "--limit",
+        metavar="N|Ns",
+        help="only the first N requests, or with 60s, only those sent in the first 60 s",
+    )
     add("--scale-tokens", type=positive, default=1.0, metavar="F", help="shrink prompts and answers (0.1)")
     add("--text", action="store_true", help="send words instead of token ids")
-    add("--timeout", type=positive, default=300.0, metavar="S", help="for a whole answer (default: 300)")
-    add("--warm-up", type=share, default=0.0, metavar="SHARE", help="leave out so much of the beginning")
-    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
-    add("--slo-tpot", type=positive, metavar="S", help="limit of a good TPOT (default: none)")
-    add("--slo-e2e", type=positive, metavar="S", help="limit of a good whole answer (default: none)")
+    add("--timeout", type=positive, default=300.0, metavar="S", help="time limit of an answer (default: 300)")
+    add(
+        "--warm-up",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the beginning that does not count",
+    )
+    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="TTFT limit of the SLO (default: 2)")
+    add("--slo-tpot", type=positive, metavar="S", help="TPOT limit of the SLO (default: none)")
+    add("--slo-e2e", type=positive, metavar="S", help="limit of the SLO for a whole answer (default: none)")
     add(
         "--block-size",
         type=count,
         default=16,
         metavar="N",
-        help="the cluster's, for the ideal (default: 16)",
+        help="the cluster's block size, for the ideal (default: 16)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     add(
         "--run-file",
         type=Path,
         metavar="FILE",
-        help="keep every request's record there, for python -m loadtests.report_page (.json or .json.gz)",
+        help="write every request's record to this file, for python -m loadtests.report_page "
+        "(.json or .json.gz)",
     )
 
 

@@ -59,9 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     add("runs", type=Path, nargs="+", metavar="RUN.json", help="a run file; .gz is read too")
     add("--html", type=Path, metavar="FILE", help="write the page there")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
-    add("--slo-tpot", type=positive, metavar="S", help="limit of a good TPOT (default: none)")
-    add("--slo-e2e", type=positive, metavar="S", help="limit of a good whole answer (default: none)")
+    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="TTFT limit of the SLO (default: 2)")
+    add("--slo-tpot", type=positive, metavar="S", help="TPOT limit of the SLO (default: none)")
+    add("--slo-e2e", type=positive, metavar="S", help="limit of the SLO for a whole answer (default: none)")
     return parser
 
 

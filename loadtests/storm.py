@@ -53,7 +53,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=positive, default=60.0, help="how long it blows")
+    parser.add_argument("--seconds", type=positive, default=60.0, help="duration of the storm")
     parser.add_argument("--seed", type=seed, default=0, help="which faults in which order, and the prompts")
     parser.add_argument(
         "--faults", metavar="NAME,NAME", help="only these (default: all that there is a part for)"

@@ -38,8 +38,8 @@ class ReplicaConfig:
     secret: str | None = secret_setting("cluster secret as hex digits (16 to 64 bytes), as routers have it")
     secret_file: str | None = setting(
         None,
-        help="file with the cluster secret, one in each line: the first is in force, the others are believed "
-        "as well; without secret and file whoever reaches the port may call",
+        help="file with the cluster secret; of several lines the first is in force and the others "
+        "are accepted, too; without secret and file, anyone who reaches the port may call",
     )
     engine: str = setting("torch", help="torch, vllm or simulated")
     model: str | None = setting(
@@ -49,14 +49,14 @@ class ReplicaConfig:
     host: str = setting("127.0.0.1", help="address to listen on for gRPC; routers must reach it")
     port: int = setting(0, help="gRPC port; 0 takes a free one")
     tls_certificate: str | None = setting(
-        None, help="PEM file with the replica's certificate; with it routers are served over TLS"
+        None, help="PEM file with the replica's certificate; with it, the gRPC port speaks TLS"
     )
-    tls_key: str | None = setting(None, help="PEM file with that certificate's key, without a password")
+    tls_key: str | None = setting(None, help="PEM file with the key of that certificate, not encrypted")
     tls_client_ca: str | None = setting(
-        None, help="PEM file with a private CA: only routers with a certificate of it are served"
+        None, help="PEM file with a private CA; only routers that have a certificate of this CA are served"
     )
     health_socket: str | None = setting(
-        None, help="Unix socket at which only the health service answers, without TLS; for probes beside it"
+        None, help="Unix socket that serves only health checks, without TLS, for probes on the same machine"
     )
 
     device: str = setting("auto", help="cpu, cuda, cuda:N, or auto: CUDA where there is a GPU")
@@ -65,7 +65,7 @@ class ReplicaConfig:
         help="float32, bfloat16, float16, or auto: the checkpoint's own, float32 on a CPU with torch",
     )
     context_length: int | None = setting(
-        None, help="most tokens of prompt and answer; none means the model's own"
+        None, help="maximum number of tokens of prompt and answer together; none means the model's own limit"
     )
     block_size: int | None = setting(
         None,
@@ -74,22 +74,23 @@ class ReplicaConfig:
     num_blocks: int | None = setting(None, help="KV blocks; none means as many as kv_cache_bytes holds")
     kv_cache_bytes: int | None = setting(
         None,
-        help="memory of the KV cache in bytes; none means 128 MiB on a CPU, 85 %% of what is free on a GPU "
-        "with torch, vLLM's own choice with vllm",
+        help="memory of the KV cache in bytes; none means 128 MiB on a CPU, 85 % of what is free "
+        "on a GPU with torch, and vLLM's own choice with vllm",
     )
     max_batched_tokens: int | None = setting(
         None,
-        help="most tokens computed in one step (prefill is cut into chunks); none means 2048, and what its "
-        "hardware does with simulated",
+        help="maximum number of tokens computed in one step (longer prefills are split into "
+        "chunks); none means 2048, or with simulated, what its hardware computes",
     )
-    max_running: int = setting(DEFAULT_MAX_RUNNING, help="most requests in one batch")
+    max_running: int = setting(DEFAULT_MAX_RUNNING, help="maximum number of requests in one batch")
     max_waiting: int = setting(
-        1024, help="most sequences (requests times n) that wait; beyond, they are refused as overloaded"
+        1024, help="maximum number of waiting sequences (requests times n); more are refused as overloaded"
     )
     max_open_tokens: int | None = setting(
         None,
-        help="most tokens of requests that run or wait (prompts once, up to 1,024 of each answer); beyond, "
-        "they are refused as overloaded; none means 16 times what the KV cache holds",
+        help="maximum number of tokens of requests that run or wait (prompts once, up to 1,024 of "
+        "each answer); more are refused as overloaded; none means 16 times what the KV cache "
+        "holds",
     )
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
     adapters: Mapping[str, str] | None = setting(
@@ -97,7 +98,7 @@ class ReplicaConfig:
     )
     engine_process: bool | None = setting(
         None,
-        help="run the engine in a process of its own, with an interpreter of its own; none means with vllm",
+        help="run the engine in its own process; none means only with vllm",
     )
     engine_args: Mapping[str, Any] | None = setting(
         None, help="vLLM's own engine arguments, NAME=VALUE,NAME=VALUE or a mapping; vllm only"
@@ -126,29 +127,34 @@ class ReplicaConfig:
     )
 
     index_stride: int = setting(128, help="the index keeps one block hash per this many tokens of a prompt")
-    events_stream_length: int = setting(100_000, help="entries that the stream of index changes keeps")
+    events_stream_length: int = setting(
+        100_000, help="number of entries that the stream of index changes keeps"
+    )
     events_stream_bytes: int = setting(
         64 * 2**20, help="memory in Redis that the stream of index changes may take, for each model"
     )
-    lease_seconds: float = setting(3.0, help="a replica that is silent for so long is dead")
+    lease_seconds: float = setting(
+        3.0, help="a replica that has sent no heartbeat for this long counts as dead"
+    )
     heartbeat_seconds: float = setting(1.0, help="time between heartbeats")
-    drain_seconds: float = setting(30.0, help="longest wait for running requests on SIGTERM")
+    drain_seconds: float = setting(30.0, help="maximum wait for running requests on SIGTERM")
     engine_hang_seconds: float = setting(
         30.0,
-        help="an engine that has work and ends no step for so long hangs, and the replica ends; longer where "
-        "steps take long: five times the longest that can be expected",
+        help="an engine that has work but finishes no step for this long is considered hung, and "
+        "the replica ends; the limit is at least five times the longest step that can be "
+        "expected",
     )
     metrics_port: int | None = setting(
         None,
-        help="port of the Prometheus endpoint /metrics on host, 0 takes a free one; none means no endpoint",
+        help="port of the Prometheus endpoint /metrics on host; 0 takes a free one; none means no endpoint",
     )
     log_format: str = setting("text", help="text, or json: one object per line")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str | None = setting(
-        None, help="OpenTelemetry collector that takes traces, such as http://127.0.0.1:4318; none: no traces"
+        None, help="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; none means no traces"
     )
     trace_sample_ratio: float = setting(
-        1.0, help="share of requests that are traced, where whoever asks has not decided it already"
+        1.0, help="share of requests that are traced, unless the caller's traceparent decides"
     )
 
     def __post_init__(self) -> None:

@@ -240,7 +240,7 @@ class ReplicaHost:
         is_hung = isinstance(self._failure, EngineHung)
         patience = HUNG_ENGINE_STOP_SECONDS if is_hung else ENGINE_STOP_SECONDS
         if not await asyncio.to_thread(parts.engine_loop.stop, patience):
-            logger.error("the engine does not end its step; leaving it behind")
+            logger.error("the engine does not finish its step; the replica ends without it")
         await farewell(parts.index.remove())
         await parts.close_clients()
         await asyncio.to_thread(parts.tracing.close, FAREWELL_SECONDS)
@@ -352,7 +352,7 @@ class _Parts:
         self.engine_loop.kill()
 
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:
-        logger.error("%s; stepping down", lost)
+        logger.error("%s; this replica ends", lost)
         host.fail(lost)
 
 

@@ -86,7 +86,7 @@ def _check_for_vllm(config: ReplicaConfig, directory: Path) -> None:
     names = [str(name) for name in fields.get("architectures") or []]
     if "auto_map" not in fields and not any(map(_has_vllm, names)):
         raise CheckpointError(
-            f"vLLM does not serve the model in {directory}: it knows no architecture {', '.join(names)}"
+            f"vLLM does not serve the model in {directory}: it has no architecture {', '.join(names)}"
         )
 
 

@@ -25,7 +25,7 @@ def open_secret(config: ReplicaConfig) -> ClusterSecret | None:
     secret = read_secret(config.secret, config.secret_file)
     if secret is None:
         logger.warning(
-            "there is no cluster secret: the lease is not signed, and whoever reaches the port may call; set"
+            "there is no cluster secret: the lease is not signed, anyone who reaches the port may call; set"
             " secret_file, as for routers"
         )
     return secret

@@ -35,7 +35,7 @@ def connect(url: str) -> "Redis":
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError:  # which may quote the password
-        raise StartupError(f"setting redis_url is no Redis address: {without_password(url)}") from None
+        raise StartupError(f"setting redis_url is not a Redis address: {without_password(url)}") from None
 
 
 async def farewell(message: Coroutine[None, None, None]) -> None:

@@ -224,7 +224,7 @@ class Registration:
             self._seal.check(self._key, fields)
             record = decode_record(self._replica_id, fields)
         except ValueError as error:
-            logger.error("our lease is written over what somebody else has put there: %s", error)
+            logger.error("another program wrote to this replica's lease; writing it again: %s", error)
             return False
         return record.epoch == holder and record.order > self._order
 
@@ -240,7 +240,7 @@ class Registration:
             found = await self._redis.type(key)
             is_right = found == kind and (kind != b"string" or _is_count(await self._redis.get(key)))
             if found != b"none" and not is_right:
-                logger.error("what lay under %s is not what belongs there; it is taken away", key)
+                logger.error("the value under %s has the wrong type; it is deleted", key)
                 await self._redis.unlink(key)
 
     async def _begin(self, pipeline: "Pipeline") -> str | None:

@@ -56,5 +56,5 @@ class Watchdog:
             f"the engine hangs: it has work, and no step has ended for {watch.silent_seconds:.1f} seconds"
         )
         self._metrics.engine_silence.set(watch.silent_seconds / watch.limit_seconds)
-        logger.error("%s; the longest that is no hang is %.1f seconds", hung, watch.limit_seconds)
+        logger.error("%s; the limit is %.1f seconds", hung, watch.limit_seconds)
         self._on_hung(hung)

@@ -200,7 +200,7 @@ def _new_dispatcher(
 def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:
     if secret is None:
         logger.warning(
-            "there is no cluster secret: whoever writes to Redis can be a replica; set secret_file"
+            "there is no cluster secret: anyone who can write to Redis can pose as a replica; set secret_file"
         )
         return None
     return LeaseSeal(secret)

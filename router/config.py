@@ -35,7 +35,7 @@ class RouterConfig:
     host: str = setting("127.0.0.1", help="address to listen on for HTTP")
     port: int = setting(8000, help="HTTP port; 0 takes a free one")
     processes: int = setting(
-        1, help="routers that accept from the port, each a process of its own; limits hold for each of them"
+        1, help="number of router processes that share the port; limits apply to each of them"
     )
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0", help="Redis that holds the registry and the block index"
@@ -43,121 +43,131 @@ class RouterConfig:
     secret: str | None = secret_setting("cluster secret as hex digits (16 to 64 bytes), the same for all")
     secret_file: str | None = setting(
         None,
-        help="file with the cluster secret, one in each line: the first is in force, the others are believed "
-        "as well; without secret and file each router makes its own at start",
+        help="file with the cluster secret; of several lines the first is in force and the others "
+        "are accepted, too; without secret and file, each router makes its own when it starts",
     )
 
     policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
     room_price: float = setting(
         3.0,
-        help="price of computing a prompt into a full cache, in times of that computation; 0 ignores it",
+        help="price of computing a prompt into a full cache, as a multiple of that computation; 0 ignores it",
     )
     delay_price: float = setting(
         0.05,
-        help="price of a prompt's computation for each request that it delays, as a share; 0 ignores it",
+        help="price of a prompt's computation for each request that it delays, as a share of the "
+        "computation; 0 ignores it",
     )
     index_stride: int = setting(
-        128, help="the index keeps one block hash per this many tokens; as the replicas have it"
+        128, help="the index keeps one block hash per this many tokens; must be the same as the replicas'"
     )
-    poll_seconds: float = setting(0.5, help="time between looks at the registry of replicas")
+    poll_seconds: float = setting(0.5, help="time between two reads of the registry of replicas")
     replica_tls_ca: str | None = setting(
         None,
-        help="PEM file with the CA of the replicas' certificates; with it replicas are spoken to over TLS",
+        help="PEM file with the CA of the replicas' certificates; with it, connections to replicas use TLS",
     )
     replica_tls_certificate: str | None = setting(
-        None, help="PEM file with this router's certificate, for replicas that demand one"
+        None, help="PEM file with this router's certificate, for replicas that require one"
     )
     replica_tls_key: str | None = setting(
-        None, help="PEM file with that certificate's key, without a password"
+        None, help="PEM file with the key of that certificate, not encrypted"
     )
     replica_tls_name: str = setting(
-        "kvasir-replica", help="DNS name that the replicas' certificates are for, wherever replicas are"
+        "kvasir-replica", help="DNS name in the replicas' certificates, wherever the replicas run"
     )
 
-    max_body_bytes: int = setting(8 * 2**20, help="longest request body; beyond, 413")
-    upload_seconds: float = setting(60.0, help="longest time for a request to arrive; slower bodies get 408")
+    max_body_bytes: int = setting(8 * 2**20, help="maximum size of a request body; larger ones get 413")
+    upload_seconds: float = setting(60.0, help="maximum time for a request to arrive; slower bodies get 408")
     upload_bytes_per_second: int = setting(
-        1024, help="slowest pace of a request body, after its first five seconds; slower ones get 408"
+        1024, help="minimum pace of a request body after its first five seconds; slower ones get 408"
     )
     body_memory_bytes: int = setting(
-        256 * 2**20, help="memory for all request bodies that are read or prepared; beyond, 503"
+        256 * 2**20,
+        help="memory for all request bodies that are being read or prepared; beyond it, requests get 503",
     )
     stream_comment_seconds: float = setting(
-        15.0, help="longest silence of a stream; then it gets a comment, which readers skip and proxies see"
+        15.0,
+        help="maximum silence of a stream; then the router sends a comment, which clients "
+        "skip and proxies see",
     )
-    max_in_flight: int = setting(4096, help="most requests at a time; beyond, 429")
+    max_in_flight: int = setting(4096, help="maximum number of requests in flight; more get 429")
     max_sequences: int = setting(
-        8192, help="most sequences (prompts times n) at a time, over all requests; beyond, 429"
+        8192, help="maximum number of sequences (prompts times n) in flight, over all requests; more get 429"
     )
     max_tokens_in_flight: int = setting(
         16 * 2**20,
-        help="most tokens of prompts, and of answers as far as they are counted, at a time; beyond, 429",
+        help="maximum number of tokens in flight: of prompts, and up to 1,024 of each answer; more get 429",
     )
     wait_seconds: float = setting(
-        15.0, help="longest wait for a replica while a model has none but some are coming; beyond, 503"
+        15.0,
+        help="maximum wait while a model has no ready replica but some are starting; then requests get 503",
     )
     overdue_seconds: float = setting(
         60.0,
-        help="a request moves elsewhere if a replica computes nothing for so long, or for twenty of its"
-        " steps, whichever is longer",
+        help="a request moves to another replica if its replica computes nothing for this long, or "
+        "for twenty of its steps, whichever is longer",
     )
-    max_waiting: int = setting(2048, help="most requests that wait so; beyond, 503")
+    max_waiting: int = setting(2048, help="maximum number of requests that wait for a replica; more get 503")
     max_waiting_bytes: int = setting(
-        256 * 2**20, help="memory for the prompts of those that wait; beyond, 503"
+        256 * 2**20,
+        help="memory for the prompts of requests that wait for a replica; beyond it, requests get 503",
     )
-    max_connections: int = setting(8192, help="most connections of clients at a time; beyond, 503")
+    max_connections: int = setting(8192, help="maximum number of client connections; more get 503")
     address_share: float = setting(
         0.5,
-        help="share of the connections, of the requests at a time, and of the room for bodies that one client"
-        " address may take; 1 where all clients come from one, as behind a load balancer",
+        help="share of the connections, of the requests in flight, and of the memory for bodies "
+        "that one client address may use; 1 if all clients come from one address, as behind a "
+        "load balancer",
     )
     head_seconds: float = setting(
-        10.0, help="longest time for a request's headers, and for a new connection to send any"
+        10.0,
+        help="maximum time for a request's headers to arrive, and for a new connection to "
+        "send its first ones",
     )
     write_seconds: float = setting(
-        30.0, help="longest time in which a client reads nothing of its answer; then it is disconnected"
+        30.0, help="maximum time for which a client may read nothing of its answer; then it is disconnected"
     )
-    max_choices: int = setting(16, help="most choices (n) per prompt")
-    max_prompts: int = setting(128, help="most prompts in one completions request")
+    max_choices: int = setting(16, help="maximum number of choices (n) per prompt")
+    max_prompts: int = setting(128, help="maximum number of prompts in one completions request")
     client_priority: bool = setting(
         False,
-        help="whether a request's priority counts (lower goes first); else it is ignored, since anybody could"
-        " go before everybody",
+        help="whether a request's priority counts (lower goes first); by default it is ignored, "
+        "because any client could go before all others",
     )
     tokenizer_cache_bytes: int = setting(64 * 2**20, help="memory for encoded text, per model")
     hash_cache_bytes: int = setting(
-        32 * 2**20, help="memory for block hashes of prompts that begin alike, for all models"
+        32 * 2**20, help="memory for block hashes of earlier prompts, for all models"
     )
-    drain_seconds: int = setting(30, help="longest wait for running requests on SIGTERM")
+    drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM")
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        help="names that requests may call a router by that listens on loopback, besides localhost and its"
-        " addresses; for a proxy on its machine that passes on the name that it was called by",
+        help="host names that a router on loopback accepts besides localhost and its addresses, "
+        "for a proxy on the same machine that passes on the name that clients used",
     )
     admin_access: str = setting(
         "loopback",
-        help="who may see the page at / and its data, and explanations: loopback, everyone or nobody",
+        help="which clients may see the live page, its data, and explanations: loopback, everyone or nobody",
     )
     admin_port: int | None = setting(
         None,
-        help="port of their own for that page, explanations and /metrics, which the HTTP port then does not"
-        " have; 0 takes a free one; several processes have this one and those that follow, or free ones",
+        help="separate port for the live page, explanations and /metrics, which the HTTP port then "
+        "does not serve; 0 takes a free one; several processes take this port and the "
+        "following ones",
     )
     admin_host: str = setting("127.0.0.1", help="address to listen on for the admin port")
     admin_socket: str | None = setting(
         None,
-        help="path of a Unix socket instead of the admin port; only this user may open it; several processes"
-        " have one each, with .0, .1 and so on behind the path",
+        help="path of a Unix socket instead of the admin port, which only this user can open; "
+        "several processes append .0, .1 and so on",
     )
 
     log_format: str = setting("text", help="text, or json: one object per line")
     log_level: str = setting("info", help="debug, info, warning or error")
     log_requests: bool = setting(False, help="one line in the log for each request, at its end")
     otlp_endpoint: str | None = setting(
-        None, help="OpenTelemetry collector that takes traces, such as http://127.0.0.1:4318; none: no traces"
+        None, help="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; none means no traces"
     )
     trace_sample_ratio: float = setting(
-        1.0, help="share of requests that are traced, where whoever asks has not decided it already"
+        1.0, help="share of requests that are traced, unless the caller's traceparent decides"
     )
 
     @property
@@ -171,7 +181,7 @@ class RouterConfig:
         if self.admin_port is not None and not 0 <= self.admin_port < 2**16:
             raise SettingsError(f"setting admin_port must be between 0 and 65535, not {self.admin_port}")
         if self.admin_port is not None and self.admin_socket is not None:
-            raise SettingsError("settings admin_port and admin_socket exclude each other")
+            raise SettingsError("settings admin_port and admin_socket cannot be used together")
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")

@@ -9,7 +9,7 @@
     ├── UploadTooSlow             the body did not arrive in time
     ├── Overloaded                full queues; try again after `retry_after_seconds`
     ├── RouterBusy                the router itself has as much to do as it can; as Overloaded
-    ├── NoReplicaAvailable        the model is known, but no replica is ready just now
+    ├── NoReplicaAvailable        the model is known, but no replica is ready at the moment
     └── GenerationFailed          a replica died or failed, and retrying did not help
 
 HTTP status codes stand in `app.py` and `api/`, nowhere here.

@@ -51,7 +51,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REFUSALS = {
     Ended.TOO_MANY: HttpError(
         503,
-        "The router has as many connections as it can take.",
+        "The router has reached its limit of connections.",
         "server_error",
         None,
         "too_many_connections",

@@ -130,7 +130,7 @@ class RouterProcesses:
     def _stop(self, number: signal.Signals) -> None:
         """A second SIGINT, and what comes when patience is at its end, are for those that did not stop."""
         if number == signal.SIGKILL:
-            logger.error("routers that did not stop in time are killed number=%d", len(self._living()))
+            logger.error("killing routers that did not stop in time number=%d", len(self._living()))
         if self._kill_at is None or number == signal.SIGKILL:
             self._kill_at = time.monotonic() + self._patience_seconds
         for process in self._living():

@@ -85,11 +85,11 @@ class Chat:
                 return False
             case "/reset":
                 self.messages.clear()
-                self._write("The conversation starts anew.\n")
+                self._write("The conversation starts again from the beginning.\n")
             case "/system":
                 self.system = argument.strip() or None
                 self._write(
-                    "The system message is set.\n" if self.system else "There is no system message now.\n"
+                    "The system message is set.\n" if self.system else "The system message is removed.\n"
                 )
             case _:
                 self._write(HELP + "\n")
@@ -167,9 +167,9 @@ def first_model(client: httpx.Client) -> str:
         response = client.get("/v1/models")
         models = [str(model["id"]) for model in response.raise_for_status().json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise ClusterError(f"{client.base_url} does not tell its models: {error}") from error
+        raise ClusterError(f"{client.base_url} does not list its models: {error}") from error
     if not models:
-        raise ClusterError(f"{client.base_url} serves no model just now")
+        raise ClusterError(f"{client.base_url} serves no model at the moment")
     return models[0]
 
 

@@ -24,7 +24,7 @@ _REASONS = {
     "overlap": "no replica holds more of the prompt",
     "home": "it is the first of the bucket's affinity order",
     "spill": "its home, and the replicas that hold more of the prompt, are too busy",
-    "policy": "the routing policy says so",
+    "policy": "a baseline policy chooses it",
 }
 
 
@@ -47,7 +47,7 @@ def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
                 raise ClusterError(f"{url} answers {response.status_code}: {error_message(response)}")
             prompts: list[dict[str, Any]] = response.json()["prompts"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            raise ClusterError(f"{url} gives no explanation: {error!r}") from error
+            raise ClusterError(f"{url} gave no explanation: {error!r}") from error
     if len(prompts) != 1:
         raise ClusterError(f"the request has {len(prompts)} prompts; ask for one at a time")
     return prompts[0]
@@ -58,7 +58,7 @@ def _first_model(client: httpx.Client) -> str:
     try:
         models: dict[str, int] = client.get("/ready").json()["models"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise ClusterError(f"{client.base_url} does not say what it serves: {error!r}") from error
+        raise ClusterError(f"{client.base_url} does not say which models it serves: {error!r}") from error
     if not models:
         raise ClusterError(f"{client.base_url} serves no model yet")
     return next(iter(models))

@@ -57,24 +57,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         return command
 
-    apply = add("apply", "make the fleet what FILE says, and keep it so")
+    apply = add("apply", "make the fleet what FILE describes, and keep it that way")
     apply.add_argument("file", metavar="FILE", type=Path, help="YAML; deploy/fleet.yaml explains every field")
-    apply.add_argument("--redis-url", metavar="URL", help="goes before the file's redis_url")
-    apply.add_argument("--without-token", action="store_true", help="even where Ray lets everybody in")
+    apply.add_argument("--redis-url", metavar="URL", help="used instead of the file's redis_url")
+    apply.add_argument(
+        "--without-token", action="store_true", help="accept a Ray cluster that asks for no token"
+    )
     instead_of_waiting = _add_waiting(apply)
     instead_of_waiting.add_argument(
-        "--dry-run", action="store_true", help="only say whether the file would be taken"
+        "--dry-run", action="store_true", help="only check whether the file could be applied"
     )
     instead_of_waiting.add_argument(
         "--follow",
         action="store_true",
-        help="go on until SIGTERM: apply FILE whenever it has changed, or the cluster holds it no longer",
+        help="run until SIGTERM, and apply FILE again whenever it has changed or the cluster has lost it",
     )
     apply.add_argument(
         "--ready-file",
         metavar="PATH",
         type=Path,
-        help="with --follow: a file that exists while the fleet is what FILE says",
+        help="with --follow: path of a file that exists while the fleet is what FILE says",
     )
     status = add("status", "show pools and replicas, and how busy they are")
     status.add_argument("--json", action="store_true", help="print it as JSON")
@@ -82,16 +84,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("num_replicas", metavar="N", type=_count)
     _add_waiting(scale)
-    drain = add("drain", "let a replica finish what runs and leave; a fresh one takes its place")
+    drain = add("drain", "let a replica finish its requests, then replace it")
     drain.add_argument("replica", metavar="REPLICA")
     _add_waiting(drain)
-    rollout = add("rollout", "make a pool's replicas anew, a few at a time, with other settings or the same")
+    rollout = add("rollout", "replace a pool's replicas step by step, with new settings or the same")
     rollout.add_argument("pool", metavar="POOL")
     rollout.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; repeatable"
     )
     _add_waiting(rollout)
-    stop = add("stop", "end all replicas and the controller; requests that run are aborted")
+    stop = add("stop", "stop all replicas and the controller; running requests are aborted")
     stop.add_argument("--timeout", type=_seconds, default=60.0, metavar="SECONDS")
 
 
@@ -106,7 +108,7 @@ def _add_waiting(command: argparse.ArgumentParser) -> Any:
         type=_seconds,
         default=WAIT_SECONDS,
         metavar="SECONDS",
-        help="wait no longer than that; the controller goes on (default: %(default)g)",
+        help="maximum wait; the controller goes on afterwards (default: %(default)g)",
     )
     return instead
 
@@ -131,7 +133,7 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
     """The command. Raises ClusterError."""
     if arguments.fleet_command == "apply":
         if arguments.ready_file is not None and not arguments.follow:
-            raise ClusterError("--ready-file goes with --follow")
+            raise ClusterError("--ready-file needs --follow")
         spec = _read(arguments)
         with connected(arguments, environment) as ray:
             if not arguments.without_token:
@@ -206,7 +208,7 @@ def _in_our_words(ray: Any) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayTaskError as error:
-        raise ClusterError(f"the fleet controller failed at that: {error.cause!r}") from error
+        raise ClusterError(f"the fleet controller failed: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
         raise ClusterError(f"the fleet controller does not answer: {' '.join(str(error).split())}") from error
 
@@ -230,7 +232,7 @@ def _find_controller(ray: Any, timeout: float) -> Any | None:
         theirs = "an older version"
     if theirs != ours:
         raise ClusterError(
-            f"the fleet controller is of Kvasir {theirs}, and this is {ours}: "
+            f"the fleet controller is of Kvasir {theirs}, and this command of {ours}: "
             "let Ray's head start again with the same version"
         )
     return controller
@@ -248,7 +250,7 @@ def _named_controller(ray: Any) -> Any | None:
 def _try(spec: FleetSpec, file: Path, say: Say) -> int:
     _refuse_misfit(spec)
     _refuse_unloadable(spec, say)
-    say(f"{file} has {len(spec.pools)} pools, and the cluster can hold and load them.")
+    say(f"{file} has {len(spec.pools)} pools, and the cluster has room for them and can load their models.")
     return 0
 
 
@@ -381,7 +383,7 @@ def _stop(ray: Any, timeout: float, say: Say) -> int:
         if actors.recall() is None:
             raise NotRunning(NO_FLEET)
         actors.forget()
-        say("There is no controller. What it has kept is forgotten.")
+        say("There is no controller. The state that it had kept is deleted.")
         return 0
     with contextlib.suppress(ray.exceptions.GetTimeoutError):
         ray.get(controller.stop_fleet.remote(), timeout=timeout)

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster asks for a token: without one, whoever reaches its ports runs code on its machines.
+"""Whether a Ray cluster asks for a token; without one, anyone who reaches its ports can run code.
 
 Owns the question, which is put as a stranger would. Knows nothing of fleets.
 """
@@ -15,8 +15,8 @@ def refuse_open(gcs_address: str) -> None:
     """Raises ClusterError if the Ray cluster lets everybody in."""
     if not asks_for_token(gcs_address):
         raise ClusterError(
-            f"the Ray cluster at {gcs_address} asks for no token, so whoever reaches it runs code there: "
-            "start Ray with RAY_AUTH_MODE=token, or say --without-token"
+            f"the Ray cluster at {gcs_address} asks for no token, so anyone who reaches it can run code: "
+            "start Ray with RAY_AUTH_MODE=token, or give --without-token"
         )
 
 

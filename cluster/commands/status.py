@@ -74,7 +74,7 @@ def render(state: ClusterState, registry: Registry) -> str:
     if state.redis_pid:
         redis_line += f"  pid {state.redis_pid}"
     if registry.refused:
-        redis_line += f"  PASSED OVER: {'; '.join(registry.refused)}"
+        redis_line += f"  IGNORED: {'; '.join(registry.refused)}"
     if registry.complaint:
         redis_line += f"  NOT REACHABLE: {registry.complaint}"
     phase = "" if state.ready else "  (still starting)"

@@ -57,12 +57,12 @@ def where(
         explained = ask_router(arguments, router_url())
         model, entries = explained["model"], _entries(explained["block_hashes"])
         if not entries:
-            raise ClusterError(f"the prompt fills no block: it has {explained['num_tokens']} tokens")
+            raise ClusterError(f"the prompt does not fill a block: it has {explained['num_tokens']} tokens")
     server = f"Redis at {without_password(redis_url)}"
     try:
         places = find(redis_url, model, entries)
     except redis.RedisError as error:
-        raise ClusterError(f"{server} does not tell: {error}") from error
+        raise ClusterError(f"{server} gave no answer: {error}") from error
     if not places:
         raise ClusterError(f"{server} knows no live replica{f' of {model}' if model else ''}")
     if arguments.json:

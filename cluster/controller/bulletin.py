@@ -1,4 +1,4 @@
-"""Bulletin: what the controller tells whoever follows it: notes, numbered, and complaints that stand.
+"""Bulletin: what the controller tells its followers: numbered notes, and complaints that stand.
 
 Owns the numbering and the waiting. Knows nothing of fleets.
 """

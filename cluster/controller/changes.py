@@ -102,5 +102,5 @@ def _pool(state: FleetState, name: str) -> PoolSpec:
     pool = state.spec.pool(name)
     if pool is None:
         names = ", ".join(pool.name for pool in state.spec.pools)
-        raise SettingsError(f"there is no pool {name}; there is {names or 'none at all'}")
+        raise SettingsError(f"there is no pool {name}; there is {names or 'none'}")
     return pool

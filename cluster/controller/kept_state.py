@@ -27,7 +27,7 @@ def from_kept(kept: bytes) -> FleetState:
         pools = {name: _pool(pool) for name, pool in state["previous"].items()}
         return _made(FleetState, state, spec=_fleet(state["spec"]), previous=pools)
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"what is kept is no state of a fleet: {error!r}") from error
+        raise ValueError(f"the kept state is not that of a fleet: {error!r}") from error
 
 
 def _fleet(fleet: Mapping[str, Any]) -> FleetSpec:

@@ -26,35 +26,35 @@ class FleetMetrics:
         self.starts = Counter("fleet_replica_starts_total", "Starts of replicas", pool, registry=registry)
         self.restarts = Counter(
             "fleet_replica_restarts_total",
-            "Starts of replicas in place of one that had ended",
+            "Starts of replicas that replace one that had ended",
             pool,
             registry=registry,
         )
         self.failures = Counter(
             "fleet_replica_failures_total",
-            "Replicas that ended, or did not start, though nobody wanted it",
+            "Replicas that ended or failed to start unexpectedly",
             pool,
             registry=registry,
         )
         self.start_seconds = Histogram(
             "fleet_replica_start_seconds",
-            "From the decision to start a replica until it was ready",
+            "Time from the decision to start a replica until it is ready",
             pool,
             buckets=START_BUCKETS,
             registry=registry,
         )
         self.reconcile_seconds = Histogram(
             "fleet_reconcile_seconds",
-            "Time of one look at the fleet: observe, plan, set about it",
+            "Time of one reconciliation: observe, plan, act",
             buckets=RECONCILE_BUCKETS,
             registry=registry,
         )
         self.reconcile_errors = Counter(
             "fleet_reconcile_errors_total",
-            "Replicas that Ray would not even make",
+            "Replicas that Ray refused to create",
             registry=registry,
         )
-        self.ray_nodes = Gauge("fleet_ray_nodes", "Machines that are alive in Ray", registry=registry)
+        self.ray_nodes = Gauge("fleet_ray_nodes", "Machines that Ray considers alive", registry=registry)
         self._pools: set[str] = set()
 
     def see(self, spec: FleetSpec, members: Iterable[tuple[ReplicaId, ReplicaState]]) -> None:

@@ -54,7 +54,7 @@ def check_models(pools: Sequence[PoolSpec], answer_seconds: float = ANSWER_SECON
         try:
             sentences: Mapping[str, str | None] = ray.get(call)
         except RayError as error:
-            logger.warning("%s did not look at models: %s", address, error)
+            logger.warning("%s could not check the models: %s", address, error)
             continue
         for name, sentence in sentences.items():
             if sentence is not None:

@@ -255,7 +255,7 @@ class LocalCluster:
         raylet = Raylet(head, self._directory.ray_directory, log, self._options.environment)
         await raylet.wait_first_dead()
         self._say(
-            "Ray's raylet ended; starting another, whose replicas will take over from those that serve on"
+            "Ray's raylet ended; starting another; its replicas will take over from those that still serve"
         )
         stack.push_async_callback(raylet.service.stop, ROUTER_STOP_SECONDS)
         await raylet.service.start()

@@ -58,12 +58,14 @@ def start_ray(directory: Path, num_cpus: int, say: Callable[[str], None]) -> Ray
     try:
         return _start(directory, num_cpus)
     except Exception as error:  # Ray raises whatever it likes, Exception itself for a timeout
-        say(f"Ray did not start ({_in_one_line(error)}); trying once more")
+        say(f"Ray did not start ({_in_one_line(error)}); trying again")
     _clean_up(directory)
     try:
         return _start(directory, num_cpus)
     except Exception as error:
-        raise StartFailed(f"Ray did not start, nor did it at a second try: {_in_one_line(error)}") from error
+        raise StartFailed(
+            f"Ray did not start, and a second attempt failed, too: {_in_one_line(error)}"
+        ) from error
 
 
 def _in_one_line(error: Exception) -> str:

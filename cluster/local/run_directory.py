@@ -99,7 +99,7 @@ class RunDirectory:
                 lock.seek(0)
                 owner = lock.read().strip() or "unknown"
                 raise AlreadyRunning(
-                    f"a cluster runs in {self.path} already (process {owner}); "
+                    f"a cluster already runs in {self.path} (process {owner}); "
                     "stop it with ./kvasir down, or choose another --run-dir"
                 )
             lock.truncate(0)

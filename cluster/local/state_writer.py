@@ -29,12 +29,12 @@ class StateWriter:
             if not self._is_behind:
                 self._say(
                     f"cannot write to {self._directory.path} ({error.strerror}); the cluster goes on, but"
-                    " other commands and Prometheus find an old state of it"
+                    " other commands and Prometheus see an old state"
                 )
             self._is_behind = True
             return
         if self._is_behind:
-            self._say(f"{self._directory.path} can be written to again")
+            self._say(f"{self._directory.path} is writable again")
         self._is_behind = False
 
     async def keep(self) -> None:

@@ -25,7 +25,7 @@ HITS = (
     ),
     Panel(
         title="Hit rate by replica",
-        description="As each replica measures it. One far below the rest gets the prompts that nobody holds.",
+        description="As each replica measures it. One far below the rest gets the prompts that none holds.",
         unit="percentunit",
         maximum=1,
         queries=(
@@ -148,7 +148,7 @@ ACCURACY = (
     Panel(
         title="Index, repairs",
         description="Sets that routers read again (start, gap in the stream, new incarnation), whole sets "
-        "that replicas wrote again, changes that nobody could read. All the time: raise "
+        "that replicas wrote again, changes that could not be read. All the time: raise "
         "events_stream_length, or look for replicas that run another version.",
         queries=(
             Query(events("router_index_resyncs_total", "MODEL", "router"), "{{router}} resyncs"),
@@ -196,7 +196,7 @@ POOLS = (
     ),
     Panel(
         title="Blocks that can be found by hash",
-        description="Share of the pool that holds a prefix for somebody. Full is good: a cache that is not "
+        description="Share of the pool that holds cached prefixes. Full is good: a cache that is not "
         "full has forgotten nothing yet.",
         unit="percentunit",
         maximum=1,

@@ -5,7 +5,7 @@ from grafana import Dashboard, Panel, Query, Row
 
 OVERVIEW = (
     Panel(
-        title="Replicas that are routed to",
+        title="Replicas that this router sends requests to",
         description="As the router sees it that knows of the fewest. 0: nothing is served; look at the "
         "replicas' logs, and whether Redis can be reached.",
         kind="stat",
@@ -145,7 +145,7 @@ LOAD = (
     ),
     Panel(
         title="Calls refused by replicas",
-        description="Callers without a token of the cluster secret. no_token: somebody who has none. "
+        description="Calls without a valid token of the cluster secret. no_token: the caller has none. "
         "wrong_token: another secret, or a token for another replica. used_token: one that was read on its "
         "way and shown again. wrong_role: a drain that the controller did not ask for.",
         queries=(
@@ -228,7 +228,7 @@ LIVES = (
     ),
     Panel(
         title="Memory of the index stream",
-        description="As whoever measured it last has found it: kept below events_stream_bytes.",
+        description="As last measured by any replica: kept below events_stream_bytes.",
         unit="bytes",
         queries=(Query("max by (replica) (replica_index_stream_bytes{REPLICA})", "{{replica}}"),),
     ),
@@ -242,9 +242,9 @@ LIVES = (
         ),
     ),
     Panel(
-        title="What is passed over",
-        description="Entries of the registry, and words of replicas, that are wrong: unreadable, out of "
-        "bounds, for nobody. Nothing but what they say is lost; the routers' logs say what it was.",
+        title="Ignored records and messages",
+        description="Registry entries and messages of replicas that break the contract and are ignored: "
+        "they are unreadable or out of bounds. The routers' logs say what it was.",
         queries=(
             Query("sum by (router, reason) (router_refused_records{ROUTER})", "{{router}} {{reason}}"),
             Query(events("router_malformed_messages_total", "ROUTER", "router"), "{{router}} from replicas"),

@@ -159,8 +159,8 @@ LATENCY = (
 DECISIONS = (
     Panel(
         title="Decisions by reason",
-        description="overlap: nobody holds more of the prompt. home: the bucket's first replica, for prompts "
-        "that nobody holds. spill: away from both, because both were busy. policy: a baseline decides.",
+        description="overlap: no replica holds more of the prompt. home: the bucket's first replica, for "
+        "prompts that none holds. spill: away from both, because both were busy. policy: a baseline decides.",
         unit="reqps",
         is_stacked=True,
         queries=(Query(rate("router_decisions_total", "MODEL", "reason"), "{{reason}}"),),

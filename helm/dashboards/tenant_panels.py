@@ -19,8 +19,8 @@ def _share(counter: str) -> str:
 ALL = (
     Panel(
         title="In the time shown",
-        description="A tenant is whoever shares a cache_salt; 'default' are requests without one. Beyond 100 "
-        "tenants the rest is 'other'. Labels are digests, so that no salt stands in a metric.",
+        description="A tenant is all requests with one cache_salt; 'default' are requests without one. Beyond"
+        " 100 tenants the rest is 'other'. Labels are digests, so that no salt stands in a metric.",
         kind="table",
         width=24,
         calm="text",

@@ -39,13 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_accidents(parser)
     add = parser.add_argument
     add("--seed", type=int, action="append", metavar="N", help="repeatable: medians over all (default: 1)")
-    add("--warm-up", type=share, default=0.1, metavar="SHARE", help="left out of the figures (default: 0.1)")
-    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="limit of a good TTFT (default: 2)")
-    add("--slo-share", type=share, default=0.9, metavar="SHARE", help="that must be good (default: 0.9)")
-    add("--sweep", choices=tuple(SWEEPS), help="vary this, and say how much of it is needed")
+    add(
+        "--warm-up",
+        type=share,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the beginning that does not count (default: 0.1)",
+    )
+    add("--slo-ttft", type=positive, default=2.0, metavar="S", help="TTFT limit of the SLO (default: 2)")
+    add(
+        "--slo-share",
+        type=share,
+        default=0.9,
+        metavar="SHARE",
+        help="share of requests that must meet the SLO (default: 0.9)",
+    )
+    add("--sweep", choices=tuple(SWEEPS), help="vary this, and find out how much of it is needed")
     add("--values", type=_numbers, metavar="A,B,…", help="the values that a sweep tries")
     add("--jobs", type=count, default=2, metavar="N", help="processes for several runs (default: 2)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -55,20 +67,27 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a generator's parameter; repeatable"
     )
-    add("--speed", type=positive, default=1.0, metavar="X", help="arrivals so many times as fast")
+    add("--speed", type=positive, default=1.0, metavar="X", help="speed up arrivals by this factor")
     add("--limit", type=count, metavar="N", help="only the first N requests")
-    add("--without-keys", action="store_true", help="as if nobody sent a prompt_cache_key")
+    add("--without-keys", action="store_true", help="ignore the requests' prompt_cache_key")
 
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policy", default="kvasir", metavar="NAME,…", help="one, several, or all (default: kvasir)")
-    add("--room-price", type=float, default=CostParameters().room_price, metavar="X", help="of kvasir")
-    add("--delay-price", type=float, default=CostParameters().delay_price, metavar="X", help="of kvasir")
+    prices = CostParameters()
+    for name in ("room_price", "delay_price"):
+        default, flag = getattr(prices, name), "--" + name.replace("_", "-")
+        add(flag, type=float, default=default, metavar="X", help=f"as the router's (default: {default:g})")
     add("--replicas", type=count, default=8, metavar="N", help="default: 8")
     add("--routers", type=count, default=1, metavar="N", help="default: 1")
     add("--hardware", choices=TIMED_HARDWARE, default="h100-8b", help="default: h100-8b")
-    add("--capacity", type=count, metavar="TOKENS", help="of a replica's KV cache (default: the hardware's)")
+    add(
+        "--capacity",
+        type=count,
+        metavar="TOKENS",
+        help="tokens that a replica's KV cache holds (default: the hardware's)",
+    )
     add("--max-batched-tokens", type=count, metavar="N", help="per step (default: the hardware's)")
     add(
         "--max-running",
@@ -91,14 +110,18 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--counts-arrivals",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="a replica's load counts a request when it comes, or only when the step that runs has ended",
+        help="whether a replica's load counts a request at its arrival, or only after the running step",
     )
     add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
-    delays = Delays()
+    _add_delays(parser)
+
+
+def _add_delays(parser: argparse.ArgumentParser) -> None:
+    add, delays = parser.add_argument, Delays()
     for name, what in (
-        ("event", "until a router knows of a change in a cache"),
-        ("load", "until a router knows a replica's load"),
-        ("network", "one way between router and replica"),
+        ("event", "seconds until a router knows of a change in a cache"),
+        ("load", "seconds until a router knows a replica's load"),
+        ("network", "seconds one way between router and replica"),
     ):
         default = getattr(delays, name)
         add(
@@ -127,8 +150,14 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
         help="a replica dies, and comes back empty; repeatable",
     )
     add("--redis-down", action="append", default=[], metavar="FROM-TO", help="in seconds; repeatable")
-    add("--no-announcements", action="store_true", help="blocks are known of when they are there, not before")
-    add("--drop-events", type=share, default=0.0, metavar="SHARE", help="of cache changes, per router")
+    add("--no-announcements", action="store_true", help="routers hear of blocks only when they are computed")
+    add(
+        "--drop-events",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of cache changes that each router misses",
+    )
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -136,7 +165,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     policies = _policies(arguments.policy)
     seeds = arguments.seed or [1]
     if (arguments.sweep is None) != (arguments.values is None):
-        raise ClusterError("--sweep and --values go together")
+        raise ClusterError("--sweep and --values need each other")
     jobs = [
         job
         for seed in seeds

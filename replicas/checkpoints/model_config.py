@@ -79,9 +79,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} does not hold a JSON object")
     return content
 
 
@@ -121,7 +121,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     )
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"config.json has {config.num_heads} attention heads, no multiple of its "
+            f"config.json has {config.num_heads} attention heads, which is not a multiple of its "
             f"{config.num_kv_heads} key-value heads"
         )
     if config.head_dim % 2:
@@ -139,7 +139,7 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(token, int) and token >= 0 for token in ids):
-                raise CheckpointError(f"{path} has an eos_token_id that is no token id: {value!r}")
+                raise CheckpointError(f"{path} has an eos_token_id that is not a token id: {value!r}")
             return tuple(dict.fromkeys(ids))
     return ()
 
@@ -207,5 +207,5 @@ def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -
     if value is None:
         raise CheckpointError(f"config.json lacks {name}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json has {name} {value!r}, which is no positive whole number")
+        raise CheckpointError(f"config.json has {name} {value!r}, which is not a positive whole number")
     return value

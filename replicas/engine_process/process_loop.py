@@ -82,7 +82,7 @@ class ProcessLoop:
         if self._reader.ident is not None:
             self._reader.join(timeout_seconds)
             if self._reader.is_alive():
-                logger.error("the engine does not end its step; killing its process %d", self._engine.pid)
+                logger.error("the engine does not finish its step; killing its process %d", self._engine.pid)
                 self._engine.kill()
                 self._reader.join(timeout_seconds)
             self._writer.join(timeout_seconds)

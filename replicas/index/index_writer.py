@@ -174,7 +174,7 @@ class IndexWriter:
         is_comparable = self.is_settled and number == self._last_change and number > 0
         if is_comparable and num_members != len(self._residency.kept) + 1:
             logger.warning(
-                "the block index is not as it was written; writing it again members=%d expected=%d",
+                "the block index is not what this replica wrote; writing it again members=%d expected=%d",
                 num_members,
                 len(self._residency.kept) + 1,
             )
@@ -212,12 +212,12 @@ class IndexWriter:
                         await self._clear_wrong_stream()
                 self._wanted.set()
                 if backoff is None:
-                    logger.warning("cannot write the block index; trying on error=%r", error)
+                    logger.warning("cannot write the block index; trying again error=%r", error)
                 backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff) if backoff else MIN_BACKOFF_SECONDS
                 await asyncio.sleep(backoff)
             else:
                 if backoff is not None:
-                    logger.info("the block index is written again hashes=%d", len(self._residency.kept))
+                    logger.info("the whole block index has been written hashes=%d", len(self._residency.kept))
                 backoff = None
 
     async def remove(self) -> None:
@@ -239,7 +239,7 @@ class IndexWriter:
             if kind != b"stream" or (await self._redis.xinfo_stream(self._events_key))[
                 "last-generated-id"
             ].startswith(LAST_MILLISECONDS):
-                logger.error("what lay under %s takes no index changes; it is taken away", self._events_key)
+                logger.error("the value under %s cannot take index changes; it is deleted", self._events_key)
                 await self._redis.unlink(self._events_key)
 
     async def _write_all(self) -> None:

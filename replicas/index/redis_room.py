@@ -114,7 +114,9 @@ class RedisRoom:
 
     def _set_full(self, is_full: bool) -> None:
         if is_full and not self._is_full:
-            logger.error("Redis is full: the index is taken out of it and written again when there is room")
+            logger.error(
+                "Redis is full: this replica removes its index, and writes it again when there is room"
+            )
         elif self._is_full and not is_full:
             logger.info("Redis has room for the index again")
         self._is_full = is_full
@@ -122,6 +124,6 @@ class RedisRoom:
 
     def _be_blind(self, error: ResponseError) -> None:
         if not self._is_blind:
-            logger.warning("Redis does not tell how full it is; only its refusals count error=%r", error)
+            logger.warning("Redis does not report its memory; only its refusals count error=%r", error)
         self._is_blind = True
         self._set_full(False)

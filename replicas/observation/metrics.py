@@ -41,7 +41,9 @@ class DroppedSpans(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
-            "replica_dropped_spans", "Spans that no trace collector took", value=self.read()
+            "replica_dropped_spans",
+            "Spans that were dropped because no collector accepted them",
+            value=self.read(),
         )
 
 
@@ -52,7 +54,7 @@ class ReplicaMetrics:
         self.registry = registry
         self.info = Gauge(
             "replica_info",
-            "1, with the name under which routers know this replica",
+            "Always 1; its labels name the replica as routers know it",
             ["replica_id", "model", "engine"],
             registry=registry,
         )
@@ -64,7 +66,7 @@ class ReplicaMetrics:
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "replica_prompt_tokens_total", "Prompt tokens of requests that began", registry=registry
+            "replica_prompt_tokens_total", "Prompt tokens of requests that have started", registry=registry
         )
         self.cached_tokens = Counter(
             "replica_cached_tokens_total", "Prompt tokens that were read from the cache", registry=registry
@@ -75,15 +77,17 @@ class ReplicaMetrics:
             registry=registry,
         )
         self.generated_tokens = Counter(
-            "replica_generated_tokens_total", "Tokens that were generated", registry=registry
+            "replica_generated_tokens_total", "Tokens generated", registry=registry
         )
         self.refusals = Counter(
-            "replica_refusals_total", "Choices that ended with a refusal", ["code"], registry=registry
+            "replica_refusals_total", "Choices that the replica refused", ["code"], registry=registry
         )
         for code in RefusalCode:
             self.refusals.labels(code.value)  # from zero on, or the first ones are no increase
         self.running = Gauge("replica_running_requests", "Requests in the batch", registry=registry)
-        self.waiting = Gauge("replica_waiting_requests", "Requests that wait", registry=registry)
+        self.waiting = Gauge(
+            "replica_waiting_requests", "Requests that wait for a place in the batch", registry=registry
+        )
         self.pending_tokens = Gauge(
             "replica_pending_tokens", "Prompt tokens that are still to be computed", registry=registry
         )
@@ -91,7 +95,7 @@ class ReplicaMetrics:
         self.cached_blocks = Gauge(
             "replica_cached_blocks", "KV blocks that can be found by hash", registry=registry
         )
-        self.total_blocks = Gauge("replica_total_blocks", "KV blocks that there are", registry=registry)
+        self.total_blocks = Gauge("replica_total_blocks", "KV blocks in the pool", registry=registry)
         self.streams = Gauge("replica_streams", "Open Serve streams, one per router", registry=registry)
         self._add_request_metrics(registry)
         self._add_engine_metrics(registry)
@@ -109,49 +113,50 @@ class ReplicaMetrics:
         """What it has been given, and whether it goes on."""
         self.arrived = Gauge(
             "replica_arrived_requests",
-            "Requests that have come and that the engine has not counted yet",
+            "Requests that have arrived but are not yet in the engine's own counts",
             registry=registry,
         )
         self.open_sequences = Gauge(
             "replica_open_sequences",
-            "Sequences (requests times n) that were taken and have not ended",
+            "Sequences (requests times n) that are accepted and have not ended",
             registry=registry,
         )
         self.open_tokens = Gauge(
             "replica_open_tokens",
-            "Tokens of these: prompts once, and as far as they count against max_open_tokens, answers",
+            "Tokens of accepted sequences: prompts once, and up to 1,024 of each answer",
             registry=registry,
         )
         self.engine_silence = Gauge(
             "replica_engine_silence_ratio",
-            "Time for which the engine has had work and ended no step, as a share of what counts as hung",
+            "Time without a finished step while the engine has work, as a share of the limit after "
+            "which it counts as hung",
             registry=registry,
         )
 
     def _add_request_metrics(self, registry: CollectorRegistry) -> None:
         self.ttft_seconds = Histogram(
             "replica_ttft_seconds",
-            "From a request's arrival here to its first token",
+            "Time from a request's arrival at the replica to its first token",
             buckets=WAIT_SECONDS_BUCKETS,
             registry=registry,
         )
         self.queue_seconds = Histogram(
             "replica_queue_seconds",
-            "From a request's arrival here to the first step that computes anything of it",
+            "Time from a request's arrival at the replica to its first step",
             buckets=WAIT_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.submits = Counter("replica_submits_total", "Requests that routers have sent", registry=registry)
+        self.submits = Counter("replica_submits_total", "Requests received from routers", registry=registry)
         self.refused_calls = Counter(
             "replica_refused_calls_total",
-            "gRPC calls whose callers did not show that they may make them",
+            "gRPC calls refused because the caller had no valid token",
             ["reason"],
             registry=registry,
         )
         for reason in CallRefusal:
             self.refused_calls.labels(reason.value)
         self.aborts = Counter(
-            "replica_aborts_total", "Aborts of requests that had not ended yet", registry=registry
+            "replica_aborts_total", "Aborts of requests that were still running or waiting", registry=registry
         )
         self.frames = Counter("replica_frames_total", "Frames sent to routers", registry=registry)
         self.dropped_spans = DroppedSpans()
@@ -161,18 +166,18 @@ class ReplicaMetrics:
         )
         self.lease_prolongations = Counter(
             "replica_lease_prolongations_total",
-            "Heartbeats that Redis had no room for: the lease lasts, and what it says is old",
+            "Heartbeats that only extended the lease because Redis was full; the reported load is old",
             registry=registry,
         )
         self.lease_failures = Counter(
             "replica_lease_failures_total",
-            "Heartbeats that did not: Redis was away, or another process has the lease",
+            "Heartbeats that failed: Redis was unreachable, or another process holds the lease",
             registry=registry,
         )
 
         self._tls_expiry = Gauge(
             "replica_tls_expiry_timestamp_seconds",
-            "When the replica's certificate, or the CA of its routers, expires, in seconds since 1970",
+            "Expiry of the replica's certificate or of its routers' CA, in seconds since 1970",
             ["file"],
             registry=registry,
         )
@@ -184,15 +189,17 @@ class ReplicaMetrics:
 
     def _add_cache_metrics(self, registry: CollectorRegistry) -> None:
         self.preemptions = Counter(
-            "replica_preemptions_total", "Times that a running request lost its blocks", registry=registry
+            "replica_preemptions_total",
+            "Times that a running request lost its blocks to another",
+            registry=registry,
         )
         self.evicted_blocks = Counter(
-            "replica_evicted_blocks_total", "Cached blocks that were forgotten", ["tier"], registry=registry
+            "replica_evicted_blocks_total", "Cached blocks that were evicted", ["tier"], registry=registry
         )
         self._evicted = {tier: self.evicted_blocks.labels(tier.value) for tier in Tier}
         self.slower_tier_tokens = Counter(
             "replica_slower_tier_tokens_total",
-            "Cached prompt tokens that were read back from a tier below the device",
+            "Cached prompt tokens that were loaded from a slower tier than the device",
             registry=registry,
         )
 
@@ -201,40 +208,44 @@ class ReplicaMetrics:
             "replica_index_changes_total", "Changes written to the index stream", registry=registry
         )
         self.index_rewrites = Counter(
-            "replica_index_rewrites_total", "Times the whole index set was written", registry=registry
+            "replica_index_rewrites_total",
+            "Times that the replica's whole block set was written to the index",
+            registry=registry,
         )
         self.index_stream_bytes = Gauge(
             "replica_index_stream_bytes",
-            "Memory of the index stream in Redis, when this replica last measured it",
+            "Memory of the index stream in Redis, as last measured by this replica",
             registry=registry,
         )
         self.index_withheld = Gauge(
             "replica_index_withheld",
-            "1 while Redis is too full for this replica's share of the index, else 0",
+            "1 while this replica keeps its share out of the index because Redis is too full, else 0",
             registry=registry,
         )
         self.redis_memory_ratio = Gauge(
             "replica_redis_memory_ratio",
-            "Redis' used memory as a share of its maxmemory; 0 if it has none",
+            "Redis' used memory as a share of its maxmemory; 0 without maxmemory",
             registry=registry,
         )
         self.index_hashes = Gauge(
-            "replica_index_hashes", "Hashes that the index should hold for this replica", registry=registry
+            "replica_index_hashes",
+            "Block hashes that the index should hold for this replica",
+            registry=registry,
         )
         self.resident_hashes = Gauge(
             "replica_resident_hashes",
-            "Distinct block hashes of which a tier of the cache holds a copy",
+            "Distinct block hashes that a tier of the cache holds",
             ["tier"],
             registry=registry,
         )
         self.announcements = Gauge(
             "replica_announcements",
-            "Requests whose blocks are announced and not all computed",
+            "Requests whose blocks are announced but not yet computed",
             registry=registry,
         )
         self.index_lag_seconds = Gauge(
             "replica_index_lag_seconds",
-            "Age of the oldest event or announcement in the latest index write, when it was written",
+            "Age of the oldest change in the latest index write",
             registry=registry,
         )
 

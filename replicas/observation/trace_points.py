@@ -1,4 +1,4 @@
-"""What a request says of itself while a replica serves it, for whoever traces it.
+"""The moments of a request in a replica, for tracing.
 
 Owns the moments. These classes do nothing; `tracing.py` makes spans of the same moments. Knows nothing of
 spans. A step has the number of its frame since the replica started.

@@ -125,9 +125,9 @@ class _Outlet(SpanExporter):
         if is_reachable is not self._is_reachable:
             self._is_reachable = is_reachable
             if is_reachable:
-                logger.info("the trace collector takes spans again")
+                logger.info("the trace collector accepts spans again")
             else:
-                logger.warning("the trace collector does not take spans; they are dropped")
+                logger.warning("the trace collector does not accept spans; they are dropped")
         return result
 
     def shutdown(self) -> None:

@@ -102,7 +102,7 @@ def _from_file(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise SettingsError(f"the settings file {path} is no mapping of names to values")
+        raise SettingsError(f"the settings file {path} is not a mapping of names to values")
     for name in content:
         _check_known(str(name), fields, f"key {name} in {path}")
     return content
@@ -195,7 +195,7 @@ def check_log_settings(log_format: str, log_level: str) -> None:
 def check_secret_settings(secret: str | None, secret_file: str | None) -> None:
     """Raises SettingsError."""
     if secret is not None and secret_file is not None:
-        raise SettingsError("settings secret and secret_file exclude each other")
+        raise SettingsError("settings secret and secret_file cannot be used together")
 
 
 def check_trace_settings(otlp_endpoint: str | None, trace_sample_ratio: float) -> None:

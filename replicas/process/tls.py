@@ -86,7 +86,9 @@ class FollowedFiles:
             except SettingsError as error:
                 if str(error) != self._complaint:
                     self._complaint = str(error)
-                    logger.error("renewed TLS files are broken, those before stay in force: %s", error)
+                    logger.error(
+                        "the renewed TLS files are broken; the previous ones stay in force: %s", error
+                    )
                 return self.pems
             self._complaint = None
             if pems != self.pems:

@@ -1,4 +1,4 @@
-"""ClusterSecret: what all processes of one cluster share and nobody else knows, and the keys made of it.
+"""ClusterSecret: the secret that the processes of one cluster share, and the keys made of it.
 
 Owns which keys there are: one for each purpose, so that what is said under one proves nothing under another,
 and who is given one learns nothing of the rest. Reads no file: `secret_file.py` does.

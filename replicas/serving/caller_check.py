@@ -77,7 +77,9 @@ class CallerCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # it ta
         self._refused_calls.labels(reason.value).inc()
         if reason not in self._logged:  # whoever is refused may come again, as often as it likes
             self._logged.add(reason)
-            logger.warning("refused a call, and will not log it again reason=%s: %s", reason.value, message)
+            logger.warning(
+                "refused a call; the next of this kind are not logged reason=%s: %s", reason.value, message
+            )
         return code, message
 
 

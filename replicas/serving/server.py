@@ -340,7 +340,7 @@ class ReplicaServer:
         if not self._intake.has_room(submit):
             # The engine counts too, but only between steps: its inbox must not grow meanwhile.
             return Refusal(
-                RefusalCode.OVERLOADED, "this replica has as many sequences and tokens as it takes"
+                RefusalCode.OVERLOADED, "this replica has reached its limit of sequences and tokens"
             )
         return None
 

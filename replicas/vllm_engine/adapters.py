@@ -48,7 +48,7 @@ def read_adapters(
 def _read(name: str, directory: Any, model_name: str, trust_code: bool) -> LoraAdapter:
     if not _NAME.fullmatch(name):
         raise SettingsError(
-            f"the adapter name {name!r} does not do: at most 64 letters, digits, '.', '_' and '-', "
+            f"the adapter name {name!r} is not allowed: at most 64 letters, digits, '.', '_' and '-', "
             "with a letter or digit first"
         )
     if name == model_name:
@@ -60,7 +60,7 @@ def _read(name: str, directory: Any, model_name: str, trust_code: bool) -> LoraA
         raise SettingsError(f"adapter {name}: there is no directory {directory}")
     rank = _rank(_config(name, path))
     if rank is None:
-        raise SettingsError(f"adapter {name}: {path / _CONFIG} describes no LoRA adapter with a rank")
+        raise SettingsError(f"adapter {name}: {path / _CONFIG} does not describe a LoRA adapter with a rank")
     weights = next((path / file for file in _WEIGHTS if (path / file).is_file()), None)
     if weights is None:
         raise SettingsError(f"adapter {name}: {path} holds no weights ({', '.join(_WEIGHTS)})")
@@ -73,7 +73,7 @@ def _config(name: str, directory: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise SettingsError(f"adapter {name}: {directory} is no adapter, it has no {_CONFIG}") from error
+        raise SettingsError(f"adapter {name}: {directory} is not an adapter: it has no {_CONFIG}") from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"adapter {name}: cannot read {path}: {error}") from error
 

@@ -95,7 +95,7 @@ def _adapter_arguments(
     if not adapters:
         return {}
     if given.get("enable_lora", True) is not True:
-        raise SettingsError("engine_args turns enable_lora off, but the setting adapters names some")
+        raise SettingsError("engine_args turns enable_lora off, but the setting adapters names adapters")
     # On a CPU, vLLM 0.32 gives requests without an adapter the weights of the last slot whenever others
     # of the batch have one. A slot that is never taken holds zeros.
     num_slots = len(adapters) + 1 if on_cpu else len(adapters)
@@ -143,7 +143,7 @@ def given_arguments(engine_args: Mapping[str, Any], *, trust_code: bool = False)
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise SettingsError(f"vLLM knows no engine argument {name}{hint}")
+            raise SettingsError(f"vLLM does not have an engine argument {name}{hint}")
         given[name] = value
     check_foreign_code(given, trust_code=trust_code)
     return given

@@ -340,7 +340,9 @@ def _start(arguments: dict[str, Any], directory: Path) -> Any:
                 "the KV cache is too small for one sequence: raise num_blocks or kv_cache_bytes, "
                 "or lower context_length"
             ) from error
-        raise StartupError(f"vLLM does not serve {directory} so: {_sentence(error)}") from error
+        raise StartupError(
+            f"vLLM cannot serve {directory} with these settings: {_sentence(error)}"
+        ) from error
 
 
 def _load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, LoRARequest]:

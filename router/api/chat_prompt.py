@@ -75,7 +75,7 @@ def render_chat(
     for name in arguments:
         if name in RESERVED_NAMES:
             raise InvalidRequest(
-                f"Invalid 'chat_template_kwargs': '{name}' is set by a field of its own.",
+                f"Invalid 'chat_template_kwargs': '{name}' has its own field.",
                 parameter="chat_template_kwargs",
             )
     tools = request.tools or [

@@ -91,14 +91,16 @@ class LiveRoutes:
     async def prefixes(self, request: Request) -> Response:
         kept = self._prefixes.get(request.query_params.get("order", "used"))
         if kept is None:
-            return _refuse(HttpError(400, "'order' is used or recent.", "invalid_request_error", "order"))
+            return _refuse(
+                HttpError(400, "'order' must be used or recent.", "invalid_request_error", "order")
+            )
         return _json(await kept.get())
 
     async def decisions(self, request: Request) -> Response:
         """Those after the number `after`; only the last ones are kept, and only some are told."""
         after = _number(request.query_params.get("after", "0"))
         if after is None:
-            return _refuse(HttpError(400, "'after' is a number.", "invalid_request_error", "after"))
+            return _refuse(HttpError(400, "'after' must be a number.", "invalid_request_error", "after"))
         recent = self._live.recent
         rows: list[dict[str, Any]] = []
         for decision in recent.decisions(after):
@@ -111,7 +113,7 @@ class LiveRoutes:
         number = _number(request.path_params["number"])
         decision = None if number is None else self._live.recent.decision(number)
         if decision is None:
-            return _refuse(HttpError(404, "This decision is not kept any more.", "invalid_request_error"))
+            return _refuse(HttpError(404, "This decision is no longer kept.", "invalid_request_error"))
         return _json(encode_json(live_view.explained_data(decision)))
 
     async def _make_state(self) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def _logit_bias(bias: dict[str, float], model: TextModel) -> tuple[tuple[int, fl
     for key, value in bias.items():
         if _TOKEN_ID.fullmatch(key) is None or int(key) >= model.card.vocab_size:
             raise InvalidRequest(
-                f"Invalid key in 'logit_bias': '{key[:40]}' is no token id of this model (0 to"
+                f"Invalid key in 'logit_bias': '{key[:40]}' is not a token id of this model (0 to"
                 f" {model.card.vocab_size - 1}).",
                 parameter="logit_bias",
             )

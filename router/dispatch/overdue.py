@@ -56,14 +56,14 @@ class OverdueWatch:
         ):
             del self._hanging[client]
             table.set_stalled(client.replica_id, is_stalled=False)
-            logger.info("replica %s is tried again", client.replica_id)
+            logger.info("replica %s gets requests again", client.replica_id)
         for number in overdue:
             state.num_overdue += 1
             attempts[number].inflight.fail(ReplicaLost("nothing has come of it for too long"))
 
     def _begin_hanging(self, client: ReplicaClient, num_overdue: int) -> None:
         logger.warning(
-            "replica %s is alive and gets nowhere; its requests move requests=%d",
+            "replica %s is alive but makes no progress; its requests move to others requests=%d",
             client.replica_id,
             num_overdue,
         )

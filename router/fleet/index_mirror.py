@@ -169,7 +169,7 @@ class IndexMirror:
                 if self._is_connected and repr(error) != self._told:
                     self._told = repr(error)
                     logger.warning(
-                        "the block index is out of reach; its mirror stays as it is model=%s error=%r",
+                        "the block index is unreachable; the router goes on with its copy model=%s error=%r",
                         self._model,
                         error,
                     )
@@ -244,7 +244,7 @@ class IndexMirror:
         try:
             change = decode_change(fields)
         except ValueError as error:
-            self._refuse("change", f"an index change is passed over: {error}")
+            self._refuse("change", f"an index change is ignored: {error}")
             return
         outcome = self._index.apply(change)
         if outcome is ChangeOutcome.APPLIED:
@@ -349,7 +349,7 @@ class IndexMirror:
         self._backoff_seconds, self._told = MIN_BACKOFF_SECONDS, None
         end = STREAM_START if isinstance(info, ResponseError) else _last_id(info)
         if end < self._position:
-            logger.warning("the stream of index changes began anew model=%s", self._model)
+            logger.warning("the stream of index changes began again model=%s", self._model)
             await self._start_over(client)
             return
         self._lag_seconds = (end.milliseconds - self._position.milliseconds) / 1000

@@ -248,7 +248,7 @@ class ReplicaClient:
                 if self.num_frames != seen:
                     break
             else:
-                raise self._break(f"nothing came for {self._stall_seconds:g} seconds")
+                raise self._break(f"nothing arrived for {self._stall_seconds:g} seconds")
 
     def _break(self, reason: str) -> ReplicaLost:
         """Tell everyone, once. Synchronous, so that no request is routed here in between."""

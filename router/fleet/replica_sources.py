@@ -122,12 +122,13 @@ class RegistrySource:
                 except (RedisError, OSError) as error:
                     if not self._is_redis_away:
                         logger.warning(
-                            "the registry is out of reach; the fleet stays as it is error=%r", error
+                            "the registry is unreachable; the router keeps its replicas error=%r",
+                            error,
                         )
                     self._is_redis_away = True
                 else:
                     if self._is_redis_away:
-                        logger.info("the registry is back")
+                        logger.info("the registry is reachable again")
                     self._is_redis_away = False
                     yield view
                 await asyncio.sleep(self._poll_seconds)
@@ -190,7 +191,7 @@ class RegistrySource:
                 self._check_age(model, record)
         except ValueError as error:
             reason = error.reason if isinstance(error, LeaseRefused) else MALFORMED
-            message = f"replica {replica_id} of {model} is passed over: {error}"
+            message = f"replica {replica_id} of {model} is ignored: {error}"
             self._refuse((model, replica_id, reason), message, reason)
             return None
         for reason in REASONS:
@@ -209,7 +210,7 @@ class RegistrySource:
             if record.epoch == heard.epoch and place == heard.place:
                 return
             if place < heard.place:
-                raise LeaseRefused(OLD, "its lease is older than one that was heard lately")
+                raise LeaseRefused(OLD, "its lease is older than one that was read before")
         self._newest[name] = _Heard(record.epoch, place, now)
 
     def _refuse(self, subject: Hashable, message: str, reason: str = MALFORMED) -> None:

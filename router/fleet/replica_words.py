@@ -105,4 +105,4 @@ class ReplicaWords:
 
     def _refuse(self, part: str, error: ValueError) -> None:
         self._traffic.num_malformed += 1
-        self._complaints.say(part, f"replica {self._replica_id}: what it says is passed over: {error}")
+        self._complaints.say(part, f"replica {self._replica_id}: an invalid message is ignored: {error}")

@@ -92,7 +92,7 @@ class Offload:
             case RefusedRequest():
                 raise outcome.error()
             case CrashedJob():
-                raise RuntimeError(f"a body could not be prepared:\n{outcome.traceback}")
+                raise RuntimeError(f"a request body could not be prepared:\n{outcome.traceback}")
         return outcome
 
     async def try_out(self, digest: bytes, bundle: TokenizerBundle) -> Verdict:
@@ -135,7 +135,7 @@ class Offload:
                 raise self._refused() from error
             self._num_ended += 1
             raise InvalidRequest(
-                f"The request cannot be prepared: to read and tokenise it takes more than {self._bounds}.",
+                f"The request cannot be prepared: reading and tokenising it takes more than {self._bounds}.",
                 code="too_much_work",
             ) from error
         self._num_done += 1

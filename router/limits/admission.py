@@ -65,7 +65,7 @@ class Admission:
         ):
             self._num_refused += 1
             raise Overloaded(
-                "The router is serving as many sequences and tokens as it can. Try again shortly.",
+                "The router has reached its limit of sequences and tokens. Try again shortly.",
                 retry_after_seconds=retry_after_seconds(),
             )
         self._num_sequences += demand.num_sequences

@@ -43,7 +43,7 @@ class BodyBudget:
             is_full = is_full or self._of_address[address] + num_bytes > self._max_of_address
         if is_full:
             self._num_refused += 1
-            raise BodiesFull("The router is reading as many request bodies as it has memory for.")
+            raise BodiesFull("The router has no memory for more request bodies at the moment.")
 
     def change(self, address: str | None, num_bytes: int) -> None:
         self._num_bytes += num_bytes

@@ -172,42 +172,44 @@ class RouterMetrics(Collector):
         self._errors = number(
             "counter",
             "router_request_errors_total",
-            "Requests that ended otherwise than with their whole answer, by what was in the way",
+            "Requests that did not get their whole answer, by cause",
             *("model", "kind"),
         )
         self._refused = number(
             "counter",
             "router_refused_requests_total",
-            "Requests of any route that were refused by their head, before their body was read, by what was"
-            " wrong: host, origin, content_type or content_encoding",
+            "Requests refused for their headers: host, origin, content_type or content_encoding",
             "fault",
         )
         for fault in HeadFault:
             self._refused.of(fault)
         self._ttft = spread(
-            "router_ttft_seconds", "From a request's arrival to its first token", LATENCY_BUCKETS, "model"
+            "router_ttft_seconds",
+            "Time from a request's arrival to its first token",
+            LATENCY_BUCKETS,
+            "model",
         )
         self._e2e = spread(
             "router_e2e_seconds",
-            "From a request's arrival to the end of its answer",
+            "Time from a request's arrival to the end of its answer",
             LATENCY_BUCKETS,
             "model",
         )
         self._tpot = spread(
             "router_tpot_seconds",
-            "Mean time per token after the first, of each request for one continuation",
+            "Mean time per token after the first, for requests with one choice",
             GAP_BOUNDS,
             "model",
         )
         self._itl = spread(
             "router_itl_seconds",
-            "Time between two arrivals of tokens, of requests for one continuation",
+            "Time between two arrivals of tokens of a request, for requests with one choice",
             GAP_BOUNDS,
             "model",
         )
         self._prepare = spread(
             "router_prepare_seconds",
-            "From a request's last byte to its prompt, checked, rendered, tokenised and hashed",
+            "Time to check, render, tokenise and hash a prompt, after the request's last byte",
             OWN_WORK_BUCKETS,
             "model",
         )
@@ -230,26 +232,28 @@ class RouterMetrics(Collector):
         self._prompt_tokens = number("router_prompt_tokens_total", "Prompt tokens")
         self._by_origin = number(
             "router_prompt_tokens_by_origin_total",
-            "Prompt tokens by where their KV came from: computed for this request, by an earlier one of the"
-            " same user (own), of another user, or cached and not attributed, as either user is not known",
+            "Prompt tokens by the origin of their KV: computed now, cached from the same user "
+            "(own), from another user, or from an unknown one (unattributed)",
             "origin",
         )
-        self._cached_tokens = number("router_cached_tokens_total", "Prompt tokens that a replica had cached")
+        self._cached_tokens = number(
+            "router_cached_tokens_total", "Prompt tokens that were read from a replica's cache"
+        )
         self._cross_user_tokens = number(
             "router_cross_user_cached_tokens_total",
             "Cached prompt tokens that another user's request had computed",
         )
         self._slower_tier_tokens = number(
             "router_slower_tier_tokens_total",
-            "Cached prompt tokens that a replica read back from a tier below its device",
+            "Cached prompt tokens that a replica loaded from a slower tier than its device",
         )
         self._output_tokens = number("router_output_tokens_total", "Tokens generated")
         self._overlap_tokens = number(
-            "router_overlap_tokens_total", "Cached tokens that were expected where a request was sent"
+            "router_overlap_tokens_total", "Cached tokens that the router expected at the chosen replica"
         )
         self._overlap_error = self._distributions(
             "router_overlap_error_tokens",
-            "Distance between the overlap that was expected and the tokens that were cached",
+            "Difference between expected overlap and cached tokens, per request",
             TOKEN_BUCKETS,
             "model",
         )
@@ -261,7 +265,7 @@ class RouterMetrics(Collector):
         self._tenant_requests = number("router_tenant_requests_total", "Requests for a known model")
         self._tenant_prompt_tokens = number("router_tenant_prompt_tokens_total", "Prompt tokens")
         self._tenant_cached_tokens = number(
-            "router_tenant_cached_tokens_total", "Prompt tokens that a replica had cached"
+            "router_tenant_cached_tokens_total", "Prompt tokens that were read from a replica's cache"
         )
         self._tenant_cross_user_tokens = number(
             "router_tenant_cross_user_cached_tokens_total",
@@ -270,7 +274,7 @@ class RouterMetrics(Collector):
         self._tenant_output_tokens = number("router_tenant_output_tokens_total", "Tokens generated")
         self._tenant_ttft = self._distributions(
             "router_tenant_ttft_seconds",
-            "From a request's arrival to its first token",
+            "Time from a request's arrival to its first token",
             TENANT_BUCKETS,
             "tenant",
         )

@@ -14,7 +14,7 @@ from router.routing.decision import Candidate, Decision
 
 class FindingKind(enum.StrEnum):
     CACHED = "cached"
-    """All that can be read from a cache was."""
+    """Everything that could be read from a cache was."""
     NEW = "new"
     """No request before had it."""
     ELSEWHERE = "elsewhere"
@@ -45,13 +45,16 @@ def findings(
     num_cached = usage.num_cached_tokens
     if not num_reusable:
         return (
-            Finding(FindingKind.SHORT, f"The prompt fills no block of {block_size} tokens before its last."),
+            Finding(
+                FindingKind.SHORT,
+                f"The prompt does not fill a block of {block_size} tokens before its last token.",
+            ),
         )
     found: list[Finding] = []
     if decision is not None:
         found += _stale(decision, num_cached)
     if num_cached >= num_reusable:
-        found.append(Finding(FindingKind.CACHED, "All that can be read from a cache was."))
+        found.append(Finding(FindingKind.CACHED, "Everything that could be read from a cache was."))
     else:
         if decision is not None:
             found += _elsewhere(decision, num_cached)

@@ -29,145 +29,164 @@ class PartMetrics:
         )
         self._admitted_tokens = self._gauge(
             "router_admitted_tokens",
-            "Tokens of the requests being served: of their prompts, and of answers up to 1,024 each",
+            "Tokens of the requests being served: their prompts, and up to 1,024 of each answer",
         )
         self._admission_refusals = self._counter(
-            "router_admission_refusals_total", "Requests refused for their sequences and tokens"
+            "router_admission_refusals_total",
+            "Requests refused because too many sequences or tokens were in flight",
         )
-        self._connections = self._gauge("router_connections", "Connections of clients")
-        self._max_connections = self._gauge(
-            "router_connections_limit", "Connections of clients that there may be"
-        )
+        self._connections = self._gauge("router_connections", "Client connections")
+        self._max_connections = self._gauge("router_connections_limit", "Limit of client connections")
         self._ended_connections = self._counter(
             "router_ended_connections_total",
-            "Connections that the router ended, or did not take, by what was wrong",
+            "Connections that the router refused or closed, by reason",
             "reason",
         )
         self._body_bytes = self._gauge(
-            "router_body_bytes", "Memory of request bodies that are read or prepared"
+            "router_body_bytes", "Memory of request bodies that are being read or prepared"
         )
-        self._max_body_bytes = self._gauge("router_body_bytes_limit", "Memory that such bodies may take")
+        self._max_body_bytes = self._gauge("router_body_bytes_limit", "Limit of the memory of request bodies")
         self._refused_bodies = self._counter(
-            "router_refused_bodies_total", "Request bodies refused for the memory of all of them"
+            "router_refused_bodies_total",
+            "Request bodies refused because all bodies together used too much memory",
         )
         self._lag = self._gauge(
             "router_event_loop_lag_seconds",
-            "How late the event loop came to a task that was due, at worst within the last 10 to 20 seconds",
+            "Worst delay of a due task on the event loop within the last 10 to 20 seconds",
         )
         self._dropped_spans = self._counter(
-            "router_dropped_spans_total", "Spans that no trace collector took"
+            "router_dropped_spans_total", "Spans that were dropped because no collector accepted them"
         )
         self._declare_offload()
         self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
-        self._hash_hits = self._counter("router_hash_cache_hits_total", "Prompt blocks found hashed")
-        self._hash_misses = self._counter("router_hash_cache_misses_total", "Prompt blocks hashed")
+        self._hash_hits = self._counter(
+            "router_hash_cache_hits_total", "Prompt blocks whose hash was found in the cache of hashes"
+        )
+        self._hash_misses = self._counter(
+            "router_hash_cache_misses_total", "Prompt blocks that had to be hashed"
+        )
         self._declare_dispatch()
         self._declare_fleet()
         self._declare_models()
 
     def _declare_offload(self) -> None:
         self._large_working = self._gauge(
-            "router_large_bodies", "Large bodies being prepared beside the event loop"
+            "router_large_bodies", "Large bodies that are being prepared in a helper process"
         )
         self._large_waiting = self._gauge(
-            "router_large_bodies_waiting", "Large bodies that wait to be prepared"
+            "router_large_bodies_waiting", "Large bodies that wait for the helper process"
         )
         self._large = self._counter(
             "router_large_bodies_total",
-            "Large bodies by what became of them: done, ended (it took too much time or memory), or refused"
-            " (too many others waited)",
+            "Large bodies by outcome: done, ended (too much time or memory), or refused (too many "
+            "were waiting)",
             "outcome",
         )
 
     def _declare_dispatch(self) -> None:
-        self._retries = self._counter("router_retries_total", "Submissions repeated before the first token")
-        self._resumes = self._counter("router_resumes_total", "Submissions that continued elsewhere")
-        self._lost_attempts = self._counter("router_lost_attempts_total", "Submissions lost")
+        self._retries = self._counter(
+            "router_retries_total", "Attempts that were repeated on another replica before the first token"
+        )
+        self._resumes = self._counter(
+            "router_resumes_total", "Answers that were continued on another replica"
+        )
+        self._lost_attempts = self._counter(
+            "router_lost_attempts_total", "Attempts that ended because the replica or its stream was lost"
+        )
         self._overdue_attempts = self._counter(
             "router_overdue_attempts_total",
-            "Submissions that moved elsewhere since a living replica got nowhere with them",
+            "Attempts that moved to another replica because theirs made no progress",
         )
-        self._runs = self._gauge("router_runs", "Generations in dispatch")
-        self._retry_budget = self._gauge(
-            "router_retry_budget", "Retries at living replicas that may still be made just now"
-        )
+        self._runs = self._gauge("router_runs", "Generations that are being dispatched")
+        self._retry_budget = self._gauge("router_retry_budget", "Retries that the retry budget allows now")
         self._retries_refused = self._counter(
-            "router_retries_refused_total", "Retries that were not made, as the budget had none left"
+            "router_retries_refused_total", "Retries that were not made because the retry budget was used up"
         )
         self._suspects = self._gauge(
-            "router_suspects", "Prompts that are remembered since a replica died computing them"
+            "router_suspects", "Prompts that are remembered because a replica died while computing them"
         )
         self._condemned = self._counter(
-            "router_condemned_prompts_total", "Prompts that are refused since replicas died of them"
+            "router_condemned_prompts_total",
+            "Prompts that are refused because replicas died while computing them",
         )
-        self._waiting = self._gauge("router_waiting", "Generations that wait in line for a replica")
-        self._waiting_bytes = self._gauge("router_waiting_bytes", "Memory of their prompts")
+        self._waiting = self._gauge("router_waiting", "Generations that wait for a replica")
+        self._waiting_bytes = self._gauge(
+            "router_waiting_bytes", "Memory of the prompts of waiting generations"
+        )
         self._waiting_oldest = self._gauge(
-            "router_waiting_oldest_seconds", "How long the one that has waited longest has"
+            "router_waiting_oldest_seconds", "Wait of the generation that has waited longest"
         )
         self._waiting_refusals = self._counter(
-            "router_waiting_refusals_total", "Generations for which there was no room in the line"
+            "router_waiting_refusals_total", "Generations refused because too many were waiting"
         )
-        self._reservations = self._gauge(
-            "router_reservations", "Reservations of load that have not been given back"
-        )
+        self._reservations = self._gauge("router_reservations", "Reservations of load that are open")
 
     def _declare_fleet(self) -> None:
-        self._replicas_known = self._gauge("router_replicas_known", "Replicas with a lease")
-        self._replicas = self._gauge("router_replicas", "Replicas that are routed to")
-        self._lost_streams = self._counter("router_lost_streams_total", "Streams lost")
-        self._refused = self._counter("router_refused_replicas_total", "Replicas refused")
+        self._replicas_known = self._gauge("router_replicas_known", "Replicas that have a lease")
+        self._replicas = self._gauge("router_replicas", "Replicas that this router sends requests to")
+        self._lost_streams = self._counter("router_lost_streams_total", "Streams to replicas that were lost")
+        self._refused = self._counter(
+            "router_refused_replicas_total", "Replicas that this router refused to use"
+        )
         self._tls_expiry = self._gauge(
             "router_tls_expiry_timestamp_seconds",
-            "When this router's certificate, or the CA of its replicas, expires, in seconds since 1970",
+            "Expiry of this router's certificate or of its replicas' CA, in seconds since 1970",
             "file",
         )
         self._refused_records = self._gauge(
             "router_refused_records",
-            "Entries of the registry that the latest look passed over: malformed, unsigned, signed with"
-            " another cluster secret (other_secret) or wrongly (forged), or copied back from earlier (old)",
+            "Registry entries that the latest read ignored: malformed, unsigned, signed with "
+            "another cluster secret (other_secret) or wrongly (forged), or replayed (old)",
             "reason",
         )
         self._malformed_words = self._counter(
             "router_malformed_messages_total",
-            "Loads, answers and descriptions of replicas that broke the contract and were passed over",
+            "Messages from replicas that broke the contract and were ignored",
         )
-        self._frames = self._counter("router_frames_total", "Frames that came from replicas")
-        self._submits = self._counter("router_submits_total", "Submits sent to replicas")
+        self._frames = self._counter("router_frames_total", "Frames received from replicas")
+        self._submits = self._counter("router_submits_total", "Requests sent to replicas, attempts included")
         self._aborts = self._counter("router_aborts_total", "Aborts sent to replicas")
         self._replica_requests = self._gauge(
             "router_replica_requests",
-            "Requests that run or wait at a replica, as far as this router can tell",
+            "Requests that run or wait at a replica, as this router estimates",
             "replica",
         )
         self._replica_pending = self._gauge(
             "router_replica_pending_tokens",
-            "Prompt tokens that a replica has yet to compute, as far as this router can tell",
+            "Prompt tokens that a replica has yet to compute, as this router estimates",
             "replica",
         )
 
     def _declare_models(self) -> None:
         self._cache_bytes = self._gauge(
-            "router_token_cache_bytes", "Memory of encoded text segments", "model"
+            "router_token_cache_bytes", "Memory of the cache of encoded text", "model"
         )
         self._cache_hits = self._counter(
-            "router_token_cache_hits_total", "Text segments found encoded", "model"
+            "router_token_cache_hits_total", "Text segments found in the cache of encoded text", "model"
         )
         self._cache_misses = self._counter(
-            "router_token_cache_misses_total", "Text segments encoded", "model"
+            "router_token_cache_misses_total", "Text segments that had to be encoded", "model"
         )
-        self._entries = self._gauge("router_index_entries", "Pairs of replica and block hash", "model")
+        self._entries = self._gauge(
+            "router_index_entries", "Entries in the index: pairs of replica and block hash", "model"
+        )
         self._predictions = self._gauge(
-            "router_index_predictions", "Requests whose blocks are sent or announced", "model"
+            "router_index_predictions",
+            "Requests whose blocks are expected at a replica before its events report them",
+            "model",
         )
         self._changes = self._counter("router_index_changes_total", "Index changes applied", "model")
-        self._resyncs = self._counter("router_index_resyncs_total", "Block sets read again", "model")
-        self._malformed = self._counter(
-            "router_index_malformed_total", "Changes that were unreadable", "model"
+        self._resyncs = self._counter(
+            "router_index_resyncs_total", "Times that a replica's whole block set was read again", "model"
         )
-        self._index_lag = self._gauge("router_index_lag_seconds", "How far the mirror lies behind", "model")
+        self._malformed = self._counter(
+            "router_index_malformed_total", "Index changes that could not be read", "model"
+        )
+        self._index_lag = self._gauge(
+            "router_index_lag_seconds", "How far this router's copy of the index is behind Redis", "model"
+        )
         self._index_connected = self._gauge(
-            "router_index_connected", "1 while the mirror follows Redis, else 0", "model"
+            "router_index_connected", "1 while this router's copy of the index follows Redis, else 0", "model"
         )
 
     def read_in_flight(self, num_in_flight: int) -> None:

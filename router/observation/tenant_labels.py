@@ -11,7 +11,7 @@ OTHER_TENANTS = "other"
 class TenantLabels:
     """The default tenant and the first others, `most` in all, keep their labels; who comes later shares one.
 
-    Nobody's place is ever given to somebody else: a counter that goes back to zero, or that ends, is an
+    A place is never given to another tenant: a counter that goes back to zero, or that ends, is an
     outage to those who read it.
     """
 

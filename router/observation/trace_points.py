@@ -1,4 +1,4 @@
-"""What a request says of itself while it is served, for whoever traces it.
+"""The moments of a request in a router, for tracing.
 
 Owns the moments, and where a trace goes on: its parent in the next process. These classes do nothing but
 hand on what the client sent; `tracing.py` makes spans of the same moments. Knows nothing of spans.

@@ -243,7 +243,7 @@ class PrefixIndex:
         self._slots = None
 
     def forget_announcements(self) -> None:
-        """Nobody will say when they are over."""
+        """No event will say when they are over."""
         for replica in self._replicas.values():
             self._drop_announced(replica)
 

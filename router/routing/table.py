@@ -321,7 +321,7 @@ class RoutingTable:
         if exclude:
             replicas = replicas.without(exclude)
         if not len(replicas):
-            raise NoReplicaAvailable("no replica is ready just now")
+            raise NoReplicaAvailable("no replica is ready at the moment")
         request = dataclasses.replace(request, sequence=self._num_routed)
         overlaps = fleet.index.overlaps(block_hashes)
         return self._policy(request, replicas, overlaps, self._parameters, self._rng), replicas

@@ -6,17 +6,17 @@ const MOST_ROWS = 60;
 
 const REASONS = {
   only_replica: "no other replica was ready",
-  overlap: "nobody held more of the prompt",
+  overlap: "no replica held more of the prompt",
   home: "first of the bucket's affinity order",
-  spill: "home, and whoever held more of the prompt, were too busy",
-  policy: "the routing policy said so",
+  spill: "its home, and the replicas that held more of the prompt, were too busy",
+  policy: "chosen by a baseline policy",
 };
 
 const REMARKS = {
-  new: "new here",
-  elsewhere: "held elsewhere",
-  gone: "seen, not in the index",
-  stale: "less than the index said",
+  new: "not seen before",
+  elsewhere: "held by another replica",
+  gone: "seen before, no longer in the index",
+  stale: "index was out of date",
   namespace: "other namespace",
   short: "less than a block",
 };

@@ -59,7 +59,7 @@ function showState(state) {
   const models = [...new Set(state.replicas.map((replica) => replica.model))];
   setText(document.getElementById("models"), models.join(", "));
   const late = state.index.filter((index) => !index.is_connected || index.lag_seconds >= 1);
-  const trouble = late.map((index) => (index.is_connected ? `the index of ${index.model} lies ${index.lag_seconds.toFixed(1)} s behind` : `the index of ${index.model} is cut off from Redis`));
+  const trouble = late.map((index) => (index.is_connected ? `the index of ${index.model} is ${index.lag_seconds.toFixed(1)} s behind` : `the index of ${index.model} is cut off from Redis`));
   const parts = [`as seen by ${state.router.name} since ${clock(state.router.since)}`, `policy ${state.router.policy}`, `${state.router.in_flight} in flight`, ...trouble];
   setText(document.getElementById("scope"), parts.join(" · "));
 }
@@ -80,7 +80,7 @@ function heard() {
 function missed(error) {
   setAttribute(status, "data-state", "lost");
   setText(status, "no answer");
-  const last = heardAt === null ? "" : ` What is shown is of ${clock(heardAt)}.`;
+  const last = heardAt === null ? "" : ` This is the state at ${clock(heardAt)}.`;
   setText(notice, error instanceof Refused ? error.message : `The router does not answer; asking again.${last}`);
   notice.hidden = false;
 }

@@ -152,7 +152,7 @@ def test_a_router_that_is_not_there_is_no_traceback() -> None:
         chat = Chat(client, "m", io.StringIO())
         converse(chat, io.StringIO("Hi\n"))
         assert "refused" in shown(chat)
-        with pytest.raises(ClusterError, match="does not tell its models"):
+        with pytest.raises(ClusterError, match="does not list its models"):
             first_model(client)
 
 

@@ -91,7 +91,7 @@ def test_a_second_signal_ends_it_in_the_middle_of_a_look(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--ready-file", "ready"], "--ready-file goes with --follow"),
+        (["--ready-file", "ready"], "--ready-file needs --follow"),
         (["--follow", "--no-wait"], "not allowed with argument"),
         (["--follow", "--dry-run"], "not allowed with argument"),
     ],

@@ -78,7 +78,7 @@ def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
 
 @pytest.mark.parametrize("kept", [b"", b"\x80\x05\x95", b"[1, 2]", b"spec: {}", b"a: [", b"previous: {}"])
 def test_what_is_no_state_is_refused(kept: bytes) -> None:
-    with pytest.raises(ValueError, match="no state of a fleet"):
+    with pytest.raises(ValueError, match="not that of a fleet"):
         from_kept(kept)
 
 

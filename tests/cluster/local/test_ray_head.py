@@ -71,7 +71,9 @@ def test_ray_that_never_starts_is_one_sentence(tmp_path: Path, ray_directory: Pa
     command = KvasirCommand(tmp_path / "run")
     done = command.run("up", "--engine", "simulated", "--port", "0")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("kvasir: Ray did not start, nor did it at a second try: ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "kvasir: Ray did not start, and a second attempt failed, too: "
+    )
     assert str(ray_directory) in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert command.leftovers() == []

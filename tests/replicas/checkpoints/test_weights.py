@@ -76,8 +76,8 @@ def index_outside(directory: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no directory": (shutil.rmtree, "there is no checkpoint directory"),
     "no config": (lambda path: (path / "config.json").unlink(), "there is no config.json"),
-    "config is no JSON": (lambda path: write_config(path, "{"), "no valid JSON"),
-    "config is no object": (lambda path: write_config(path, "[]"), "no JSON object"),
+    "config is no JSON": (lambda path: write_config(path, "{"), "not valid JSON"),
+    "config is no object": (lambda path: write_config(path, "[]"), "not hold a JSON object"),
     "architecture": (
         lambda path: edit(path, architectures=["MambaForCausalLM"]),
         "is MambaForCausalLM; supported are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
@@ -85,7 +85,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no architecture": (lambda path: edit(path, architectures=None, model_type=None), "is none; supported"),
     "missing size": (lambda path: edit(path, hidden_size=None), "lacks hidden_size"),
     "senseless size": (lambda path: edit(path, num_hidden_layers=0), "num_hidden_layers 0"),
-    "heads": (lambda path: edit(path, num_key_value_heads=4), "6 attention heads, no multiple of its 4"),
+    "heads": (
+        lambda path: edit(path, num_key_value_heads=4),
+        "6 attention heads, which is not a multiple of its 4",
+    ),
     "missing tensor": (drop_tensor, "lacks the tensor model.layers.1.mlp.up_proj.weight"),
     "other shape": (
         lambda path: edit(path, intermediate_size=100),
@@ -116,7 +119,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "sliding layers": (lambda path: edit(path, layer_types=["sliding_attention"] * 3), "sliding window"),
     "activation": (lambda path: edit(path, hidden_act="gelu"), "activation is gelu"),
-    "eos": (lambda path: edit(path, "generation_config.json", eos_token_id="</s>"), "no token id"),
+    "eos": (lambda path: edit(path, "generation_config.json", eos_token_id="</s>"), "not a token id"),
 }
 
 

@@ -117,7 +117,7 @@ def test_a_frame_arrives_as_it_was_sent(frame: StepFrame) -> None:
         pytest.param(
             {"engine": "vllm", "engine_args": {"quantization": "awq"}},
             StartupError,
-            "vLLM does not serve",
+            "vLLM cannot serve",
             marks=VLLM_MARKS,
         ),
     ],

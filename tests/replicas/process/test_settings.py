@@ -83,7 +83,7 @@ def test_what_cannot_be_understood_is_one_sentence(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("- a list", "is no mapping"),
+        ("- a list", "is not a mapping"),
         ("nmae: x", "did you mean name?"),
         ("a: [", "cannot read"),
         ("{1: 2}", "unknown key 1"),

@@ -72,5 +72,5 @@ def test_every_purpose_and_every_secret_has_a_key_of_its_own() -> None:
 def test_no_text_of_a_configuration_shows_the_secret(config_class: type) -> None:
     config = build(config_class, {"secret": "cd" * 20})
     assert "cdcd" not in repr(config) + str(config) + repr(read_secret(config.secret, None))
-    with pytest.raises(SettingsError, match="exclude each other"):
+    with pytest.raises(SettingsError, match="cannot be used together"):
         dataclasses.replace(config, secret_file="secret")

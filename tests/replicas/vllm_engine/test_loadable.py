@@ -40,4 +40,4 @@ def test_what_vllm_would_refuse_is_told_in_its_words(environment: None, checkpoi
     adapters = vllm_config(adapters={"tuned": "/nowhere"})
     assert complaint(adapters) == "adapter tuned: there is no directory /nowhere"
     typo = vllm_config(engine_args={"max_model_leng": 3})
-    assert "vLLM knows no engine argument max_model_leng; did you mean" in str(complaint(typo))
+    assert "vLLM does not have an engine argument max_model_leng; did you mean" in str(complaint(typo))

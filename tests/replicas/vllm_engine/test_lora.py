@@ -128,7 +128,7 @@ def test_an_adapter_that_is_not_there_is_refused_by_name(run: Run) -> None:
     [
         ({"rank": 600}, {}, "adapter tuned has rank 600; vLLM takes up to 512"),
         ({}, {"max_lora_rank": 1}, "max_lora_rank to 1, but adapter tuned has rank 4"),
-        ({}, {"enable-lora": False}, "turns enable_lora off, but the setting adapters names some"),
+        ({}, {"enable-lora": False}, "turns enable_lora off, but the setting adapters names adapters"),
         ({}, {"max_loras": 1}, "must set max_loras to 2 or not at all"),
         ({}, {"max_cpu_loras": 1}, r"max_cpu_loras \(1\) must be >= max_loras \(2\)"),
         ({"use_dora": True}, {}, "vLLM refuses adapter tuned: vLLM does not yet support DoRA"),

@@ -34,8 +34,8 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         ({"num_blocks": None, "kv_cache_bytes": 10}, "or lower context_length"),
         ({"engine_args": {"data-parallel-size": 2}}, "a replica needs it as it is"),
         ({"engine_args": {"seed": 1, "tokenizer-mode": "auto", "tokenizer_mode": "slow"}}, "sets .* twice"),
-        ({"engine_args": {"quantization": "awq"}}, "vLLM does not serve"),
-        ({"engine_args": {"enable_lora": True, "max_loras": 0}}, "so: max_loras: Input should be"),
+        ({"engine_args": {"quantization": "awq"}}, "vLLM cannot serve"),
+        ({"engine_args": {"enable_lora": True, "max_loras": 0}}, "settings: max_loras: Input should be"),
         ({"engine_args": {"enable_chunked_prefill": False}}, "is smaller than max_model_len"),
         ({"engine_args": {"tensor_parallel_size": 3}}, "must be divisible by tensor parallel size"),
         ({"engine_args": {"kv_transfer_config": UNFINISHED_TIER}}, "cpu_bytes_to_use must be specified"),
@@ -78,7 +78,7 @@ def other_model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--model", "{other_model}"], "vLLM does not serve"),
+        (["--model", "{other_model}"], "vLLM cannot serve"),
         (["--block-size", "48"], "setting block_size is 48"),
         (["--num-blocks", "2"], "raise num_blocks or kv_cache_bytes"),
         (["--adapters", "tuned=/nowhere"], "adapter tuned: there is no directory /nowhere"),

@@ -119,7 +119,7 @@ async def test_an_answer_that_cannot_be_is_asked_for_again_elsewhere(
     await eventually(lambda: liar.num_live == 0)  # what it was asked for is aborted there
     assert fleet.clients[liar.replica_id].lost is None
     fleet.assert_nothing_reserved()
-    assert len([entry for entry in caplog.records if "is passed over" in entry.message]) == 1
+    assert len([entry for entry in caplog.records if "is ignored" in entry.message]) == 1
 
 
 @pytest.mark.parametrize("lie", STRAYS.values(), ids=STRAYS)

@@ -229,7 +229,7 @@ async def test_broken_renewals_on_both_sides_leave_the_old_certificates_in_force
         assert len(await tokens(client_of(world, replica), 3)) == 3
     messages = [record.getMessage() for record in own_records(caplog, logging.ERROR)]
     assert len(messages) == 2, "one line of each side"
-    assert all("are broken, those before stay in force" in message for message in messages)
+    assert all("are broken; the previous ones stay in force" in message for message in messages)
 
 
 async def test_a_plain_channel_gets_nothing_of_a_replica_with_tls(ca: Authority, start: Start) -> None:

@@ -162,7 +162,7 @@ async def test_a_forged_lease_draws_no_request(
         await eventually(lambda: refused(world, reason) == 1)
         await asyncio.sleep(5 * POLL_SECONDS)
         assert world.routed() == {"r0"} and forger.num_describes == 0
-        complaints = [entry for entry in caplog.records if "forger of toy is passed over" in entry.message]
+        complaints = [entry for entry in caplog.records if "forger of toy is ignored" in entry.message]
         assert len(complaints) == 1
 
 
