@@ -82,7 +82,7 @@ class Attempt:
         if self.trial is not None:
             self.trial.close()
         self.client.abort(self.inflight.request_id)
-        self.routed.__exit__(None, None, None)
+        self.routed.close()
         self.trace.end()
 
 

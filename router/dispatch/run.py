@@ -245,7 +245,7 @@ class Run:
                 raise ReplicaLost(f"replica {replica_id} is not connected")
             inflight = client.submit(self._submit_of(part, output, routed, trace), self._mailbox)
         except BaseException as error:
-            routed.__exit__(None, None, None)
+            routed.close()
             trace.failed("not_connected")
             trace.end()
             if not isinstance(error, ReplicaLost):

@@ -7,6 +7,8 @@ are one HTTP request and sixteen hundred sequences. Knows no HTTP, and not what 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from router.errors import InvalidRequest, Overloaded
 from router.generation import Generation
 
@@ -15,8 +17,7 @@ COUNTED_OUTPUT_TOKENS = 1024
 allow as many as the context has room for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What a request holds while it is served. A prompt's tokens count once, however many choices it has."""
 
     num_sequences: int

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from replicas.protocol.frames import PromptUsage, UserTag
 from replicas.protocol.status import ReplicaId
 from router.observation.misses import Finding, findings
@@ -22,8 +24,7 @@ _STEP = math.log(1.08)
 """Durations are counted in classes that are 8 % apart: a percentile is within 4 % of the truth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origins:
+class Origins(msgspec.Struct, frozen=True):
     """Where the tokens of prompts came from; they add up to all of them.
 
     `num_unattributed` are cached, but the user who reads or who wrote them is not known.
@@ -74,14 +75,13 @@ class Durations:
 class Slot:
     num_requests: int = 0
     num_errors: int = 0
-    origins: Origins = Origins()
+    origins: Origins = field(default_factory=Origins)
     ttft: Durations = field(default_factory=Durations)
     replicas: dict[ReplicaId, tuple[int, Origins]] = field(default_factory=dict)
     """Prompts and their tokens at each replica."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecentDecision:
+class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a request that has ended; `number` counts from 1."""
 
     number: int

@@ -6,7 +6,8 @@ nothing of who watches.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from replicas.protocol.frames import PromptUsage
 from router.errors import ErrorKind
@@ -42,8 +43,7 @@ class TokenGaps:
         self.total_seconds += seconds
 
 
-@dataclass(frozen=True, slots=True)
-class ServedPrompt:
+class ServedPrompt(msgspec.Struct, frozen=True):
     """`decision` is that of the replica that answered first, or of the last attempt where none did; None:
     there was none. It took the router `decision_seconds`. `usage` is None where no token came."""
 
@@ -54,8 +54,7 @@ class ServedPrompt:
     decision_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedRequest:
+class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Durations are in seconds and count from the request's arrival; None: it did not come to that.
 
     `model` is the name of the model or adapter, None where none was recognised; `prompts` are missing where

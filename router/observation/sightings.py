@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import overload
 
+import msgspec
+
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import ReplicaId
@@ -33,8 +35,7 @@ MAX_USERS = 12
 MAX_BEGINNINGS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A namespace, in words: what the chains of one root belong to."""
 
     model: str
@@ -42,8 +43,7 @@ class Place:
     tenant: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
+class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt that was served. `beginning` is a digest of its first tokens in no namespace, None for one
     that is too short; times are seconds of one clock, `decided_at` before `ended_at`."""
 
@@ -62,8 +62,7 @@ class Sighting:
     beginning: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(msgspec.Struct, frozen=True):
     """What was known of a prompt when it was decided where to serve it, from prompts that had ended by then.
 
     `num_tokens` lead it. `replica_id` is who served, most recently at `seen_at`, the first tokens that were

@@ -7,8 +7,9 @@ plain data in, plain data out.
 import enum
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from replicas.protocol.status import ReplicaId
 from router.routing.bucket import AffinityOrder, AffinityRanking
@@ -36,8 +37,7 @@ class DecisionReason(enum.StrEnum):
     """A baseline policy said so."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True):
     """All that a decision needs of a request. `sequence` counts a router's requests (round robin)."""
 
     bucket: bytes
@@ -91,8 +91,7 @@ class Candidate(NamedTuple):
     cost: Cost
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     replica_id: ReplicaId
     overlap_tokens: int
     reason: DecisionReason

@@ -11,6 +11,8 @@ and none is left out by the router that sent it.
 from dataclasses import dataclass, field
 from types import TracebackType
 
+import msgspec
+
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
 
@@ -19,8 +21,7 @@ LOOKS_OF_SILENCE = 3
 than heartbeats: so many must have seen no frame in between before one is believed over the last frame."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
+class ReplicaLoad(msgspec.Struct, frozen=True):
     """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed.
 
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold

@@ -5,12 +5,13 @@ found and reached. `route()` reads, decides, reserves and predicts without givin
 two requests of one event loop never decide on the same state.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
@@ -322,7 +323,7 @@ class RoutingTable:
             replicas = replicas.without(exclude)
         if not len(replicas):
             raise NoReplicaAvailable("no replica is ready at the moment")
-        request = dataclasses.replace(request, sequence=self._num_routed)
+        request = msgspec.structs.replace(request, sequence=self._num_routed)
         overlaps = fleet.index.overlaps(block_hashes)
         return self._policy(request, replicas, overlaps, self._parameters, self._rng), replicas
 
