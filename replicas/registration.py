@@ -24,6 +24,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError, WatchE
 
 from replicas.errors import LeaseLost
 from replicas.observation.metrics import ReplicaMetrics
+from replicas.process.cancellation import raise_if_cancelled
 from replicas.protocol.bounds import MAX_NUMBER
 from replicas.protocol.keys import (
     MODELS_KEY,
@@ -108,6 +109,7 @@ class Registration:
     async def run(self) -> None:
         """Renew the lease until cancelled, or until it is lost."""
         while True:
+            raise_if_cancelled()
             self._due.clear()
             try:
                 async with asyncio.timeout(self._timeout_seconds):

@@ -31,6 +31,7 @@ from replicas.index.announcements import Announcements
 from replicas.index.redis_room import NoRoom, RedisRoom
 from replicas.index.residency import Residency
 from replicas.observation.metrics import ReplicaMetrics
+from replicas.process.cancellation import raise_if_cancelled
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import (
@@ -194,6 +195,7 @@ class IndexWriter:
         """Write until cancelled. Redis may go and come back as it likes."""
         backoff: float | None = None
         while True:
+            raise_if_cancelled()
             await self._wanted.wait()
             self._wanted.clear()
             try:

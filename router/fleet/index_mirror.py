@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.bounds import parsed_number
@@ -163,6 +164,7 @@ class IndexMirror:
     async def run(self) -> None:
         """Follow Redis until cancelled. It may go and come back as it likes."""
         while True:
+            raise_if_cancelled()
             try:
                 await self._connect_and_follow()
             except (RedisError, OSError) as error:

@@ -16,6 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError, WatchError
 
+from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (
@@ -114,6 +115,7 @@ class RegistrySource:
         )
         try:
             while True:
+                raise_if_cancelled()
                 try:
                     async with asyncio.timeout(TIMEOUT_SECONDS):
                         self._num_looks += 1
@@ -258,6 +260,7 @@ class StaticSource:
                 stack.push_async_callback(client.close)
                 clients.append(client)
             while True:
+                raise_if_cancelled()
                 yield await self._look(clients)
                 await asyncio.sleep(self._poll_seconds)
 

@@ -1,6 +1,7 @@
 """The lease, where Redis stops answering in the middle of a heartbeat."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -101,3 +102,26 @@ async def test_a_heartbeat_in_whose_middle_redis_hangs_is_given_up(
         while await read_record(redis, MODEL, REPLICA) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await redis.aclose()
+
+
+async def test_a_lease_ends_with_its_task_where_the_client_swallows_the_cancellation(
+    own_redis: RedisServer,
+) -> None:
+    async with connect(own_redis.url) as redis:
+        lease = Lease(redis, own_redis)
+        beat, is_beating = lease.registration._beat, asyncio.Event()
+
+        async def swallowing() -> bool:
+            done = await beat()
+            is_beating.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+            return done
+
+        lease.registration._beat = swallowing  # type: ignore[method-assign]
+        running = asyncio.create_task(lease.registration.run())
+        await is_beating.wait()
+        running.cancel()
+        async with asyncio.timeout(5):
+            await asyncio.gather(running, return_exceptions=True)
+        assert running.cancelled()
