@@ -110,13 +110,13 @@ class ReplicaConfig:
     )
     build_seconds: float = setting(
         3600.0,
-        help="longest time until the engine is ready, its model loaded and its hashes proven; then the"
-        " replica ends, and is started again",
+        help="maximum time until the engine is ready, with its model loaded and its hashes "
+        "verified; then the replica ends and is started again",
     )
     standstill_seconds: float = setting(
         120.0,
-        help="a replica whose event loop has not run for so long ends at once, and says where its threads"
-        " stood: an engine that holds Python's lock stops all else",
+        help="a replica whose event loop has not run for this long ends at once and logs where its "
+        "threads stood; an engine that holds Python's lock causes this",
     )
 
     simulated_hardware: str = setting(
