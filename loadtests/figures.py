@@ -60,13 +60,21 @@ def resident_bytes(pid: int) -> int:
 
 def print_header(title: str) -> None:
     """What makes a figure reproducible: command, commit, machine."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     print(f"## {title}")
     print(f"command: python -m {_module()} {' '.join(sys.argv[1:])}")
-    print(f"commit: {commit or 'unknown'}")
+    print(f"commit: {_commit() or 'unknown'}")
     print(f"machine: {os.cpu_count()} cores, {processor()}, Python {platform.python_version()}")
+
+
+def _commit() -> str:
+    """Empty outside of a checkout, or where there is no git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return described.stdout.strip()
 
 
 def _module() -> str:

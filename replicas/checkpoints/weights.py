@@ -70,6 +70,14 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read the tensor {name} from {path}: {error}") from error
 
+    def bundle(self) -> TokenizerBundle:
+        """The files that the model's text goes through. Raises CheckpointError."""
+        return tokenizer_bundle(self.directory)
+
+    def fingerprint(self) -> str:
+        """What makes the KV of two models differ, as a hex digest. Raises CheckpointError."""
+        return files_fingerprint(self.directory)
+
     def _path(self, name: str) -> Path:
         path = self.files.get(name)
         if path is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from replicas.checkpoints.model_config import ModelConfig
-from replicas.checkpoints.weights import fingerprint, load_checkpoint, load_headers, tokenizer_bundle
+from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_headers
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.process.settings import SettingsError
@@ -28,26 +28,29 @@ _CPU_CACHE_BYTES = 128 * 2**20
 _FREE_GPU_MEMORY_RATIO = 0.85
 _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of so many tokens is a mistake in the settings."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchEngine:
-    """Raises CheckpointError if the model cannot be served, SettingsError if the settings do not fit it."""
+    """Raises CheckpointError if the model cannot be served, SettingsError if the settings do not fit it.
 
-    def __init__(self, config: ReplicaConfig) -> None:
+    A `checkpoint` takes the place of the one in the directory that the settings name.
+    """
+
+    def __init__(self, config: ReplicaConfig, checkpoint: Checkpoint | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        directory = Path(config.model) if config.model is not None else _TOY_MODEL
-        checkpoint = load_checkpoint(directory)
-        self._bundle = tokenizer_bundle(directory)
+        if checkpoint is None:
+            checkpoint = load_checkpoint(Path(config.model) if config.model is not None else _TOY_MODEL)
+        self._bundle = checkpoint.bundle()
         device = _device(config.device)
         dtype = _dtype(config.dtype, checkpoint.config, device)
         model = Decoder(checkpoint, dtype=dtype, device=device)
         num_blocks = _num_blocks(config, checkpoint.config, dtype, device)
         context_length = _context_length(config, checkpoint.config, num_blocks)
         self._card = ModelCard(
-            name=config.model_name or directory.resolve().name,
-            fingerprint=fingerprint(directory),
+            name=config.model_name or checkpoint.directory.resolve().name,
+            fingerprint=checkpoint.fingerprint(),
             engine="torch",
             block_size=config.tokens_per_block,
             num_blocks=num_blocks,
@@ -140,9 +143,9 @@ def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     """On a CPU float32 by default: the others save memory there, but no time."""
     if name == "auto":
         name = model.dtype_name if device.type == "cuda" else "float32"
-    if name not in _DTYPES:
-        raise SettingsError(f"setting dtype is {', '.join(_DTYPES)} or auto, not {name}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise SettingsError(f"setting dtype is {', '.join(DTYPES)} or auto, not {name}")
+    return DTYPES[name]
 
 
 def _num_blocks(config: ReplicaConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
