@@ -34,6 +34,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_gcs_rpc_server_connect_timeout_s": "15",
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_raylet_client_num_connect_attempts": "30",
+    # Else a worker ends a second after its raylet: a replica serves on until the next raylet has others.
+    "RAY_raylet_death_check_interval_milliseconds": "31536000000",
 }
 """Must be in the environment before Ray is imported, and TOKEN_PATH besides."""
 
