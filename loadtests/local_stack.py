@@ -186,12 +186,21 @@ def local_stack(
 
 
 def free_port() -> int:
-    """Not one of those that the system hands out itself: nobody else gets it before it is listened on."""
+    """A port that the system does not hand out by itself, and that no other caller on this machine gets."""
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
+            _claim(port)
             return port
     raise OSError("no port is free")
+
+
+def _claim(port: int) -> None:
+    """Raises OSError if another process has the port already; its end gives all its ports back."""
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_UNIX) as claim:
+            claim.bind(f"\0kvasir-port-{port}")
+            claim.detach()
 
 
 def _redis_command(port: int) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loadtests.local_stack import free_port
 from loadtests.run_file import Run, read_run
 from loadtests.workloads import GENERATORS
 
@@ -50,7 +51,8 @@ class HeadlessRun:
         if self.duration_seconds is not None:
             words.append(f"--duration={self.duration_seconds:g}")
         if self.processes > 1:
-            words.append(f"--processes={self.processes}")
+            port = free_port()  # where they find each other; Locust's own would be the same for every run
+            words += [f"--processes={self.processes}", f"--master-bind-port={port}", f"--master-port={port}"]
         words += [f"--replica-metrics={each}" for each in self.replica_metrics]
         generator = GENERATORS.get(self.workload)
         parameters = set(inspect.signature(generator).parameters) if generator is not None else set()

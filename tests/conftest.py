@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from loadtests import local_stack
 from tests.certificates import Authority
+from tests.examples import examples
 from tests.redis_server import RedisServer
 
 # Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
@@ -17,8 +18,33 @@ from tests.redis_server import RedisServer
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # An example may take as long as it takes: a machine that is busy for a moment is no finding.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "patient",
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("patient")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", action="store_true", help="only the tests that run one at a time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side, a worker runs the tests of a file, since they share what is built for their module."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if not is_worker and not config.getoption("--alone"):
+        return
+    left_out = [item for item in items if _runs_alone(item) == is_worker]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if _runs_alone(item) != is_worker]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("vllm" if "vllm" in item.keywords else str(item.path)))
+
+
+def _runs_alone(item: pytest.Item) -> bool:
+    return "alone" in item.keywords or "cluster" in item.keywords
 
 
 @pytest.fixture(scope="session")

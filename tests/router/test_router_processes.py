@@ -21,7 +21,7 @@ from loadtests.local_stack import LocalStack, free_port, local_stack, python_com
 from loadtests.streaming import Answer, Connection, StreamCut
 from router.__main__ import main
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 PATH = "/v1/chat/completions"
 REPLICA = {"engine": "simulated", "simulated_hardware": "h100-8b"}

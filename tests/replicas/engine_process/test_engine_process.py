@@ -24,6 +24,7 @@ from replicas.engine_process.parent import EngineProcess
 from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import FinishReason, StepFrame
+from tests.examples import examples
 from tests.replicas.builders import engine_request
 from tests.replicas.engine_contract import EngineContract, run
 from tests.replicas.engine_process.engine_children import built, config, engine_children, process, wait_gone
@@ -33,7 +34,7 @@ __all__ = ["process", "run"]
 
 REPOSITORY = Path(__file__).parents[3]
 
-few = settings(max_examples=20)
+few = settings(max_examples=examples(20))
 """Enough where every example fills every field."""
 
 VLLM_MARKS = [

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from replicas.index.announcements import Announcements
 from replicas.protocol.blocks import BlockHash
+from tests.examples import examples
 
 
 def hashes(*numbers: int) -> tuple[BlockHash, ...]:
@@ -93,4 +94,4 @@ class Reader(RuleBasedStateMachine):
 
 
 TestReader = Reader.TestCase
-TestReader.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReader.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -14,6 +14,7 @@ from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Request
+from tests.examples import examples
 from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decode, request
 
 Prefix = tuple[object, ...]
@@ -216,5 +217,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.manager.pool.num_cached == 0 and not self.events.held
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+BlockPoolMachine.TestCase.settings = settings(
+    max_examples=examples(300), stateful_step_count=40, deadline=None
+)
 TestBlockPoolAgainstItsTwin = BlockPoolMachine.TestCase

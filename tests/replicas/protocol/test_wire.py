@@ -11,6 +11,7 @@ from replicas.protocol import bounds, frames, wire
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, pack_token_ids
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from tests.examples import examples
 from tests.replicas.protocol.filled import Special, filled
 
 U32 = st.integers(0, 2**32 - 1)
@@ -158,7 +159,7 @@ def test_a_description_survives_the_wire(card: ModelCard) -> None:
     assert wire.decode_description(wire.encode(described(card))) == described(card)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(filled(frames.ClientFrame, WHOLE), filled(frames.ServerFrame, WHOLE), filled(ModelCard, WHOLE))
 def test_no_field_of_any_message_is_left_behind(
     to_replica: frames.ClientFrame, to_router: frames.ServerFrame, card: ModelCard

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
+from tests.examples import examples
 from tests.replicas.builders import (
     EOS,
     OTHER_ROOT,
@@ -130,7 +131,7 @@ class Coverage:
             self.num_sampled[key] = self.num_sampled.get(key, 0) + samples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     workload=workloads(),
     block_size=st.integers(1, 5),
@@ -185,7 +186,7 @@ def test_every_token_is_computed_once_in_order_and_answers_are_those_given_alone
     check_nothing_left(model)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(prompt=prompts(), max_tokens=st.integers(2, 14), data=st.data())
 def test_a_generation_resumed_anywhere_goes_on_as_if_nothing_had_happened(
     prompt: list[int], max_tokens: int, data: st.DataObject

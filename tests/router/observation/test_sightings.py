@@ -21,6 +21,7 @@ from router.observation.sightings import (
     Sightings,
     Uses,
 )
+from tests.examples import examples
 
 BLOCK_SIZE = 16
 ROOTS = (BlockHash(b"a" * 16), BlockHash(b"b" * 16))
@@ -151,7 +152,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     st.integers(1, 12),
     st.integers(1, 30),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_the_tree_is_the_list_of_prefixes(
     asked: list[dict[str, Any]], max_nodes: int, max_blocks: int
 ) -> None:

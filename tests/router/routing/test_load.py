@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
 from router.routing.load import LOOKS_OF_SILENCE, LoadBook, ReplicaLoad, Reservation
+from tests.examples import examples
 
 A, B = ReplicaId("a"), ReplicaId("b")
 
@@ -201,7 +202,7 @@ class Storm(RuleBasedStateMachine):
 
 
 TestStorm = Storm.TestCase
-TestStorm.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestStorm.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 
 
 def test_a_cache_is_as_full_as_its_blocks_in_use_or_those_that_can_be_found_whichever_are_more() -> None:

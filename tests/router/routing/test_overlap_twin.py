@@ -11,6 +11,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.overlap import ChangeOutcome, PrefixIndex
+from tests.examples import examples
 from tests.router.routing.chains import chain
 
 
@@ -232,4 +233,4 @@ class IndexAndTwin(RuleBasedStateMachine):
 
 
 TestIndexAndTwin = IndexAndTwin.TestCase
-TestIndexAndTwin.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestIndexAndTwin.settings = settings(max_examples=examples(120), stateful_step_count=50, deadline=None)
