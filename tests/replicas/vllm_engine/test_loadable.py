@@ -34,7 +34,7 @@ def test_a_model_that_vllm_serves(environment: None, checkpoint: Path) -> None:
 def test_what_vllm_would_refuse_is_told_in_its_words(environment: None, checkpoint: Path) -> None:
     edit(checkpoint, architectures=["AbacusForCausalLM"])
     assert complaint(vllm_config(model=str(checkpoint))) == (
-        f"vLLM does not serve the model in {checkpoint}: it knows no architecture AbacusForCausalLM"
+        f"vLLM does not serve the model in {checkpoint}: it has no architecture AbacusForCausalLM"
     )
     assert "no checkpoint directory /nowhere" in str(complaint(vllm_config(model="/nowhere")))
     adapters = vllm_config(adapters={"tuned": "/nowhere"})
