@@ -178,6 +178,18 @@ class AtRest:
     def __init__(self, cluster: RunningCluster) -> None:
         self.gauges = {gauge for gauge, _ in cluster.raised_gauges()}
         self.processes = Counter(cluster.processes().values())
+        for title, number in started_when_needed(cluster).items():
+            self.processes[title] = max(self.processes[title], number)
+
+
+def started_when_needed(cluster: RunningCluster) -> dict[str, int]:
+    """Processes that a cluster at rest may not have yet, and keeps: each router's for large bodies, and the
+    one that has started Ray's raylet again."""
+    python = Path(sys.executable).name
+    return {
+        f"{python} -m router.large_bodies.offload_process": len(cluster.routers()) or 1,
+        f"{python} -m ray.scripts.scripts": 1,
+    }
 
 
 async def left_behind(cluster: RunningCluster, at_rest: AtRest) -> list[str]:

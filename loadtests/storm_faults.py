@@ -257,9 +257,12 @@ def _is_child_of_raylet(pid: int) -> bool:
 
 
 def _title(pid: int) -> str:
-    """A program's name, or the title that a process of Ray's has given itself."""
+    """A program's name, with the module that Python runs, or the title that one of Ray's gave itself."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return ""
-    return words[0] if words[0].startswith("ray::") else Path(words[0]).name
+    if words[0].startswith("ray::"):
+        return words[0]
+    name = Path(words[0]).name
+    return f"{name} -m {words[words.index('-m') + 1]}" if "-m" in words[:-1] else name

@@ -77,6 +77,7 @@ def test_a_killed_router_excuses_the_resets_of_its_moment_and_nothing_else() -> 
 def test_a_cluster_that_does_not_recover_and_what_is_left_behind_break_the_storm() -> None:
     assert judge([], REFERENCES, [fault("redis-kill", 1.0, None)]).is_broken
     assert judge([], REFERENCES, [], ["router: router_in_flight is 1"]).is_broken
+    assert judge([], REFERENCES, [], hung_bodies=["/tokenize spaces"]).is_broken
 
 
 def test_first_tokens_outside_of_faults_are_those_of_answers_that_touch_none() -> None:
