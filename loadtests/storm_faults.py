@@ -217,14 +217,21 @@ class Faults:
 
 
 async def wait_healthy(cluster: RunningCluster, seconds: float) -> str | None:
-    """None as soon as all is well, else the last complaint."""
+    """None as soon as two looks find that all is well, else the last complaint.
+
+    One look is not enough: a process that is being ended still has its children for a moment.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while (complaint := await asyncio.to_thread(cluster.complaint)) is not None:
-        if loop.time() > deadline:
+    was_well = False
+    while True:
+        complaint = await asyncio.to_thread(cluster.complaint)
+        if complaint is None and was_well:
+            return None
+        was_well = complaint is None
+        if complaint is not None and loop.time() > deadline:
             return complaint
         await asyncio.sleep(LOOK_SECONDS)
-    return None
 
 
 def _cut_clients(redis_url: str) -> str:
