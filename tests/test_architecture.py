@@ -4,14 +4,11 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import cluster
 import replicas
 import router
 from docs.make_file_map import DOCUMENT, ROOT, source_files, with_file_map
 
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
@@ -20,22 +17,27 @@ def test_the_packages_are_the_ones_of_this_checkout() -> None:
         assert Path(str(package.__file__)).resolve().is_relative_to(ROOT)
 
 
-@pytest.mark.parametrize("name", source_files())
-def test_every_file_is_short_documented_and_made_of_short_functions(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    assert text.count("\n") <= MAX_FILE_LINES
+def test_every_file_is_documented_and_made_of_short_functions() -> None:
+    problems = [problem for name in source_files() for problem in problems_of(name)]
+    assert not problems, "\n".join(problems)
+
+
+def problems_of(name: str) -> list[str]:
+    tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+    found = []
     if tree.body:
         docstring = ast.get_docstring(tree)
-        assert docstring, "a module says what it owns"
-        assert docstring.partition("\n")[0].endswith((".", "?")), (
-            "its first line is a sentence: the map shows it"
-        )
+        if not docstring:
+            found.append(f"{name}: a module says what it owns")
+        elif not docstring.partition("\n")[0].endswith((".", "?")):
+            found.append(f"{name}: its first line is a sentence, which the map of files shows")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno + 1 - docstring_lines(node)
-            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{name}: {node.name} has {length} lines")
+    return found
 
 
 def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
