@@ -1,7 +1,7 @@
 """The options of the Locust load tests, and the workload that they ask for.
 
-Owns their names, defaults and sentences. The leader and every worker make the same workload from them. Knows
-nothing of how requests are sent.
+Owns their names, defaults and sentences. The leader and every worker make the same workload from them. Does
+not know how requests are sent.
 """
 
 import inspect

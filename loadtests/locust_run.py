@@ -1,7 +1,7 @@
 """Runs the load tests of `locustfile.py` without a browser, from a program.
 
 Owns the child process: Locust changes Python's sockets and threads for its whole process, so none of our own
-asyncio code can share one with it. Knows nothing of workloads or of figures.
+asyncio code can share one with it. Does not know workloads or figures.
 """
 
 import inspect

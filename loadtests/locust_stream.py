@@ -1,8 +1,8 @@
 """A client for streamed chats under gevent, which times them.
 
 Owns the connections and the timing of one answer: nothing is waited for but the socket, so an event's time is
-that of its arrival. (Locust's own clients wait for 1,024 bytes, and time the headers of a stream.) Knows
-nothing of workloads or of Locust.
+that of its arrival. (Locust's own clients wait for 1,024 bytes, and time the headers of a stream.) Does
+not know workloads or Locust.
 
 Times are of this process's clock, in seconds. Connections are made before the clock of a request starts.
 """

@@ -1,7 +1,7 @@
 """Runs side by side as one HTML page that needs nothing besides itself.
 
-Owns the page's order and words; its looks are report_page.css's, its drawings report_plots.py's. Knows
-nothing of how figures are computed. Whatever a run file holds is text here, never markup.
+Owns the page's order and words; its looks are report_page.css's, its drawings report_plots.py's. Does
+not know how figures are computed. Whatever a run file holds is text here, never markup.
 """
 
 from collections.abc import Callable, Iterable, Sequence

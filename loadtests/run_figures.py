@@ -1,7 +1,7 @@
 """From a run to the figures that it is shown by: those of its report, and how they came about. Pure.
 
 Owns what they mean over time, over replicas and over tenants, and how they are held against the engines' own
-counters; what a request's figures mean is report.py's. Knows nothing of files or pages.
+counters; what a request's figures mean is report.py's. Does not know files or pages.
 
 - Requests of the warm-up are left out, but for two things: the plots over time show them, and the sums that
   are held against the engines' counters include them, because the counters do.

@@ -1,6 +1,6 @@
 """Shapes of a load: the rate of arrivals as a function of time, and arrivals bent to follow it. Pure.
 
-Owns the named shapes. A rate is relative: 1 is the workload's own. Knows nothing of requests or of Locust.
+Owns the named shapes. A rate is relative: 1 is the workload's own. Does not know requests or Locust.
 """
 
 import bisect

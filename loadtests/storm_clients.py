@@ -1,6 +1,6 @@
 """Streaming clients of a storm: greedy answers, each of which is compared with what it was in calm.
 
-Owns the prompts, the sending and the records. Knows nothing of faults: a client sees what any client sees.
+Owns the prompts, the sending and the records. Does not know faults: a client sees what any client sees.
 """
 
 import asyncio

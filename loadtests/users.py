@@ -1,7 +1,7 @@
 """What sends requests in one process of a load test: arrivals at their time, or users who wait for answers.
 
-Owns the sending and the records of its share of a workload, and Locust's events for them. Knows nothing of
-the other processes but their number, and nothing of what becomes of the records.
+Owns the sending and the records of its share of a workload, and Locust's events for them. Does not know
+the other processes but their number, or what becomes of the records.
 
 Open loop: one Locust user hands out the arrivals; each is a greenlet of its own, so no answer holds up the
 next request. Closed loop: a Locust user plays one session after another, turn by turn.

@@ -1,6 +1,6 @@
 """The Engine protocol: scheduler and model loop of one replica, driven by one thread.
 
-Owns the contract that every engine keeps. Knows nothing of threads, gRPC, Redis or text.
+Owns the contract that every engine keeps. Does not know threads, gRPC, Redis or text.
 """
 
 from collections.abc import Sequence

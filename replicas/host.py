@@ -1,7 +1,7 @@
 """ReplicaHost: everything of one replica in one object: engine thread, server, index, lease.
 
 Owns the replica's state, the order in which its parts start and end, and the one task that they all
-hang on. Knows nothing of processes, signals or Ray: `__main__.py` and the fleet's actor host it.
+hang on. Does not know processes, signals or Ray: `__main__.py` and the fleet's actor host it.
 
     start: engine ─▶ proof ─▶ engine thread ─▶ server listens ─▶ READY ─▶ lease
     end:   lease given back ─▶ streams flushed and ended ─▶ engine thread ─▶ index set removed

@@ -1,6 +1,6 @@
 """Registration: the lease that says this replica is alive, renewed with each heartbeat.
 
-Owns the replica's record in Redis. Knows nothing of engines or streams, and of the index only the name
+Owns the replica's record in Redis. Does not know engines or streams, and of the index only the name
 of its set and the number of its newest change.
 
 A record is written only while it is absent or our own: WATCH, read, MULTI. Another epoch in it, once

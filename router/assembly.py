@@ -1,6 +1,6 @@
 """Router: all parts of one router process, put together.
 
-Owns who knows whom, and the tasks that keep the view of the fleet fresh. Knows nothing of sockets,
+Owns who knows whom, and the tasks that keep the view of the fleet fresh. Does not know sockets,
 signals or settings files: `__main__.py` brings those.
 """
 

@@ -1,6 +1,6 @@
 """Generation: all that dispatch needs of a request.
 
-Plain data; knows nothing of where it runs.
+Plain data; does not know where it runs.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Owns what a connection may take: the bytes and the time of a request's head, requests sent before their turn,
 the time in which an answer must be read; and its end, which a client may announce for its own side alone.
-When the router stops, no request that is on its way is met by a closed connection. Knows nothing of what is
+When the router stops, no request that is on its way is met by a closed connection. Does not know what is
 asked; a body is watched where it is read (`router/api/http.py`), idle time between requests by uvicorn.
 
 A client that has ended its side may have left, or may wait for its answer: only writing tells. So until

@@ -2,7 +2,7 @@
 
 Of several router processes each has a socket of its own at the clients' port, over which the kernel spreads
 connections, and all have all of them open: what waits at one that does not accept, others can take. Each
-has a socket for operators to itself. Owns how they are bound and removed. Knows nothing of what is served
+has a socket for operators to itself. Owns how they are bound and removed. Does not know what is served
 there.
 """
 

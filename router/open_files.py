@@ -1,6 +1,6 @@
 """How many files, and so connections, the process may have open.
 
-Owns the soft limit, which many systems set to 1,024 where the hard one is far higher. Knows nothing of what
+Owns the soft limit, which many systems set to 1,024 where the hard one is far higher. Does not know what
 the connections are for.
 """
 

@@ -2,7 +2,7 @@
 
 Owns their start by fork, their restart, and the signals between. The parent has the listening sockets open
 and accepts nothing, so connections that wait when a process dies are taken by the others, or by the one
-that follows. Knows nothing of what a router does.
+that follows. Does not know what a router does.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 Each has an address, processes, a home directory and a /tmp/ray of its own; files are shared otherwise. All
 of it hangs on a pipe to whoever made it: when that closes, the kernel ends everything on the machines, so
 even a test run that is killed leaves nothing behind. Nothing has a name or an address outside, so nothing
-can collide. Knows nothing of what runs there.
+can collide. Does not know what runs there.
 """
 
 import contextlib

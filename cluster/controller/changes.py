@@ -1,7 +1,7 @@
 """FleetState: the spec that holds now, and the pools that it is on its way from; and what may change it.
 
 Owns what apply, scale, rollout and a rollout that failed make of it. Each change is refused as a whole,
-with a SettingsError of one sentence, or gives a new state. Knows nothing of replicas or of Ray.
+with a SettingsError of one sentence, or gives a new state. Does not know replicas or Ray.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """repeat(): what the controller does over and over beside its plan, whatever happens to it.
 
-Owns what becomes of a look that fails: it is logged, told, and followed by the next one. Knows nothing of
+Owns what becomes of a look that fails: it is logged, told, and followed by the next one. Does not know
 what is looked at.
 """
 

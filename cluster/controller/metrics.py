@@ -1,7 +1,7 @@
 """FleetMetrics: what the fleet controller tells Prometheus.
 
-Owns the names. Pools come from the spec, states from the state table, so there are few labels. Knows
-nothing of Ray, nor of how replicas are kept alive.
+Owns the names. Pools come from the spec, states from the state table, so there are few labels. Does
+not know Ray, nor how replicas are kept alive.
 """
 
 from collections import Counter as Tally

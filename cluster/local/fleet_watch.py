@@ -1,6 +1,6 @@
 """FleetWatch: the fleet controller as `kvasir up` sees it: started, watched, started again if it dies.
 
-Owns the handle to the controller. Knows nothing of Redis, routers or terminals.
+Owns the handle to the controller. Does not know Redis, routers or terminals.
 """
 
 import asyncio

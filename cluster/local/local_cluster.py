@@ -1,6 +1,6 @@
 """LocalCluster: everything that `kvasir up` runs on one machine, from Redis to the router.
 
-Owns the order of starting and stopping, and the state file. Knows nothing of command lines, nor of
+Owns the order of starting and stopping, and the state file. Does not know command lines, nor
 how a terminal shows progress: it says sentences to whoever listens.
 """
 

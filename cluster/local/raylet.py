@@ -1,7 +1,7 @@
 """Raylet: Ray's process that starts and watches replicas on this machine, kept alive for a local cluster.
 
 Owns its replacement. Replicas outlive it, and serve on; the fleet starts new ones under the next raylet,
-which take their leases over, and then those of the last one are ended. Knows nothing of routers. Ray's
+which take their leases over, and then those of the last one are ended. Does not know routers. Ray's
 control service is not replaced: without it replicas serve on as well, but none that dies is started again.
 """
 

@@ -1,6 +1,6 @@
 """A private Redis for one local cluster: in memory, at a socket for this user alone, gone with the cluster.
 
-Owns the choice of the server's binary. Knows nothing of what is stored.
+Owns the choice of the server's binary. Does not know what is stored.
 """
 
 import asyncio

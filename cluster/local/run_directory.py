@@ -1,6 +1,6 @@
 """The run directory of one local cluster: its lock, its state file, its logs, its secrets.
 
-Owns the file names and formats. Knows nothing of how the processes named in it are run.
+Owns the file names and formats. Does not know how the processes named in it are run.
 """
 
 import contextlib

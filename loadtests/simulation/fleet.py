@@ -1,7 +1,7 @@
 """Fleet: a workload served from its first arrival to its last token, in virtual time.
 
 Owns the clock, the agenda and every request's way: routed, served, lost, retried or resumed, ended.
-Knows nothing of what is printed. Each request ends exactly once, as a record.
+Does not know what is printed. Each request ends exactly once, as a record.
 """
 
 from collections import Counter

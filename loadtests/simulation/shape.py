@@ -1,6 +1,6 @@
 """ReplicaShape: the size and the habits of a simulated replica.
 
-Owns what they are called. Knows nothing of what a replica does with them.
+Owns what they are called. Does not know what a replica does with them.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Owns the shapes of the load tests that talk to a real server as chats. Sizes are for a small model on a small
 machine unless told otherwise. All are seeded, last `duration_seconds`, and start requests (or sessions) at
-`qps` on average. Knows nothing of texts or servers.
+`qps` on average. Does not know texts or servers.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Generated workloads: the set-ups that routers are commonly compared on, and those that they fail on.
 
-Owns their shapes; the defaults are those of the published set-ups. All are seeded. Knows nothing of texts
+Owns their shapes; the defaults are those of the published set-ups. All are seeded. Does not know texts
 or token ids. Arrivals are open loop: a turn of a session comes at its time, answered or not.
 """
 

@@ -1,6 +1,6 @@
 """What a workload is, and how one is made smaller or faster.
 
-Owns the two types. Knows nothing of files, generators or clusters.
+Owns the two types. Does not know files, generators or clusters.
 """
 
 from collections.abc import Sequence

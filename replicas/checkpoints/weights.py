@@ -1,6 +1,6 @@
 """Checkpoint: a model directory on disk, opened for reading.
 
-Owns the reading of safetensors files, the fingerprint and the tokenizer files. Knows nothing of the
+Owns the reading of safetensors files, the fingerprint and the tokenizer files. Does not know the
 network that the tensors are for, and imports torch only when a tensor is read: the simulated engine
 fingerprints and bundles without it.
 """

@@ -1,7 +1,7 @@
 """The child of an EngineProcess: builds an engine, answers for it, and in the end lets it run.
 
 Owns the end of this process: it goes when its parent has gone, however that came about, and obeys no
-signal that a person sends to the replica. Knows nothing of gRPC, Redis or leases.
+signal that a person sends to the replica. Does not know gRPC, Redis or leases.
 """
 
 import logging

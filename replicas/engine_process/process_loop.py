@@ -1,7 +1,7 @@
 """ProcessLoop: an EngineLoop that runs in the engine's own process, seen from the replica's.
 
-Owns the two threads at this end of the pipe and the set of requests that live at the other. Knows
-nothing of asyncio, gRPC or Redis, like the loop that it stands for.
+Owns the two threads at this end of the pipe and the set of requests that live at the other. Does
+not know asyncio, gRPC or Redis, like the loop that it stands for.
 
     submit, abort (any thread) ──▶ outbox ──▶ pipe ──▶ EngineLoop ──▶ pipe ──▶ on_frame(frame, seconds)
 

@@ -1,6 +1,6 @@
 """IndexWriter: one replica's share of the block index in Redis, kept equal to what its cache holds.
 
-Owns the blocks set of this incarnation and the numbering of its changes. Knows nothing of engines,
+Owns the blocks set of this incarnation and the numbering of its changes. Does not know engines,
 routers or leases.
 
 A write takes whatever accumulated while the previous one was in flight: SADD, SREM and XADD in one

@@ -1,7 +1,7 @@
 """RedisRoom: how much of Redis' memory the index of one model may take, and what is done when it is too much.
 
 Owns the bound of the stream in bytes, and the question whether the index may be written at all. Leases come
-before the index: it stops well below Redis' `maxmemory`, so that leases find room. Knows nothing of what is
+before the index: it stops well below Redis' `maxmemory`, so that leases find room. Does not know what is
 written.
 
     bytes of the stream    measured by Redis, when the dice of any writer say so: on average whenever all

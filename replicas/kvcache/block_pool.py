@@ -1,7 +1,7 @@
 """BlockPool: the blocks of one KV cache, who uses them, and which prefix each one holds.
 
-Owns ref counts, the free queue, the map from hash to block, who wrote each hash, and the events. Knows
-nothing of requests, of tokens, or of the memory behind a block id.
+Owns ref counts, the free queue, the map from hash to block, who wrote each hash, and the events. Does
+not know requests, of tokens, or the memory behind a block id.
 
 A block is *used* (ref count above zero) or *free*; either kind may be *cached* (have a hash). A free
 block that is cached is still a cache entry: it is forgotten only when it is handed out again::

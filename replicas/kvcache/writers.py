@@ -1,6 +1,6 @@
 """BlockWriters: which user's request first computed each cached block.
 
-Owns that memory, bounded. Knows nothing of requests, pools or engines: every engine tells it what it
+Owns that memory, bounded. Does not know requests, pools or engines: every engine tells it what it
 stores and loses, and asks it whose blocks a request has hit.
 
 The writer belongs to the hash, not to a copy: a second copy changes nothing, and the entry goes when

@@ -1,6 +1,6 @@
 """The moments of a request in a replica, for tracing.
 
-Owns the moments. These classes do nothing; `tracing.py` makes spans of the same moments. Knows nothing of
+Owns the moments. These classes do nothing; `tracing.py` makes spans of the same moments. Does not know
 spans. A step has the number of its frame since the replica started.
 """
 

@@ -1,6 +1,6 @@
 """Block hashes: what names a cached prefix, for replicas, router and index alike.
 
-Owns the one hashing function of the project. Knows nothing of text, engines, Redis or the wire.
+Owns the one hashing function of the project. Does not know text, engines, Redis or the wire.
 
 A block hash names a *full* block together with everything before it::
 

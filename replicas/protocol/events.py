@@ -1,6 +1,6 @@
 """Cache events: what a replica's cache gained and lost, in order.
 
-Owns the vocabulary. Knows nothing of Redis or of who listens.
+Owns the vocabulary. Does not know Redis or who listens.
 
 Events are a *multiset*: an engine may hold two copies of one block and removes them one by one, so
 whoever keeps score counts. They leave the engine inside the StepFrame, after the KV exists. What a

@@ -1,7 +1,7 @@
 """KVCacheManager: the block tables and block hashes of requests over one block pool.
 
 Owns the rules of prefix caching: what counts as a hit, when a block is hashed, what an allocation
-needs. Knows nothing of budgets, queues or stop rules, and nothing of the memory behind a block id.
+needs. Does not know budgets, queues, stop rules or the memory behind a block id.
 
 Full blocks are hashed and shared as soon as they are *scheduled*: whoever computes a step writes the
 KV of its whole batch before any of it is read, so a twin scheduled in the same step may already hit.

@@ -1,7 +1,7 @@
 """Scheduler: which requests an engine computes in the next step, and what came of the last one.
 
 Owns every Request from `add` to its last delta, the queue, the order of service, preemption and the
-stop rules. Knows nothing of models, sampling, threads or time: the torch engine and the simulated one
+stop rules. Does not know models, sampling, threads or time: the torch engine and the simulated one
 drive the same scheduler, one `schedule()` and one `finish_step()` per step.
 
 Requests are served by *rank*: priority first, then arrival. Running and waiting ones are both kept in

@@ -1,6 +1,6 @@
 """FrameBridge: carries frames from the engine thread to the event loop, in order and bounded.
 
-Owns the queue between the two. Knows nothing of what a frame says.
+Owns the queue between the two. Does not know what a frame says.
 """
 
 import asyncio

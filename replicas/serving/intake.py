@@ -1,7 +1,7 @@
 """Intake: how many sequences and tokens a replica has taken and not finished, and whether it takes more.
 
 Owns what is held. A request for sixteen continuations is sixteen sequences: each has a place in the batch,
-and room in the cache for its answer. Knows nothing of streams, and not whether a request can ever run.
+and room in the cache for its answer. Does not know streams, and not whether a request can ever run.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, Drain, health.
 
 Owns the streams and the mapping between each router's request ids and the engine's. Decides nothing
-about scheduling, and knows nothing of Redis.
+about scheduling, and does not know Redis.
 
 A request lives here from its Submit until every choice has had its last delta, was aborted, or its
 stream ended. What ends a stream aborts all that it had open. The blocks that it will store are announced

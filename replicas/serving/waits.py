@@ -1,6 +1,6 @@
 """Waits: how long requests wait for their turn in the engine, and for their first token.
 
-Owns when each request was taken. Knows nothing of streams; what a frame says is its only source.
+Owns when each request was taken. Does not know streams; what a frame says is its only source.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
 
-Owns the tokens that stand in for an answer. Knows nothing of time but the `sleep` that it is given, and
-nothing of tensors. For load tests of the router and for planning; what
-it measures says nothing of any engine.
+Owns the tokens that stand in for an answer. Knows no tensors, and no time but the `sleep` that it is given.
+For load tests of the router and for planning; what it measures says nothing of any engine.
 """
 
 from collections.abc import Callable, Sequence

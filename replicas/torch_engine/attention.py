@@ -1,6 +1,6 @@
 """KVPool: the paged key-value cache of a model, and attention over it.
 
-Owns the memory of all blocks and the way from a block table to keys and values. Knows nothing of which
+Owns the memory of all blocks and the way from a block table to keys and values. Does not know which
 request may use which block: block tables come with the chunks.
 
 A layer first writes the keys and values of the whole batch, then attends. So a request may read blocks

@@ -1,7 +1,7 @@
 """TorchEngine: Kvasir's own engine, one model on one device.
 
-Owns the putting together of scheduler, model and sampler, and the sizing of the KV cache. Knows
-nothing of threads, gRPC or text; `replicas/loop.py` drives it.
+Owns the putting together of scheduler, model and sampler, and the sizing of the KV cache. Does
+not know threads, gRPC or text; `replicas/loop.py` drives it.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Decoder: the network of the Llama, Qwen2 and Qwen3 families.
 
-Owns the weights and the arithmetic between token ids and logits. Knows nothing of requests or blocks:
+Owns the weights and the arithmetic between token ids and logits. Does not know requests or blocks:
 attention is a function that it is given.
 """
 

@@ -1,6 +1,6 @@
 """Rotary position tables: the cosine and sine of every position, computed once.
 
-Owns the five ways in which supported models turn a position into angles. Knows nothing of attention.
+Owns the five ways in which supported models turn a position into angles. Does not know attention.
 """
 
 import math

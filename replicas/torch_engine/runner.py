@@ -1,7 +1,7 @@
 """ModelRunner: one forward pass for a step's chunks.
 
-Owns the way from chunks to tensors and back to one row of logits for each chunk that samples. Knows
-nothing of how tokens are chosen or which chunks come next.
+Owns the way from chunks to tensors and back to one row of logits for each chunk that samples. Does
+not know how tokens are chosen or which chunks come next.
 """
 
 from collections.abc import Sequence

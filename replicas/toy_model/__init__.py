@@ -1,6 +1,6 @@
 """The toy model that ships with Kvasir: where its files are.
 
-Owns the checkpoint, the text that it is made from and the script that makes it. Knows nothing of
+Owns the checkpoint, the text that it is made from and the script that makes it. Does not know
 engines: to the rest of the project this is one more checkpoint directory.
 """
 

@@ -1,6 +1,6 @@
 """Corpus: the hand-written texts in `corpus/`, read into plain values.
 
-Owns the formats of the files. Knows nothing of how the texts are combined.
+Owns the formats of the files. Does not know how the texts are combined.
 
 `qa_*.txt` holds entries between empty lines: `T:` a topic (its forms separated by `;`), from which
 questions are made, `Q:` a question of its own, `A:` an answer. `memory.txt` holds what a user can tell

@@ -1,6 +1,6 @@
 """Dialogues: an endless, seeded supply of chats, combined from the texts in `corpus/`.
 
-Owns the grammar of the combinations: turns, system prompts, noise. Knows nothing of files, tokens,
+Owns the grammar of the combinations: turns, system prompts, noise. Does not know files, tokens,
 models or training.
 """
 

@@ -1,6 +1,6 @@
 """VllmEngine: vLLM's LLMEngine behind the Engine protocol, in the engine thread.
 
-Owns the requests that live in vLLM, under our keys, and the translation of each step. Knows nothing of
+Owns the requests that live in vLLM, under our keys, and the translation of each step. Does not know
 threads, gRPC or text. What it reads inside vLLM goes through `core_view.py`.
 
 Block sizes, adapters and tiers. One block size holds for vLLM, for block hashes and for the model card;

@@ -1,6 +1,6 @@
 """HashMap: from vLLM's block hashes to ours, for as long as vLLM holds the block in any tier.
 
-Owns the map and the count of copies, by tier, behind each entry. Knows nothing of vLLM but that its
+Owns the map and the count of copies, by tier, behind each entry. Does not know vLLM but that its
 hashes are bytes: whoever reads its events says what was stored, with which tokens, after which block.
 
 vLLM chains its own hashes from other inputs than ours, so one cannot be had from the other. A block

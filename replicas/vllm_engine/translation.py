@@ -1,6 +1,6 @@
 """EventTranslator: vLLM's cache events as ours, and whose blocks a request has hit.
 
-Owns the map of hashes and the memory of who computed what. Knows nothing of requests but what an event
+Owns the map of hashes and the memory of who computed what. Does not know requests but what an event
 needs of the one that caused it. What cannot be named is left out: a block that no router finds.
 """
 

@@ -1,7 +1,7 @@
 """A chat's request and its prompt: fields, limits, messages as templates expect them, the text.
 
 Owns what a chat may look like. Runs wherever there is a tokenizer and a template: beside the event loop for
-small bodies, in a process of its own for large ones. Knows nothing of answers.
+small bodies, in a process of its own for large ones. Does not know answers.
 """
 
 import json

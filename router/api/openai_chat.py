@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: from a body to a prompt that can run, and its answers.
 
-Owns the dialect of the answers; that of the question is `chat_prompt.py`'s. Knows nothing of HTTP, of routing
-or of how text becomes tokens.
+Owns the dialect of the answers; that of the question is `chat_prompt.py`'s. Does not know HTTP, of routing
+or how text becomes tokens.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Server-sent events of OpenAI's streams, written as bytes.
 
 Owns the frames. Everything but the text is the same in each chunk of a stream, so it is encoded once.
-Knows nothing of where the text comes from.
+Does not know where the text comes from.
 """
 
 from typing import Any

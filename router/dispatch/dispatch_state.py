@@ -1,7 +1,7 @@
 """DispatchState: what all runs of a router share.
 
 Owns who is in flight where, what is suspected, who waits, and the counts of what has become of them.
-Knows nothing of one generation: `run.py` does.
+Does not know one generation: `run.py` does.
 """
 
 import random

@@ -1,7 +1,7 @@
 """OverdueWatch: moves requests away from replicas that are alive and get nowhere.
 
 A second net: a replica's own watchdog ends an engine that hangs. Owns the looks at every replica with
-requests in flight. Knows nothing of what a generation does then: its attempt is lost, and it goes elsewhere.
+requests in flight. Does not know what a generation does then: its attempt is lost, and it goes elsewhere.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """IndexMirror: one model's prefix index, kept equal to what its replicas wrote to Redis.
 
-Owns the connection, the place in the stream and the question of whose set must be read again. Knows
-nothing of prompts or decisions. All data is in the PrefixIndex; it is bounded by the replicas' caches.
+Owns the connection, the place in the stream and the question of whose set must be read again. Does
+not know prompts or decisions. All data is in the PrefixIndex; it is bounded by the replicas' caches.
 
 A replica's blocks set is read once, then the stream of changes is followed::
 

@@ -1,6 +1,6 @@
 """Membership: who is in the fleet just now, with one open stream to each.
 
-Owns the clients and who stands in the routing table. Knows nothing of requests; what it is told comes
+Owns the clients and who stands in the routing table. Does not know requests; what it is told comes
 from a source (`replica_sources.py`) and from the streams themselves, which know of a death first.
 
     registry            stream               then

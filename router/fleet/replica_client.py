@@ -2,7 +2,7 @@
 
 Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to whoever waits for
 them. One client is one stream: when that breaks, everything in flight is told `ReplicaLost` and the
-client is spent. Knows nothing of routing, retries or leases: `membership.py` decides whether to
+client is spent. Does not know routing, retries or leases: `membership.py` decides whether to
 connect again, `dispatch.py` what becomes of the requests.
 """
 

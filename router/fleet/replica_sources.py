@@ -1,6 +1,6 @@
 """Where replicas are found: the registry in Redis, or a fixed list of addresses.
 
-Owns the reading of leases. Knows nothing of routing tables or streams: a view is what the source
+Owns the reading of leases. Does not know routing tables or streams: a view is what the source
 believes now, and `membership.py` decides what follows from it.
 """
 

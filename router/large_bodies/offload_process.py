@@ -1,7 +1,7 @@
 """The process beside a router that prepares large bodies, each in a child of its own.
 
 Owns a copy of every model's tokenizer and template, which its children share, and the bounds that a child
-works under: processor time, time, memory. Knows nothing of routing; whatever happens to a child happens to
+works under: processor time, time, memory. Does not know routing; whatever happens to a child happens to
 nobody else. It ends when its router does.
 
 A job comes as one byte and a socket. For a job this process only forks: the child reads the job there,

@@ -1,7 +1,7 @@
 """Live: what this router has seen lately, for the page at `/`.
 
 Owns the sightings, the last decisions and the counts of the last minutes, and what is taken of a request
-for them: hashes and numbers, never tokens or text. Knows nothing of how it is shown.
+for them: hashes and numbers, never tokens or text. Does not know how it is shown.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """LoopLag: how late the event loop comes to what is due.
 
-Owns one small task. Knows nothing of what keeps the loop busy.
+Owns one small task. Does not know what keeps the loop busy.
 """
 
 import asyncio

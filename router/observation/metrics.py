@@ -1,7 +1,7 @@
 """RouterMetrics: what a router tells Prometheus of the requests that it has served.
 
 Owns names, labels and buckets. Label values come from closed sets (served models, our own routes, status
-codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. Knows nothing of
+codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. Does not know
 where the numbers arise; those that the router's parts count for themselves are `part_metrics.py`'s.
 """
 

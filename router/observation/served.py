@@ -1,7 +1,7 @@
 """ServedRequest: what became of one request to a route that generates, told once, at its end.
 
-Plain data for those who watch: metrics, logs, the live page. Whatever the end was, there is one. Knows
-nothing of who watches.
+Plain data for those who watch: metrics, logs, the live page. Whatever the end was, there is one. Does
+not know who watches.
 """
 
 from bisect import bisect_left

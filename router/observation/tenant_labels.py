@@ -1,6 +1,6 @@
 """TenantLabels: which tenants have metrics of their own.
 
-Owns that choice. Knows nothing of salts: a tenant comes as a label that tells nothing about its secret.
+Owns that choice. Does not know salts: a tenant comes as a label that tells nothing about its secret.
 """
 
 from router.generation import DEFAULT_TENANT

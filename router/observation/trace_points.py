@@ -1,7 +1,7 @@
 """The moments of a request in a router, for tracing.
 
 Owns the moments, and where a trace goes on: its parent in the next process. These classes do nothing but
-hand on what the client sent; `tracing.py` makes spans of the same moments. Knows nothing of spans.
+hand on what the client sent; `tracing.py` makes spans of the same moments. Does not know spans.
 """
 
 from replicas.process.trace_parent import TraceParent

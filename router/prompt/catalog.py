@@ -1,7 +1,7 @@
 """ModelCatalog: the models and adapters that can be asked for, each with its text side and its namespaces.
 
-Owns the cluster secret, and so every namespace root and every user's tag. Knows nothing of replicas, of
-routes or of requests: membership adds a model when its first replica is described, and says which
+Owns the cluster secret, and so every namespace root and every user's tag. Does not know replicas, of
+routes or requests: membership adds a model when its first replica is described, and says which
 adapters can be had.
 """
 

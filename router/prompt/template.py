@@ -1,7 +1,7 @@
 """ChatTemplate: a conversation → the one text that the model was trained to continue.
 
-Owns the choice of engine: minijinja where it provably renders what jinja2 does, else jinja2's sandbox. Knows
-nothing of tokens, of HTTP or of which fields a dialect has.
+Owns the choice of engine: minijinja where it provably renders what jinja2 does, else jinja2's sandbox. Does
+not know tokens, of HTTP or which fields a dialect has.
 
 Templates come with checkpoints and are foreign code: they only ever see plain JSON values, and may never come
 to an end. To try one out, or to `render`, is for a process that can be ended; where others wait there is

@@ -1,7 +1,7 @@
 """Tokenizer: one model's text ⇄ token ids, from the files that its replicas hand out.
 
 Owns the choice of backend (fastokens where it provably equals the reference, else Hugging Face
-tokenizers) and the cache of encoded segments. Knows nothing of chats, of HTTP or of blocks.
+tokenizers) and the cache of encoded segments. Does not know chats, of HTTP or blocks.
 
 A rendered chat is split at its special tokens, which byte-pair merges never cross, and each piece
 between them is looked up by its text: a conversation of twenty turns encodes only its newest. Whether

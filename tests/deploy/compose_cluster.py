@@ -1,7 +1,7 @@
 """The services of deploy/compose.yaml without Docker: images in chroots, each on a machine of its own.
 
 Owns what Docker would do, as far as it matters here: names, mounts, users, a root that nobody can write.
-Images of other projects are the base image and the same program from elsewhere. Knows nothing of what is
+Images of other projects are the base image and the same program from elsewhere. Does not know what is
 asked of the services.
 """
 

@@ -1,7 +1,7 @@
 """Images built and run with buildah, without a daemon and without namespaces (chroot isolation).
 
 Owns where buildah keeps them: a folder that goes when the tests end, so that nothing of this machine's own
-images is seen or changed. Knows nothing of what is in them.
+images is seen or changed. Does not know what is in them.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The chart, rendered as `helm install` would, and what is in it by kind, label and port.
 
-Owns the examples and the toggles that tests go through. Knows nothing of a cluster: `lookup` finds nothing.
+Owns the examples and the toggles that tests go through. Does not know a cluster: `lookup` finds nothing.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Some half a minute in the life of a cluster in which as much happens as can: hits of all kinds, evictions,
 preemptions, refusals, clients who leave, clients who are wrong, a replica that dies, a Redis that stops.
 
-Owns what is sent and what is broken. Knows nothing of metrics.
+Owns what is sent and what is broken. Does not know metrics.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """A real Prometheus for a test: it scrapes a cluster's own file of targets, every second.
 
-Owns the process, and how an answer of its API becomes numbers. Knows nothing of what is asked.
+Owns the process, and how an answer of its API becomes numbers. Does not know what is asked.
 """
 
 import contextlib
