@@ -188,7 +188,7 @@ class ReplicaHost:
                     started.set_result(None)
                     await self._end.wait()
                     parts.cancel_tasks()
-        except BaseException as error:  # the replica's outermost frame: whoever waits must hear of it
+        except BaseException as error:  # the replica's outermost frame: those that wait must hear of it
             if not started.done():
                 started.set_exception(error)
             elif self._failure is None:

@@ -1,7 +1,7 @@
 """EngineLoop: the one thread that drives an engine: inbox, step, frame.
 
 Owns the thread, the inbox, the set of requests that live in the engine, and the measuring of speed.
-Does not know asyncio, gRPC or Redis: whoever wants the frames passes a callback.
+Does not know asyncio, gRPC or Redis: a caller that wants the frames passes a callback.
 
     submit, abort (any thread) ──▶ inbox ──▶ add / abort ──▶ step ──▶ on_frame(frame, seconds)
 """

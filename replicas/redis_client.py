@@ -24,7 +24,7 @@ FAREWELL_SECONDS = 1.0
 def connect(url: str) -> "Redis":
     """A client that never retries by itself: a transaction sent twice would be two changes.
 
-    Nor does it watch the time: whoever uses it does.
+    Nor does it watch the time: its users do.
     """
     try:
         return Redis.from_url(

@@ -154,7 +154,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.is_half_closed = True
         self._send_signs(0)
         if self._watcher is not None:
-            self._watcher.half_closed()  # whoever streams has to look after it from now on
+            self._watcher.half_closed()  # an answer that streams looks after it from now on
         return True
 
     def shutdown(self) -> None:
@@ -293,7 +293,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._write_watch = self.loop.call_later(self._write_seconds / 2, self._look_at_writes)
 
     def _send_signs(self, number: int) -> None:
-        """Once an answer has begun, whoever streams does that."""
+        """Once an answer has begun, its writer does that."""
         cycle = self._answering
         if self.transport.is_closing() or cycle is None or cycle.response_complete:
             return

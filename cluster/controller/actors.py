@@ -160,7 +160,7 @@ async def launch(pool: PoolSpec, replica_id: ReplicaId, log_directory: str | Non
 
 
 def find() -> dict[ReplicaId, ReplicaHandle]:
-    """The replicas' actors that live in this Ray cluster, whoever made them."""
+    """The replicas' actors that live in this Ray cluster, made by this controller or an earlier one."""
     found = {}
     for name in ray.util.list_named_actors():
         if name.startswith(_REPLICA_PREFIX):

@@ -82,7 +82,7 @@ def _place(pool: PoolSpec, room: list[dict[str, float]]) -> bool:
 
 
 def fits(bundle: Mapping[str, float], machine: Machine) -> bool:
-    """Whether the machine has so much, whoever else may be using it."""
+    """Whether the machine has this much in all, used or not."""
     return all(machine.get(name, 0.0) + ROUNDING >= amount for name, amount in bundle.items())
 
 

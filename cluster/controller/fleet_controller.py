@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetController:
-    """A Ray actor. `run` is the controller's life: whoever called it hears when it ends.
+    """A Ray actor. `run` is the controller's life: its caller hears when it ends.
 
     With `runs_itself` nobody needs to call: it begins with the actor, what is applied is kept with Ray, and
     an actor that Ray has started again goes on with that.

@@ -1,7 +1,7 @@
 """plan(): what to do next, given what should exist and what does.
 
 Owns the decisions about the fleet. Knows no Ray and no clock: observations come with their times, and
-whoever carries a plan out reports back through the next observation.
+the one that carries a plan out reports back through the next observation.
 
 A pool is what its spec says when it has `num_replicas` replicas of the spec's revision. Replicas of
 another revision are stale: fresh ones are started beside them, as many as `surge` allows, and a stale

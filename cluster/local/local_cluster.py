@@ -1,7 +1,7 @@
 """LocalCluster: everything that `kvasir up` runs on one machine, from Redis to the router.
 
 Owns the order of starting and stopping, and the state file. Does not know command lines, nor
-how a terminal shows progress: it says sentences to whoever listens.
+how a terminal shows progress: it says sentences to a listener.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Just above Ray's minimum: nothing but small reports goes through it."""
 
 RAY_ENVIRONMENT: Mapping[str, str] = {
-    "RAY_AUTH_MODE": "token",  # else whoever is on the machine could run code as this user
+    "RAY_AUTH_MODE": "token",  # else any user of the machine could run code as this one
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_enable_worker_prestart": "0",  # each worker that waits for work costs 50 MB

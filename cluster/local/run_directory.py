@@ -159,7 +159,7 @@ class RunDirectory:
 
 
 def _replace(path: Path, content: Any, mode: int) -> None:
-    """Whoever reads it finds the old content or the new, whole. Raises OSError."""
+    """A reader finds the old content or the new, whole. Raises OSError."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -173,7 +173,7 @@ def _replace(path: Path, content: Any, mode: int) -> None:
 
 
 def _lock_within(descriptor: int, seconds: float) -> bool:
-    """Whoever only asks for the owner holds the lock too, for a moment."""
+    """A process that only asks for the owner holds the lock too, for a moment."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -186,7 +186,7 @@ class EngineProcess:
         atexit.unregister(self._process.kill)
 
     def kill(self) -> None:
-        """Whoever waits for an answer gets EngineDied."""
+        """Callers that wait for an answer get EngineDied."""
         self._process.kill()
 
     def _build(self, config: ReplicaConfig) -> Built:

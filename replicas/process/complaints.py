@@ -7,7 +7,7 @@ import logging
 from collections.abc import Hashable
 
 MOST_COMPLAINTS = 64
-"""Standing at a time. Whoever can make one can make many, and a log must not be what they fill."""
+"""Standing at a time. A sender that can cause one can cause many, and they must not fill the log."""
 
 
 class Complaints:

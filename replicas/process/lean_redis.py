@@ -9,7 +9,7 @@ import sys
 _ABSENT = "opentelemetry"
 
 if _ABSENT not in sys.modules:
-    sys.modules[_ABSENT] = None  # type: ignore[assignment]  # to whoever imports it, it is not installed
+    sys.modules[_ABSENT] = None  # type: ignore[assignment]  # to its importers it is not installed
     try:
         import redis.asyncio  # noqa: F401
     finally:

@@ -45,7 +45,7 @@ SEND_SECONDS = 5.0
 
 
 class SpanExport:
-    """Never blocks whoever ends a span. `close` sends what is left, for as long as it may take."""
+    """Never blocks the caller that ends a span. `close` sends what is left, for as long as it may take."""
 
     def __init__(
         self,

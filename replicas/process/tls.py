@@ -2,7 +2,7 @@
 
 Owns what a set of files must be, which of them are in force and for how long still, and what a failed
 handshake means in words.
-Knows no setting and no address, and no roles: whoever has a certificate of the CA is let in, as far as the
+Knows no setting and no address, and no roles: holders of a certificate of the CA are let in, as far as the
 usages in it say.
 """
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class CallerCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # it takes none at run time
-    """`keys` are those that a token may be made with; without any, whoever reaches the port may call."""
+    """`keys` are those that a token may be made with; without any, all that reach the port may call."""
 
     def __init__(
         self, service_name: str, audience: Audience, keys: Sequence[bytes], refused_calls: Counter
@@ -75,7 +75,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # it ta
 
     def _count(self, reason: CallRefusal, code: grpc.StatusCode, message: str) -> tuple[grpc.StatusCode, str]:
         self._refused_calls.labels(reason.value).inc()
-        if reason not in self._logged:  # whoever is refused may come again, as often as it likes
+        if reason not in self._logged:  # a refused caller may come again, as often as it likes
             self._logged.add(reason)
             logger.warning(
                 "refused a call; the next of this kind are not logged reason=%s: %s", reason.value, message

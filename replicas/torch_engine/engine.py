@@ -116,7 +116,7 @@ class TorchEngine:
 def check_model(config: ReplicaConfig, directory: Path) -> None:
     """Put the model together from the headers of its weights. Raises what the engine would for it.
 
-    On no device: whoever asks may have been given none of those that the engine will have.
+    On no device: the asking process may have been given none of those that the engine will have.
     """
     checkpoint = load_headers(directory)
     dtype = _dtype(config.dtype, checkpoint.config, torch.device("cpu"))

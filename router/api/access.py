@@ -41,7 +41,7 @@ _FORWARDED = (b"forwarded", b"via", b"x-real-ip")
 
 
 def refusal_of(access: AdminAccess, scope: Scope) -> HttpError | None:
-    """None for whoever is let in."""
+    """None for a caller that is let in."""
     if access is AdminAccess.EVERYONE or (access is AdminAccess.LOOPBACK and _is_local(scope)):
         return None
     return _REFUSALS[access]

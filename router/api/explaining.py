@@ -1,6 +1,6 @@
 """POST /explain/v1/…: what would become of a request, without running it.
 
-Owns the route, which is open to whoever may see the page at `/`. The body is that of the route that it is
+Owns the route, which is open to those that may see the page at `/`. The body is that of the route that it is
 about, and goes through the same preparation.
 """
 

@@ -135,7 +135,7 @@ class DispatchState:
             self.room.call(attempt.prompt[0])
 
     def replica_died(self, client: ReplicaClient) -> None:
-        """Whoever notices it says so; what was in flight is judged once."""
+        """May be told several times; what was in flight is judged once."""
         there = self._in_flight.get(client)
         if there is None or there.is_dead:
             return

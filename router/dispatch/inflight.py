@@ -25,7 +25,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until the next `wake`. Whoever waits looks first whether something has already come."""
+        """Until the next `wake`. The caller looks first whether something has already come."""
         assert self._waiter is None, "a mailbox has one consumer"
         self._waiter = asyncio.get_running_loop().create_future()
         try:

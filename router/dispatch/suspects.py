@@ -111,7 +111,7 @@ class _Record(NamedTuple):
 
 
 class Suspects:
-    """`key` makes the digests; whoever lacks it cannot tell which prompts are remembered."""
+    """`key` makes the digests: without it, nobody can tell which prompts are remembered."""
 
     def __init__(
         self, key: bytes, *, seconds: float = MEMORY_SECONDS, max_remembered: int = MAX_REMEMBERED

@@ -244,7 +244,7 @@ async def forget(redis: "Redis", model: str, replica_id: ReplicaId) -> None:
 
 
 class StaticSource:
-    """Replicas at known addresses, without a registry: whoever answers is alive."""
+    """Replicas at known addresses, without a registry: a replica that answers is alive."""
 
     def __init__(self, addresses: Sequence[str], poll_seconds: float = 2.0) -> None:
         self._addresses = tuple(dict.fromkeys(addresses))

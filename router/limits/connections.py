@@ -16,7 +16,7 @@ from router.config import RouterConfig
 from router.limits.address_shares import AddressShares
 
 IPV6_NETWORK_BITS = 64
-"""Whoever has an IPv6 address has as many as fit into a network of this size."""
+"""A client with an IPv6 address has as many as fit into a network of this size."""
 
 MAX_FAREWELLS = 256
 """Refused connections that are kept for a moment, so that their clients can read why."""

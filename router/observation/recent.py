@@ -1,6 +1,6 @@
 """Recent: the last minutes of a router's requests, by slots of a few seconds, and its last decisions.
 
-Owns these counts and their bounds. Knows no clock (times are handed in) and nothing of whoever looks.
+Owns these counts and their bounds. Knows no clock (times are handed in) and not who looks.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Sightings: the prefixes of the prompts that this router has seen, as a radix tree with counts.
 
 Owns the tree and its bounds. Knows hashes and counts, never tokens or text; nothing of who holds a prefix
-now (`routing/overlap.py` does), of clocks or of whoever looks.
+now (`routing/overlap.py` does), of clocks or of readers.
 
 A node is a run of blocks that every prompt so far has had as a whole. It is cut where prompts branch and
 where one has ended, so that a node's counts are true for each of its blocks::

@@ -99,7 +99,7 @@ class ServedModel:
         return known
 
     def tenant_label(self, salt: str | None) -> str:
-        """Names whoever shares this salt, without telling it; alike for all models and routers."""
+        """Names the tenant of this salt without revealing it; alike for all models and routers."""
         return DEFAULT_TENANT if salt is None else self._tenant_label(salt)
 
     def root(self, tenant: str | None = None, salt: str | None = None) -> BlockHash:

@@ -24,7 +24,7 @@ SPEED_BAND = 2.0
 """Replicas whose measured speed is within this factor of the median count as equally fast.
 
 Measured rates wobble with the size of the last prompts; taken literally they would send every cold
-prompt to whoever last looked fastest, and no bucket would keep its home."""
+prompt to the replica that last looked fastest, and no bucket would keep its home."""
 
 SPEED_LIMIT = 8.0
 """No replica counts as slower or faster than the median by more: a wrong measurement must not starve it."""
@@ -101,8 +101,8 @@ def cost_of(
 ) -> Cost:
     """The cost of `num_uncached_tokens` at a replica that is this busy.
 
-    Whoever runs or waits there delays the request by a decode step each: its own steps share their time
-    with them, so that of two replicas with equal caches and queues the one with the smaller batch is cheaper.
+    Each request that runs or waits there delays this one by a decode step, since their steps share their
+    time: of two replicas with equal caches and queues the one with the smaller batch is cheaper.
     """
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
