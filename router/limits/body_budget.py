@@ -4,10 +4,10 @@ Owns the counts. Bytes count as they come, and where there is no room for more t
 the values in a body may take is bounded where it is taken apart (`offload.py`).
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from router.errors import BodiesFull
+from router.limits.address_shares import AddressShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,7 @@ class BodyBudget:
 
     def __init__(self, max_bytes: int, *, address_share: float) -> None:
         self._max_bytes = max_bytes
-        self._max_of_address = int(max_bytes * address_share)
-        self._num_bytes = 0
-        self._of_address: Counter[str] = Counter()
+        self._held = AddressShares(max_bytes, address_share=address_share)
         self._num_refused = 0
 
     def hold(self, address: str | None) -> "BodyHold":
@@ -34,23 +32,16 @@ class BodyBudget:
         return BodyHold(self, address)
 
     def statistics(self) -> BodyStatistics:
-        return BodyStatistics(self._num_bytes, self._max_bytes, self._num_refused)
+        return BodyStatistics(self._held.num, self._max_bytes, self._num_refused)
 
     def check(self, address: str | None, num_bytes: int) -> None:
         """Raises BodiesFull where so much would not fit now."""
-        is_full = self._num_bytes + num_bytes > self._max_bytes
-        if address is not None:
-            is_full = is_full or self._of_address[address] + num_bytes > self._max_of_address
-        if is_full:
+        if not self._held.has_room(address, num_bytes):
             self._num_refused += 1
             raise BodiesFull("The router has no memory for more request bodies at the moment.")
 
     def change(self, address: str | None, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if address is not None:
-            self._of_address[address] += num_bytes
-            if not self._of_address[address]:
-                del self._of_address[address]
+        self._held.add(address, num_bytes)
 
 
 class BodyHold:
