@@ -50,6 +50,7 @@ from replicas.protocol.frames import (
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import toy_model_path
+from replicas.vllm_engine import cpu_generator
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
@@ -332,6 +333,8 @@ def _check_environment() -> None:
 
 
 def _start(arguments: dict[str, Any], directory: Path) -> Any:
+    if current_platform.is_cpu():
+        cpu_generator.install()
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:  # vLLM has no type for what it does not like: ValueError, AssertionError, …

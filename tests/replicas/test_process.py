@@ -109,7 +109,11 @@ async def test_a_second_signal_stops_at_once(redis_url: str) -> None:
         (["--engine", "abacus"], {}, "setting engine is torch, vllm or simulated, not abacus"),
         ([], {"KVASIR_REPLICA_BLOK_SIZE": "16"}, "did you mean block_size?"),
         (["--engine", "simulated", "--model", "/nowhere"], {}, "no checkpoint directory /nowhere"),
-        (["--engine", "simulated", "--redis-url", "nonsense"], {}, "setting redis_url is no Redis address"),
+        (
+            ["--engine", "simulated", "--redis-url", "nonsense"],
+            {},
+            "redis_url is not a Redis address",
+        ),
         (["--engine", "simulated", "--host", "203.0.113.1"], {}, "cannot listen"),
         (
             ["--engine", "simulated", "--engine-process", "true", "--build-seconds", "0.001"],

@@ -60,7 +60,7 @@ class Witness:
             live = list(self.engine._live.values())
             frame = step()
             for entry in live:
-                self._see(entry.inner, entry.request.root)
+                self._see(entry.inner, entry.request.submit.root)
             self.balance.apply(frame.events)
             self.num_evicted += sum(isinstance(event, BlockRemoved) for event in frame.events)
             return frame

@@ -57,7 +57,7 @@ def test_the_proof_runs_with_every_adapter(run: Run, monkeypatch: pytest.MonkeyP
     add = run.engine.add
 
     def listening(request: Any) -> None:
-        asked.append(request.adapter)
+        asked.append(request.submit.adapter)
         add(request)
 
     monkeypatch.setattr(run.engine, "add", listening)
