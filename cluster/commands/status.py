@@ -4,8 +4,10 @@ Owns both. Asks only Redis, so it answers while replicas are busy and controller
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from cluster.commands.tables import align
 from cluster.local.processes import named_children
@@ -64,7 +66,7 @@ def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
         "ray_address": state.ray_address,
         "controller_metrics": state.controller_metrics,
         "block_size": state.block_size,
-        "replicas": [asdict(row) for row in replica_rows(state, registry)],
+        "replicas": msgspec.to_builtins(replica_rows(state, registry)),
     }
 
 

@@ -124,7 +124,7 @@ def test_chat_streams_an_answer_and_says_what_it_cost(running: KvasirCommand) ->
 def test_a_second_up_is_refused_and_says_why(running: KvasirCommand) -> None:
     second = running.run("up", "--port", "0")
     assert second.returncode == 2
-    assert second.stderr.startswith("kvasir: a cluster runs in ")
+    assert second.stderr.startswith("kvasir: a cluster already runs in ")
     assert second.stderr.count("\n") == 1
     assert running.is_ready()
 
