@@ -66,7 +66,7 @@ def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
         "ray_address": state.ray_address,
         "controller_metrics": state.controller_metrics,
         "block_size": state.block_size,
-        "replicas": msgspec.to_builtins(replica_rows(state, registry)),
+        "replicas": msgspec.to_builtins(list(replica_rows(state, registry))),
     }
 
 
