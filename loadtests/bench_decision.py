@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loadtests.figures import percentiles, print_header, resident_bytes
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import IndexChange, decode_change, encode_change
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
@@ -120,7 +120,7 @@ def practised_hasher(batch: Sequence[Prompt], block_size: int) -> ChainHasher:
     for _ in range(8):
         for prompt in batch:
             if prompt.holders:
-                hasher.hash_blocks(ROOT, prompt.token_ids[:NUM_HELD], block_size)
+                hasher.hash_packed(ROOT, pack_token_ids(prompt.token_ids[:NUM_HELD]), block_size)
     return hasher
 
 
@@ -133,7 +133,12 @@ def measure_batch(table: RoutingTable, batch: Sequence[Prompt], block_size: int)
     hashes: list[list[BlockHash]] = []
     buckets: list[bytes] = []
     overlaps: list[Overlaps] = []
-    timed(lambda: hashes.extend(hasher.hash_blocks(ROOT, it.token_ids, block_size) for it in batch), times)
+    timed(
+        lambda: hashes.extend(
+            hasher.hash_packed(ROOT, pack_token_ids(it.token_ids), block_size) for it in batch
+        ),
+        times,
+    )
     timed(
         lambda: buckets.extend(bucket_of(ROOT, None, each.token_ids, None, block_size) for each in batch),
         times,

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
@@ -136,7 +135,7 @@ class EngineProcess:
         atexit.register(self._process.kill)  # a child that hangs would not see the pipe close
         self._has_work = False
         try:
-            built = self._build(replace(config, engine_process=False))
+            built = self._build(config)
         except BaseException:
             self.close()
             raise

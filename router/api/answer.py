@@ -117,12 +117,13 @@ def make_prompt(
     """Everything that routing, engine and answer need of one prompt."""
     card = model.card
     root = model.root(None, salt)
+    packed_tokens = pack_token_ids(token_ids)
     generation = Generation(
         model=card.name,
         token_ids=token_ids,
         submit=Submit(
             request_id=0,
-            packed_tokens=pack_token_ids(token_ids),
+            packed_tokens=packed_tokens,
             sampling=sampling,
             root=root,
             num_choices=num_choices,
@@ -130,7 +131,7 @@ def make_prompt(
             adapter=None if model.adapter is None else model.adapter.name,
             user=user,
         ),
-        block_hashes=model.block_hashes(root, token_ids),
+        block_hashes=model.block_hashes(root, packed_tokens),
         bucket=bucket_of(root, prompt_cache_key, token_ids, num_stable_tokens, card.block_size),
         adapter=model.adapter,
         tenant=model.tenant_label(salt),

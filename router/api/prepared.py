@@ -3,18 +3,15 @@
 Owns the shapes. A job's body follows it as it came from the client; token ids come back packed.
 """
 
-from array import array
-from collections.abc import Sequence
 from typing import NewType
 
 import msgspec
 
+from replicas.protocol.blocks import unpack_token_ids
 from router.errors import ContextLengthExceeded, InvalidRequest, RouterError, UnknownModel
 
 Digest = NewType("Digest", bytes)
 """Of a model's tokenizer files."""
-
-_ID_TYPE = "I"
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -55,9 +52,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     num_stable_tokens: int | None = None
 
     def ids(self) -> list[int]:
-        ids: array[int] = array(_ID_TYPE)
-        ids.frombytes(self.token_ids)
-        return ids.tolist()
+        return unpack_token_ids(self.token_ids)
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +106,3 @@ class CrashedJob(msgspec.Struct, frozen=True, tag=True):
 
 
 Outcome = PreparedRequest | WrittenAnswer | RefusedRequest | CrashedJob
-
-
-def packed(token_ids: Sequence[int]) -> bytes:
-    return array(_ID_TYPE, token_ids).tobytes()

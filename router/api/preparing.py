@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from replicas.protocol.blocks import pack_token_ids
 from router.api.chat_prompt import ChatRequest, check_chat, encode_chat, num_stable_tokens, render_chat
 from router.api.completion_prompt import (
     CompletionRequest,
@@ -24,7 +25,6 @@ from router.api.prepared import (
     PreparedRequest,
     RefusedRequest,
     WrittenAnswer,
-    packed,
 )
 from router.api.sampling import most_tokens, too_many_tokens
 from router.api.token_counts import detokenize, tokenize
@@ -49,7 +49,7 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
         check_chat(request, job.max_choices)
         chat = render_chat(model, request)
         token_ids = encode_chat(model, chat)
-    prompt = EncodedPrompt(packed(token_ids), "", num_stable_tokens(model.tokenizer, chat))
+    prompt = EncodedPrompt(pack_token_ids(token_ids), "", num_stable_tokens(model.tokenizer, chat))
     fields = msgspec.structs.replace(
         request,
         messages=[],
@@ -81,10 +81,10 @@ def _encoded(model: TextModel, prompt: str | list[object], echo: bool) -> Encode
         if token_ids is None:
             raise too_many_tokens(model, "prompt")
         check_tokens(token_ids)
-        return EncodedPrompt(packed(token_ids), prompt if echo else "")
+        return EncodedPrompt(pack_token_ids(token_ids), prompt if echo else "")
     ids: list[int] = prompt  # type: ignore[assignment]
     check_tokens(ids)
-    return EncodedPrompt(packed(ids), model.tokenizer.decode(ids) if echo else "")
+    return EncodedPrompt(pack_token_ids(ids), model.tokenizer.decode(ids) if echo else "")
 
 
 def _tokenize(job: Job, models: TextModels, body: bytes) -> Outcome:

@@ -3,7 +3,7 @@
 Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to whoever waits for
 them. One client is one stream: when that breaks, everything in flight is told `ReplicaLost` and the
 client is spent. Does not know routing, retries or leases: `membership.py` decides whether to
-connect again, `dispatch.py` what becomes of the requests.
+connect again, `router/dispatch/` what becomes of the requests.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import grpc
 from msgspec.structs import replace
 
+from replicas.process.cancellation import is_cancelled
 from replicas.process.tls import ChannelTls
 from replicas.protocol.call_tokens import Caller
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
@@ -149,7 +150,7 @@ class ReplicaClient:
                 await self._read(call)
         except* ReplicaLost:
             # Before Python 3.13 a group that is already ending swallows a cancellation.
-            if _is_cancelled():
+            if is_cancelled():
                 raise asyncio.CancelledError from None
         finally:
             self._break("the connection was closed")
@@ -172,7 +173,7 @@ class ReplicaClient:
             raise self._break(self._channel.reason(error)) from error
         except asyncio.CancelledError:
             # A channel that is closed under its call raises this too, though nobody cancelled the task.
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise self._break("the connection was closed") from None
         raise self._break("it closed the stream")
@@ -262,9 +263,3 @@ class ReplicaClient:
             self._submits.clear()
             self._aborts.clear()
         return self.lost
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    assert task is not None
-    return task.cancelling() > 0

@@ -106,9 +106,9 @@ class ServedModel:
         """The root of every chain of this tenant and salt; nobody without the secret can compute it."""
         return self._root(tenant, salt)
 
-    def block_hashes(self, root: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
+    def block_hashes(self, root: BlockHash, packed_tokens: bytes) -> list[BlockHash]:
         """Of the prompt's full blocks, under a root of this model's."""
-        return self._chains.hash_blocks(root, token_ids, self.card.block_size)
+        return self._chains.hash_packed(root, packed_tokens, self.card.block_size)
 
 
 @dataclass(frozen=True, slots=True)

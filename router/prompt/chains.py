@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicas.protocol.blocks import BlockHash, hash_packed, pack_token_ids
+from replicas.protocol.blocks import BlockHash, hash_packed
 
 DEFAULT_CACHE_BYTES = 32 * 2**20
 
@@ -48,9 +48,8 @@ class ChainHasher:
         self._num_hits = 0
         self._num_misses = 0
 
-    def hash_blocks(self, root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-        """What `hash_blocks(root, token_ids, block_size)` says: a prompt of text alone."""
-        packed = pack_token_ids(token_ids)
+    def hash_packed(self, root: BlockHash, packed: bytes, block_size: int) -> list[BlockHash]:
+        """What `hash_packed(root, packed, block_size)` says: a prompt of text alone."""
         run_bytes = BLOCKS_PER_RUN * block_size * 4
         num_full_runs = len(packed) // run_bytes
         hashes: list[BlockHash] = []

@@ -132,7 +132,10 @@ def test_a_command_of_another_version_is_refused(
     for words in (["status"], ["scale", "alpha", "1"], ["apply", str(fleet.folder / "fleet.yaml")]):
         refused = fleet.run(*words)
         assert refused.returncode == 2
-        assert f"the fleet controller is of Kvasir {version('kvasir')}, and this is 99.0: " in refused.stderr
+        assert (
+            f"the fleet controller is of Kvasir {version('kvasir')}, and this command of 99.0: "
+            in refused.stderr
+        )
     assert fleet.epochs() == before
 
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
 from router.prompt import chains
 from router.prompt.chains import BLOCKS_PER_RUN, BYTES_PER_RUN, ChainHasher
 
@@ -38,7 +38,9 @@ def test_the_hashes_are_those_of_hashing_it_all_whatever_is_remembered_or_forgot
     hasher = ChainHasher(max_runs * BYTES_PER_RUN)
     for root, numbers, num_more, block_size in asked:
         token_ids = tokens(numbers, num_more)
-        assert hasher.hash_blocks(root, token_ids, block_size) == hash_blocks(root, token_ids, block_size)
+        assert hasher.hash_packed(root, pack_token_ids(token_ids), block_size) == hash_blocks(
+            root, token_ids, block_size
+        )
         assert hasher.statistics().num_bytes <= max_runs * BYTES_PER_RUN
 
 
@@ -46,7 +48,9 @@ def test_the_hashes_are_those_of_hashing_it_all_whatever_is_remembered_or_forgot
 def test_a_prompt_that_comes_again_has_the_same_hashes(token_ids: list[int], block_size: int) -> None:
     hasher = ChainHasher()
     for _ in range(4):
-        assert hasher.hash_blocks(ROOT, token_ids, block_size) == hash_blocks(ROOT, token_ids, block_size)
+        assert hasher.hash_packed(ROOT, pack_token_ids(token_ids), block_size) == hash_blocks(
+            ROOT, token_ids, block_size
+        )
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def test_each_time_a_prefix_comes_as_much_again_of_it_is_known_and_one_run_more(
     hasher, prompt = ChainHasher(), random_tokens(10)
     num_unknown = []
     for _ in range(6):
-        hasher.hash_blocks(ROOT, prompt, BLOCK_SIZE)
+        hasher.hash_packed(ROOT, pack_token_ids(prompt), BLOCK_SIZE)
         num_unknown.append(num_hashed() // BLOCKS_PER_RUN)
     assert num_unknown == [10, 9, 7, 3, 0, 0]
 
@@ -84,20 +88,26 @@ def test_each_time_a_prefix_comes_as_much_again_of_it_is_known_and_one_run_more(
 def test_only_what_follows_the_common_beginning_is_hashed(num_hashed: Callable[[], int]) -> None:
     hasher, common = ChainHasher(), random_tokens(3)
     for _ in range(3):
-        hasher.hash_blocks(ROOT, common, BLOCK_SIZE)
+        hasher.hash_packed(ROOT, pack_token_ids(common), BLOCK_SIZE)
     num_hashed()
     longer = common + [1] * (RUN_TOKENS + 5)
-    assert hasher.hash_blocks(ROOT, longer, BLOCK_SIZE) == hash_blocks(ROOT, longer, BLOCK_SIZE)
+    assert hasher.hash_packed(ROOT, pack_token_ids(longer), BLOCK_SIZE) == hash_blocks(
+        ROOT, longer, BLOCK_SIZE
+    )
     assert num_hashed() == BLOCKS_PER_RUN + 2
     other_end = [*common[:-1], common[-1] ^ 1]
-    assert hasher.hash_blocks(ROOT, other_end, BLOCK_SIZE) == hash_blocks(ROOT, other_end, BLOCK_SIZE)
+    assert hasher.hash_packed(ROOT, pack_token_ids(other_end), BLOCK_SIZE) == hash_blocks(
+        ROOT, other_end, BLOCK_SIZE
+    )
     assert num_hashed() == BLOCKS_PER_RUN
 
 
 def test_nothing_is_found_under_another_root(num_hashed: Callable[[], int]) -> None:
     hasher, prompt = ChainHasher(), random_tokens(1)
     for root in ROOTS:
-        assert hasher.hash_blocks(root, prompt, BLOCK_SIZE) == hash_blocks(root, prompt, BLOCK_SIZE)
+        assert hasher.hash_packed(root, pack_token_ids(prompt), BLOCK_SIZE) == hash_blocks(
+            root, prompt, BLOCK_SIZE
+        )
         assert num_hashed() == BLOCKS_PER_RUN
 
 
@@ -108,22 +118,22 @@ def test_what_is_in_use_outlives_what_is_not_and_a_chain_is_forgotten_from_its_e
     shared = random_tokens(3)
     for number in range(50):
         if number % 2 == 0:
-            hasher.hash_blocks(ROOT, shared, BLOCK_SIZE)
-        hasher.hash_blocks(ROOT, random_tokens(5, seed=100 + number), BLOCK_SIZE)
+            hasher.hash_packed(ROOT, pack_token_ids(shared), BLOCK_SIZE)
+        hasher.hash_packed(ROOT, pack_token_ids(random_tokens(5, seed=100 + number)), BLOCK_SIZE)
     num_hashed()
-    hasher.hash_blocks(ROOT, shared, BLOCK_SIZE)
+    hasher.hash_packed(ROOT, pack_token_ids(shared), BLOCK_SIZE)
     assert num_hashed() == 0
     for number in range(3):  # one more than there is room for beside the shared ones
-        hasher.hash_blocks(ROOT, random_tokens(1, seed=200 + number), BLOCK_SIZE)
+        hasher.hash_packed(ROOT, pack_token_ids(random_tokens(1, seed=200 + number)), BLOCK_SIZE)
     num_hashed()
-    hasher.hash_blocks(ROOT, shared, BLOCK_SIZE)
+    hasher.hash_packed(ROOT, pack_token_ids(shared), BLOCK_SIZE)
     assert num_hashed() == BLOCKS_PER_RUN
 
 
 def test_statistics_count_blocks_and_bytes() -> None:
     hasher, prompt = ChainHasher(), random_tokens(1)
     for _ in range(3):
-        hasher.hash_blocks(ROOT, prompt + [1] * 5, BLOCK_SIZE)
+        hasher.hash_packed(ROOT, pack_token_ids(prompt + [1] * 5), BLOCK_SIZE)
     statistics = hasher.statistics()
     assert (statistics.num_hits, statistics.num_misses) == (2 * BLOCKS_PER_RUN, BLOCKS_PER_RUN + 6)
     assert statistics.num_bytes == BYTES_PER_RUN
@@ -132,6 +142,8 @@ def test_statistics_count_blocks_and_bytes() -> None:
 def test_without_memory_nothing_is_kept() -> None:
     hasher, prompt = ChainHasher(0), random_tokens(2)
     for _ in range(2):
-        assert hasher.hash_blocks(ROOT, prompt, BLOCK_SIZE) == hash_blocks(ROOT, prompt, BLOCK_SIZE)
+        assert hasher.hash_packed(ROOT, pack_token_ids(prompt), BLOCK_SIZE) == hash_blocks(
+            ROOT, prompt, BLOCK_SIZE
+        )
     assert hasher.statistics().num_bytes == 0
     assert hasher.statistics().num_hits == 0
