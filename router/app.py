@@ -20,7 +20,7 @@ from router.api.control import ControlRoutes
 from router.api.door import Door
 from router.api.explaining import ExplainRoutes
 from router.api.http import ClientGone
-from router.api.live import Fleet, LiveRoutes
+from router.api.live import LiveFleet, LiveRoutes
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
 from router.api.openai_shared import (
@@ -43,7 +43,7 @@ class Apps:
     admin: ASGIApp | None
 
 
-def create_apps(context: ApiContext, fleet: Fleet | None = None) -> Apps:
+def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
     """With a fleet there is a page that shows it."""
     prepares: Mapping[str, Prepare] = {
         "/v1/chat/completions": prepare_chat,

@@ -25,9 +25,9 @@ from cluster.controller.capacity import Machine
 from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled
 from cluster.controller.endpoint import MetricsEndpoint
 from cluster.controller.kept_state import from_kept, to_kept
-from cluster.controller.leases import LeaseBook, LoadBook
+from cluster.controller.leases import LeaseBook, LoadHistory
 from cluster.controller.looks import repeat
-from cluster.controller.members import FleetView, Member, first_end, mark_waiting, pool_views
+from cluster.controller.members import FleetView, Incarnation, first_end, mark_waiting, pool_views
 from cluster.controller.metrics import FleetMetrics
 from cluster.controller.model_check import check_models
 from cluster.controller.plan import Action, ActionKind, count_early_deaths, plan
@@ -65,14 +65,14 @@ class FleetController:
         self._state = FleetState(spec) if kept_state is None else from_kept(kept_state)
         _set_up_logs(self._spec)
         self._runs_itself = runs_itself
-        self._members: dict[ReplicaId, Member] = {}
+        self._members: dict[ReplicaId, Incarnation] = {}
         self._tasks = asyncio.TaskGroup()
         self._stopping = False
         self._wake = asyncio.Event()
         self._bulletin = Bulletin()
         self._changing = asyncio.Lock()
         self._leases = LeaseBook()
-        self._loads = LoadBook()
+        self._loads = LoadHistory()
         self._metrics = FleetMetrics(CollectorRegistry())
         self._endpoint = MetricsEndpoint(self._metrics.registry)
         if runs_itself:
@@ -149,7 +149,7 @@ class FleetController:
     async def _run(self) -> None:
         for replica_id, actor in (await asyncio.to_thread(actors.find)).items():
             await self._note(f"found {replica_id}, which runs already")
-            self._adopt(Member(replica_id, actor=actor), None)
+            self._adopt(Incarnation(replica_id, actor=actor), None)
         while not self._stopping:
             self._wake.clear()
             with self._metrics.reconcile_seconds.time():
@@ -263,7 +263,7 @@ class FleetController:
     def _has_ended(self) -> bool:
         return all(member.state is ReplicaState.STOPPED for member in self._members.values())
 
-    def _adopt(self, member: Member, pool: PoolSpec | None) -> None:
+    def _adopt(self, member: Incarnation, pool: PoolSpec | None) -> None:
         self._members[member.replica_id] = member
         self._tasks.create_task(self._live(member, pool))
 
@@ -274,7 +274,7 @@ class FleetController:
                 pool = self._spec.pool_of(action.replica_id)
                 assert pool is not None, "only replicas of a pool are started"
                 deaths = member.num_early_deaths if member else 0
-                self._adopt(Member(action.replica_id, deaths, revision=pool.revision), pool)
+                self._adopt(Incarnation(action.replica_id, deaths, revision=pool.revision), pool)
                 self._metrics.starts.labels(pool.name).inc()
                 if action.kind is ActionKind.REPLACE:
                     self._metrics.restarts.labels(pool.name).inc()
@@ -292,7 +292,7 @@ class FleetController:
                     self._tasks.create_task(self._end(member))
         await self._note(f"{action.kind}: {action.details}")
 
-    async def _live(self, member: Member, pool: PoolSpec | None) -> None:
+    async def _live(self, member: Incarnation, pool: PoolSpec | None) -> None:
         """From the creation of its actor, unless it has one already, to its end, whatever the end is."""
         actor = member.actor
         is_new = actor is None
@@ -324,7 +324,7 @@ class FleetController:
             self._metrics.reconcile_errors.inc()
             raise
 
-    async def _bury(self, member: Member, cause: str) -> None:
+    async def _bury(self, member: Incarnation, cause: str) -> None:
         await asyncio.to_thread(actors.remove, member.replica_id, member.actor)
         if member.dismissed or member.state is ReplicaState.DRAINING:
             member.num_early_deaths, member.cause = 0, None
@@ -337,13 +337,13 @@ class FleetController:
         self._wake.set()
         await self._note(f"{member.replica_id} has ended" + (f": {member.cause}" if member.cause else ""))
 
-    async def _drain(self, member: Member) -> None:
+    async def _drain(self, member: Incarnation) -> None:
         assert member.actor is not None
         with contextlib.suppress(RayError):  # its end is _live's to notice
             await member.actor.drain.remote()
         await self._end(member)
 
-    async def _end(self, member: Member) -> None:
+    async def _end(self, member: Incarnation) -> None:
         """Make `_live` come to its end: ask, wait a little, kill."""
         member.dismissed = True
         if member.actor is None:

@@ -1,4 +1,4 @@
-"""LeaseBook and LoadBook: which replicas have fallen silent, and how busy each pool is.
+"""LeaseBook and LoadHistory: which replicas have fallen silent, and how busy each pool is.
 
 Owns what was seen in the registry, look by look. Knows no Redis and no clock: the controller looks, and
 says when.
@@ -39,7 +39,7 @@ class LeaseBook:
         return sorted(silent)
 
 
-class LoadBook:
+class LoadHistory:
     """How busy pools have been since their sizes last changed."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Member: one incarnation of a replica as the controller knows it; and the fleet as others see it.
+"""Incarnation: one incarnation of a replica as the controller knows it; and the fleet as others see it.
 
 Owns what is remembered of a replica between its start and its end. Decides nothing.
 """
@@ -61,7 +61,7 @@ class FleetView:
 
 
 @dataclass(slots=True)
-class Member:
+class Incarnation:
     """One incarnation of a replica. `dismissed`: its end is wanted. `lost` is set, to the reason, for one
     that is given up although Ray has not said that it ended."""
 
@@ -95,12 +95,12 @@ class Member:
         self.state, self.since = advance(self.state, state), time.monotonic()
 
 
-def pool_views(state: FleetState, members: Iterable[Member]) -> tuple[PoolView, ...]:
+def pool_views(state: FleetState, members: Iterable[Incarnation]) -> tuple[PoolView, ...]:
     members = list(members)
     return tuple(_pool_view(state, pool, members) for pool in state.spec.pools)
 
 
-def _pool_view(state: FleetState, pool: PoolSpec, members: Iterable[Member]) -> PoolView:
+def _pool_view(state: FleetState, pool: PoolSpec, members: Iterable[Incarnation]) -> PoolView:
     own = [member for member in members if pool_of_id(member.replica_id) == pool.name]
     ready = [member for member in own if member.state is ReplicaState.READY]
     fresh = [member for member in ready if member.revision == pool.revision]
@@ -116,8 +116,8 @@ def _pool_view(state: FleetState, pool: PoolSpec, members: Iterable[Member]) -> 
 
 
 def mark_waiting(
-    members: Iterable[Member], pending: Collection[ReplicaId], patience_seconds: float
-) -> list[Member]:
+    members: Iterable[Incarnation], pending: Collection[ReplicaId], patience_seconds: float
+) -> list[Incarnation]:
     """Remember who waits for room, and for longer than it takes to be given some; those who begin to."""
     begun = []
     for member in members:

@@ -1,4 +1,4 @@
-"""Fleet: a workload served from its first arrival to its last token, in virtual time.
+"""VirtualFleet: a workload served from its first arrival to its last token, in virtual time.
 
 Owns the clock, the agenda and every request's way: routed, served, lost, retried or resumed, ended.
 Does not know what is printed. Each request ends exactly once, as a record.
@@ -70,7 +70,7 @@ class FleetResult:
     virtual_seconds: float
 
 
-class Fleet:
+class VirtualFleet:
     """`stopwatch` is a real clock, for what decisions cost; `new_meter` makes a replica's speed meter."""
 
     def __init__(

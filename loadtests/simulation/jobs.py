@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.errors import ClusterError
 from loadtests.report import Slo, make_report
-from loadtests.simulation.fleet import Fleet
+from loadtests.simulation.fleet import VirtualFleet
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import PreparedRequest, prepare
 from loadtests.simulation.summary import Summary, summarise
@@ -68,7 +68,7 @@ def _run(job: Job) -> Summary:
     prepared = _prepared(job.source)
     num_warm_up = int(len(prepared) * job.warm_up)
     rng = random.Random(job.source.seed)
-    fleet = Fleet(
+    fleet = VirtualFleet(
         job.options,
         rng=rng,
         new_rng=lambda: random.Random(rng.getrandbits(64)),

@@ -23,7 +23,7 @@ from router.api.openai_shared import HttpError, encode_json
 from router.fleet.index_mirror import MirrorStatistics
 from router.live_page import live_view
 from router.live_page.live import Live
-from router.live_page.live_view import ReplicaView
+from router.live_page.live_view import LiveReplica
 from router.observation.sightings import Node
 
 STATE_SECONDS = 0.5
@@ -31,12 +31,12 @@ PREFIXES_SECONDS = 1.5
 """So long an answer is told again instead of being made anew."""
 
 
-class Fleet(Protocol):
+class LiveFleet(Protocol):
     """Where the page looks. `overlaps` has leading blocks of a chain by replica, for a model's name."""
 
     @property
     def name(self) -> str: ...
-    def replicas(self) -> Sequence[ReplicaView]: ...
+    def replicas(self) -> Sequence[LiveReplica]: ...
     def overlaps(self, model: str, block_hashes: Sequence[BlockHash], /) -> Mapping[ReplicaId, int]: ...
     def mirrors(self) -> Mapping[str, MirrorStatistics]: ...
 
@@ -62,7 +62,7 @@ class _Kept:
 class LiveRoutes:
     """What is seen from now on is kept, unless nobody may ask for it."""
 
-    def __init__(self, context: ApiContext, access: AdminAccess, fleet: Fleet) -> None:
+    def __init__(self, context: ApiContext, access: AdminAccess, fleet: LiveFleet) -> None:
         self._context = context
         self._fleet = fleet
         self._access = access

@@ -27,16 +27,16 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.dispatch.outlook import Outlook
 from router.fleet.replica_client import ReplicaClient, ReplicaLost
-from router.fleet.replica_sources import FleetView, RegistrySource, ReplicaSource, StaticSource
+from router.fleet.replica_sources import RegistrySource, ReplicaRecords, ReplicaSource, StaticSource
 from router.fleet.replica_words import Traffic
 from router.routing.table import RoutingTable
 
 __all__ = [
-    "FleetView",
     "Member",
     "Membership",
     "MembershipStatistics",
     "RegistrySource",
+    "ReplicaRecords",
     "ReplicaSource",
     "StaticSource",
 ]
@@ -207,7 +207,7 @@ class Membership:
             num_refused_records=self._source.num_refused,
         )
 
-    def _apply(self, view: FleetView, tasks: asyncio.TaskGroup) -> None:
+    def _apply(self, view: ReplicaRecords, tasks: asyncio.TaskGroup) -> None:
         for member in self.members():
             self._review(member, view.get(member.model, {}).get(member.record.replica_id))
         for model, records in view.items():

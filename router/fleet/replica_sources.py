@@ -36,7 +36,7 @@ from router.fleet.replica_client import ReplicaClient, ReplicaLost
 
 logger = logging.getLogger(__name__)
 
-FleetView = Mapping[str, Mapping[ReplicaId, ReplicaRecord]]
+ReplicaRecords = Mapping[str, Mapping[ReplicaId, ReplicaRecord]]
 """The records of every live replica, by model name."""
 
 TIMEOUT_SECONDS = 2.0
@@ -61,7 +61,7 @@ class _Heard(NamedTuple):
 
 
 class ReplicaSource(Protocol):
-    def views(self) -> AsyncIterator[FleetView]:
+    def views(self) -> AsyncIterator[ReplicaRecords]:
         """A view whenever the source has looked; none while it cannot look."""
 
     @property
@@ -100,7 +100,7 @@ class RegistrySource:
     def num_refused(self) -> Mapping[str, int]:
         return self._num_refused
 
-    async def views(self) -> AsyncIterator[FleetView]:
+    async def views(self) -> AsyncIterator[ReplicaRecords]:
         # Nothing is retried below here: a look that fails is followed by the next one anyway.
         redis = Redis.from_url(
             self._redis_url,
@@ -137,7 +137,7 @@ class RegistrySource:
         finally:
             await redis.aclose()
 
-    async def _read(self, redis: "Redis") -> FleetView:
+    async def _read(self, redis: "Redis") -> ReplicaRecords:
         self._num_refused = dict.fromkeys(REASONS, 0)
         models = self._names("models", "", decode_names(await _answer(redis.smembers(MODELS_KEY))))
         async with redis.pipeline(transaction=False) as pipeline:
@@ -251,7 +251,7 @@ class StaticSource:
         self._poll_seconds = poll_seconds
         self.num_refused: Mapping[str, int] = {}
 
-    async def views(self) -> AsyncIterator[FleetView]:
+    async def views(self) -> AsyncIterator[ReplicaRecords]:
         async with contextlib.AsyncExitStack() as stack:
             clients: list[ReplicaClient] = []
             for address in self._addresses:
@@ -264,7 +264,7 @@ class StaticSource:
                 yield await self._look(clients)
                 await asyncio.sleep(self._poll_seconds)
 
-    async def _look(self, clients: Sequence[ReplicaClient]) -> FleetView:
+    async def _look(self, clients: Sequence[ReplicaClient]) -> ReplicaRecords:
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(self._describe(client)) for client in clients]
         view: dict[str, dict[ReplicaId, ReplicaRecord]] = {}

@@ -10,7 +10,7 @@ from replicas.protocol.status import ReplicaId
 from router.errors import UnknownModel
 from router.fleet.index_mirror import IndexMirror, MirrorStatistics
 from router.fleet.membership import Member, Membership
-from router.live_page.live_view import ReplicaView
+from router.live_page.live_view import LiveReplica
 from router.routing.table import RoutingTable
 
 NOT_CONNECTED = "not connected"
@@ -28,16 +28,16 @@ class FleetSource:
         self._table = table
         self._mirrors = mirrors
 
-    def replicas(self) -> Sequence[ReplicaView]:
+    def replicas(self) -> Sequence[LiveReplica]:
         """By name."""
         members = sorted(self._membership.members(), key=lambda member: member.record.replica_id)
         return [self._view(member) for member in members]
 
-    def _view(self, member: Member) -> ReplicaView:
+    def _view(self, member: Member) -> LiveReplica:
         record, card = member.record, member.card
         latest = self._table.loads.latest(record.replica_id)
         load, num_on_the_way = (record.load, 0) if latest is None else latest
-        return ReplicaView(
+        return LiveReplica(
             replica_id=record.replica_id,
             model=member.model,
             engine=None if card is None else card.engine,

@@ -24,7 +24,7 @@ MAX_COMPLAINT = 300
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaView:
+class LiveReplica:
     """A replica as this router sees it. `num_on_the_way` requests were sent and are in no load yet;
     `engine` is None until it has been described. `complaint` says what is wrong with it, if anything is."""
 
@@ -40,12 +40,12 @@ class ReplicaView:
     complaint: str | None = None
 
 
-def replicas_data(replicas: Sequence[ReplicaView], slots: Sequence[Slot]) -> list[dict[str, Any]]:
+def replicas_data(replicas: Sequence[LiveReplica], slots: Sequence[Slot]) -> list[dict[str, Any]]:
     """With what this router sent them, by slot."""
     return [_replica(replica, slots) for replica in replicas[:MAX_REPLICAS]]
 
 
-def _replica(replica: ReplicaView, slots: Sequence[Slot]) -> dict[str, Any]:
+def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
     load = replica.load
     seen = [slot.replicas.get(replica.replica_id) for slot in slots]
     total = sum((one[1] for one in seen if one is not None), Origins())

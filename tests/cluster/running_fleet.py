@@ -46,7 +46,7 @@ def new_client() -> httpx.Client:
     return httpx.Client(timeout=60, trust_env=False)
 
 
-class Fleet:
+class RunningFleet:
     def __init__(self, folder: Path, ray_folder: Path, redis_url: str, environment: dict[str, str]) -> None:
         self.folder = folder
         self.ray_folder = ray_folder
@@ -157,7 +157,7 @@ class Fleet:
 class Follower:
     """`kvasir fleet apply --follow` with the fleet's file: what has a pod of its own in the chart."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: RunningFleet) -> None:
         self._fleet = fleet
         self._said = fleet.folder / "follower.out"
         self.complaints = fleet.folder / "follower.err"
@@ -200,7 +200,7 @@ class Follower:
 
 
 @contextmanager
-def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
+def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[RunningFleet]:
     """A Redis, a router, and the Ray cluster that the module `machines` makes, given a folder and its other
     arguments. The router has the cluster secret that lies in the folder, if there is one. Nothing of it is
     left at the end."""
@@ -215,7 +215,7 @@ def open_fleet(folder: Path, name: str, *machines: str) -> Iterator[Fleet]:
         server = RedisServer()
         server.start()
         stack.callback(server.close)
-        fleet = Fleet(folder, ray_folder, server.url, environment)
+        fleet = RunningFleet(folder, ray_folder, server.url, environment)
         stack.callback(fleet.client.close)
         log = stack.enter_context((folder / "logs" / "all.log").open("w"))
         module, *arguments = machines

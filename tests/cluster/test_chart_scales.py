@@ -12,7 +12,7 @@ import yaml
 
 from tests.cluster.kvasir_command import wait_until
 from tests.cluster.loopback_kuberay import HEAD
-from tests.cluster.running_fleet import SECONDS, SECRET, Fleet, Follower, open_fleet
+from tests.cluster.running_fleet import SECONDS, SECRET, Follower, RunningFleet, open_fleet
 from tests.helm.chart import named, of_kind, render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder = tmp_path_factory.mktemp("kuberay")
     objects = tuple(render(VALUES))
     (cluster,) = of_kind("RayCluster", objects)
@@ -53,26 +53,26 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def follower(fleet: Fleet) -> Iterator[Follower]:
+def follower(fleet: RunningFleet) -> Iterator[Follower]:
     with Follower(fleet) as running:
         yield running
 
 
-def workers(fleet: Fleet) -> set[str]:
+def workers(fleet: RunningFleet) -> set[str]:
     return {pod for pod in json.loads(fleet.tell_machines("pods")) if "worker" in pod}
 
 
-def machines(fleet: Fleet) -> set[str]:
+def machines(fleet: RunningFleet) -> set[str]:
     """Those that replicas listen on."""
     return {entry["address"].rpartition(":")[0] for entry in fleet.ready().values()}
 
 
-def wait_for_workers(fleet: Fleet, count: int) -> None:
+def wait_for_workers(fleet: RunningFleet, count: int) -> None:
     wait_until(lambda: len(workers(fleet)) == count, lambda: f"{workers(fleet)}", SECONDS)
 
 
 def test_the_fleet_is_taken_before_its_workers_are_there_and_begins_with_the_fewest(
-    fleet: Fleet, follower: Follower
+    fleet: RunningFleet, follower: Follower
 ) -> None:
     fleet.tell_machines("join")
     follower.wait_ready()
@@ -81,7 +81,7 @@ def test_the_fleet_is_taken_before_its_workers_are_there_and_begins_with_the_few
     wait_until(lambda: fleet.ask("main", "Hello?").status_code == 200, lambda: "no router has it", SECONDS)
 
 
-def test_under_load_the_pool_grows_and_ray_adds_a_worker_for_it(fleet: Fleet) -> None:
+def test_under_load_the_pool_grows_and_ray_adds_a_worker_for_it(fleet: RunningFleet) -> None:
     with fleet.clients("main") as outcomes:
         wait_until(lambda: len(fleet.ready()) == 2, lambda: fleet.do("status"), SECONDS)
         assert len(workers(fleet)) == 2
@@ -89,7 +89,9 @@ def test_under_load_the_pool_grows_and_ray_adds_a_worker_for_it(fleet: Fleet) ->
     assert outcomes.keys() <= {"ok", "main-0", "main-1"}
 
 
-def test_an_evicted_pod_finishes_what_it_does_and_its_replica_comes_back_elsewhere(fleet: Fleet) -> None:
+def test_an_evicted_pod_finishes_what_it_does_and_its_replica_comes_back_elsewhere(
+    fleet: RunningFleet,
+) -> None:
     before, evicted = fleet.epochs(), sorted(workers(fleet))[-1]
     with fleet.clients("main") as outcomes:
         fleet.tell_machines(f"evict {evicted}")
@@ -99,14 +101,16 @@ def test_an_evicted_pod_finishes_what_it_does_and_its_replica_comes_back_elsewhe
     assert outcomes.keys() <= {"ok", "main-0", "main-1"}, "none failed, and none was continued elsewhere"
 
 
-def test_without_load_it_shrinks_and_ray_takes_the_worker_away_that_has_no_replica(fleet: Fleet) -> None:
+def test_without_load_it_shrinks_and_ray_takes_the_worker_away_that_has_no_replica(
+    fleet: RunningFleet,
+) -> None:
     before = fleet.epochs()
     wait_until(lambda: len(fleet.ready()) == 1, lambda: fleet.do("status"), SECONDS)
     wait_for_workers(fleet, 1)
     assert fleet.epochs().items() <= before.items(), "the one whose replica nobody touched is left"
 
 
-def test_a_rollout_gets_a_worker_for_its_surge_and_gives_it_back(fleet: Fleet) -> None:
+def test_a_rollout_gets_a_worker_for_its_surge_and_gives_it_back(fleet: RunningFleet) -> None:
     before = fleet.epochs()
     with fleet.clients("main", 1) as outcomes:
         assert "ready: main 1" in fleet.do("rollout", "main")
@@ -118,7 +122,9 @@ def test_a_rollout_gets_a_worker_for_its_surge_and_gives_it_back(fleet: Fleet) -
     assert fleet.epochs() == kept
 
 
-def test_what_applies_the_fleet_may_start_again_and_undoes_nothing(fleet: Fleet, follower: Follower) -> None:
+def test_what_applies_the_fleet_may_start_again_and_undoes_nothing(
+    fleet: RunningFleet, follower: Follower
+) -> None:
     before = fleet.status()["pools"], fleet.epochs()
     assert follower.end() == 0
     assert not follower.ready_file.exists()
@@ -128,7 +134,9 @@ def test_what_applies_the_fleet_may_start_again_and_undoes_nothing(fleet: Fleet,
     assert (fleet.status()["pools"], fleet.epochs()) == before, "not even the rollout was undone"
 
 
-def test_another_file_is_applied_by_itself_and_a_wrong_one_is_told(fleet: Fleet, follower: Follower) -> None:
+def test_another_file_is_applied_by_itself_and_a_wrong_one_is_told(
+    fleet: RunningFleet, follower: Follower
+) -> None:
     content = yaml.safe_load(follower.file.read_text())
     content["pools"][0]["settings"]["max_running"] = 0
     follower.file.write_text(yaml.safe_dump(content))
@@ -143,14 +151,14 @@ def test_another_file_is_applied_by_itself_and_a_wrong_one_is_told(fleet: Fleet,
     assert after["is_settled"] and follower.said()[-1] == "ready: main 1"
 
 
-def test_what_ray_complains_of_is_not_among_the_answers(fleet: Fleet, follower: Follower) -> None:
+def test_what_ray_complains_of_is_not_among_the_answers(fleet: RunningFleet, follower: Follower) -> None:
     complaint = "a raylet has seen better days"
     assert fleet.tell_machines(f"complain {complaint}") == "told"
     wait_until(lambda: complaint in follower.complaints.read_text(), lambda: f"{follower.said()}", SECONDS)
     assert not any(complaint in line for line in follower.said())
 
 
-def test_a_fleet_that_ray_has_lost_is_applied_again(fleet: Fleet, follower: Follower) -> None:
+def test_a_fleet_that_ray_has_lost_is_applied_again(fleet: RunningFleet, follower: Follower) -> None:
     before = set(fleet.epochs().values())
     num_applied = follower.num_applied()
     fleet.do("stop")

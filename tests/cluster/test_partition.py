@@ -76,7 +76,7 @@ class Answers:
         assert all(len(texts) == 1 for texts in self.texts.values()), self.texts
 
 
-class Fleet:
+class PartitionedFleet:
     """The first machine has Redis, Ray's head and a router; each machine has room for one replica."""
 
     def __init__(self, all_machines: list[Machine], log: IO[str], environment: Mapping[str, str]) -> None:
@@ -188,13 +188,13 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PartitionedFleet]:
     environment = {key: value for key, value in os.environ.items() if key not in ("REDIS_URL", "RAY_ADDRESS")}
     environment |= RAY_ENVIRONMENT
     folder = tmp_path_factory.mktemp("partition")
     with ExitStack() as stack:
         log = stack.enter_context((folder / "all.log").open("w"))
-        running = Fleet(stack.enter_context(machines(folder, 3)), log, environment)
+        running = PartitionedFleet(stack.enter_context(machines(folder, 3)), log, environment)
         running.start_redis()
         running.start_router(running.first)
         running.start_ray()
@@ -217,7 +217,7 @@ class Cut:
 
 
 @pytest.fixture(scope="module")
-def cut(fleet: Fleet) -> Iterator[Cut]:
+def cut(fleet: PartitionedFleet) -> Iterator[Cut]:
     pool: dict[str, Any] = {
         **{"name": "toy", "replicas": 2, "resources": {"cpus": 0.1, "custom": {"slot": 1}}},
         "settings": {"engine": "simulated", "model": "toy", "model_name": "toy", "num_blocks": 4096},
@@ -245,7 +245,7 @@ def cut(fleet: Fleet) -> Iterator[Cut]:
 
 
 def test_the_replica_of_a_machine_that_is_cut_off_comes_back_elsewhere_and_no_request_fails(
-    fleet: Fleet, cut: Cut
+    fleet: PartitionedFleet, cut: Cut
 ) -> None:
     ended = fleet.wait_said(f"{cut.replica_id} has ended", cut.at)
     back = fleet.wait_said(f"{cut.replica_id} is ready", ended)
@@ -266,7 +266,9 @@ def test_a_router_that_is_cut_off_from_redis_serves_with_the_replica_on_its_side
     sys.stdout.write(f"there the slowest answer took {cut.there.slowest_seconds:.1f} s\n")
 
 
-def test_after_healing_a_name_stays_with_who_has_taken_it_and_the_other_ends(fleet: Fleet, cut: Cut) -> None:
+def test_after_healing_a_name_stays_with_who_has_taken_it_and_the_other_ends(
+    fleet: PartitionedFleet, cut: Cut
+) -> None:
     holders = {(record.replica_id, record.epoch) for record in fleet.leases().values()}
     assert len(holders) == 2
     seen: set[tuple[ReplicaId, str]] = set()
@@ -285,7 +287,7 @@ def test_after_healing_a_name_stays_with_who_has_taken_it_and_the_other_ends(fle
         answers.wait_for_all()
 
 
-def test_a_machine_that_was_cut_off_joins_again(fleet: Fleet, cut: Cut) -> None:
+def test_a_machine_that_was_cut_off_joins_again(fleet: PartitionedFleet, cut: Cut) -> None:
     fleet.join_again(cut.machine)
     assert "ready: toy 3" in fleet.kvasir("scale", "toy", "3")
     leases = fleet.leases()

@@ -11,19 +11,19 @@ import pytest
 
 from replicas.toy_model import toy_model_path
 from tests.cluster.kvasir_command import wait_until
-from tests.cluster.running_fleet import SECONDS, Fleet, open_fleet, pool
+from tests.cluster.running_fleet import SECONDS, RunningFleet, open_fleet, pool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder = tmp_path_factory.mktemp("autoscaler")
     with open_fleet(folder, "autoscaler", "tests.cluster.ray_autoscaler") as running:
         yield running
 
 
-def machines(fleet: Fleet) -> set[str]:
+def machines(fleet: RunningFleet) -> set[str]:
     """Those that replicas listen on."""
     return {entry["address"].rpartition(":")[0] for entry in fleet.ready().values()}
 
@@ -32,7 +32,7 @@ def alpha(num_replicas: int) -> dict[str, Any]:
     return pool("alpha", toy_model_path(), num_replicas)
 
 
-def test_replicas_without_room_make_ray_add_machines(fleet: Fleet) -> None:
+def test_replicas_without_room_make_ray_add_machines(fleet: RunningFleet) -> None:
     applied = fleet.apply(alpha(4), ray_autoscaler=True)
     assert applied.returncode == 0, applied.stdout + applied.stderr
     said = applied.stdout.splitlines()
@@ -45,7 +45,7 @@ def test_replicas_without_room_make_ray_add_machines(fleet: Fleet) -> None:
     assert len(machines(fleet)) == 2
 
 
-def test_who_waits_for_more_than_there_will_ever_be_is_told_so(fleet: Fleet) -> None:
+def test_who_waits_for_more_than_there_will_ever_be_is_told_so(fleet: RunningFleet) -> None:
     before = fleet.epochs()
     waiting = fleet.run("scale", "alpha", "5", "--timeout", "15")
     assert waiting.returncode == 2
@@ -57,7 +57,7 @@ def test_who_waits_for_more_than_there_will_ever_be_is_told_so(fleet: Fleet) -> 
     assert fleet.epochs().items() >= before.items(), "those that serve do not notice"
 
 
-def test_a_pool_that_shrinks_leaves_a_machine_idle_and_ray_takes_it_away(fleet: Fleet) -> None:
+def test_a_pool_that_shrinks_leaves_a_machine_idle_and_ray_takes_it_away(fleet: RunningFleet) -> None:
     assert len(machines(fleet)) == 2
     assert "ready: alpha 2" in fleet.do("scale", "alpha", "2")
     assert len(machines(fleet)) == 1

@@ -46,7 +46,7 @@ def changed(generation: Generation, **values: Any) -> Generation:
     return replace(generation, submit=structs.replace(generation.submit, **values), **own)
 
 
-class Fleet:
+class DispatchedFleet:
     """Scripted replicas, their clients, a table and a dispatcher, wired as membership wires them."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
@@ -112,9 +112,9 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[Fleet]:
+async def fleet() -> AsyncIterator[DispatchedFleet]:
     async with asyncio.TaskGroup() as tasks:
-        fleet = Fleet(tasks)
+        fleet = DispatchedFleet(tasks)
         yield fleet
         fleet.assert_nothing_reserved()
         await fleet.close()
@@ -129,7 +129,7 @@ def expected_tokens(choice: int = 0, num_tokens: int = 20) -> list[int]:
 
 
 async def generate(
-    fleet: Fleet,
+    fleet: DispatchedFleet,
     generation: Generation = GENERATION,
     *,
     after_first: Callable[[Run], Awaitable[None]] | None = None,

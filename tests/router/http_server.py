@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from replicas.process.settings import build
 from router.api.context import ApiContext
-from router.api.live import Fleet
+from router.api.live import LiveFleet
 from router.api.prepared import Bounds
 from router.app import create_apps
 from router.config import RouterConfig
@@ -57,7 +57,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def http_server(
-    fleet: Fleet | None = None,
+    fleet: LiveFleet | None = None,
     *,
     drain_seconds: int = 2,
     catalog: ModelCatalog | None = None,

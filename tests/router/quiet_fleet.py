@@ -7,11 +7,11 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
 from router.fleet.index_mirror import MirrorStatistics
-from router.live_page.live_view import ReplicaView
+from router.live_page.live_view import LiveReplica
 
 
-def replica_view(name: str, load: LoadSnapshot | None = None, complaint: str | None = None) -> ReplicaView:
-    return ReplicaView(
+def replica_view(name: str, load: LoadSnapshot | None = None, complaint: str | None = None) -> LiveReplica:
+    return LiveReplica(
         replica_id=ReplicaId(name),
         model="tiny",
         engine="torch",
@@ -30,11 +30,11 @@ class QuietFleet:
     """`held` has, for a replica, how many leading blocks it holds of whatever chain is asked for."""
 
     name: str = "router of a test"
-    views: list[ReplicaView] = field(default_factory=list)
+    views: list[LiveReplica] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     num_lookups: int = 0
 
-    def replicas(self) -> Sequence[ReplicaView]:
+    def replicas(self) -> Sequence[LiveReplica]:
         return self.views
 
     def overlaps(self, model: str, block_hashes: Sequence[BlockHash], /) -> Mapping[ReplicaId, int]:

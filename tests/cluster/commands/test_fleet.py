@@ -24,7 +24,7 @@ from cluster.local.processes import find_marked
 from replicas.protocol.keys import BLOCKS_MARKER, PREFIX
 from replicas.toy_model import toy_model_path
 from tests.cluster.kvasir_command import wait_until
-from tests.cluster.running_fleet import SECONDS, Fleet, Follower, open_fleet, pool
+from tests.cluster.running_fleet import SECONDS, Follower, RunningFleet, open_fleet, pool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,14 +33,14 @@ MODELS = ("alpha", "beta")
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     with open_fleet(folder, "fleet-test", "tests.cluster.ray_machines", str(NUM_MACHINES)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def pools(fleet: Fleet) -> list[dict[str, Any]]:
+def pools(fleet: RunningFleet) -> list[dict[str, Any]]:
     """Two models: the one that ships, and one that differs from it in a comment of its template."""
     other = fleet.folder / "other"
     shutil.copytree(toy_model_path(), other, ignore=shutil.ignore_patterns("*.py", "corpus", "__pycache__"))
@@ -49,7 +49,7 @@ def pools(fleet: Fleet) -> list[dict[str, Any]]:
     return [pool("alpha", toy_model_path(), 2), pool("beta", other, 1)]
 
 
-def wait_routed(fleet: Fleet, expected: Callable[[set[str]], bool]) -> None:
+def wait_routed(fleet: RunningFleet, expected: Callable[[set[str]], bool]) -> None:
     """Until the router knows those replicas."""
 
     def known() -> set[str]:
@@ -63,7 +63,7 @@ def wait_routed(fleet: Fleet, expected: Callable[[set[str]], bool]) -> None:
 
 
 def test_a_model_that_does_not_load_is_refused_before_anything_is_touched(
-    fleet: Fleet, pools: list[dict[str, Any]]
+    fleet: RunningFleet, pools: list[dict[str, Any]]
 ) -> None:
     refused = fleet.apply(pools[0], pool("beta", Path("/nowhere"), 1))
     assert refused.returncode == 2
@@ -73,7 +73,7 @@ def test_a_model_that_does_not_load_is_refused_before_anything_is_touched(
 
 
 def test_apply_starts_what_the_file_says_wherever_there_is_room(
-    fleet: Fleet, pools: list[dict[str, Any]]
+    fleet: RunningFleet, pools: list[dict[str, Any]]
 ) -> None:
     applied = fleet.apply(*pools)
     assert applied.returncode == 0, applied.stdout + applied.stderr
@@ -88,7 +88,7 @@ def test_apply_starts_what_the_file_says_wherever_there_is_room(
 STORY = "Tell me a story about a cat that sails, a dog that sings, and the long way home. " * 8
 
 
-def test_two_models_never_share_a_block_a_bucket_or_a_queue(fleet: Fleet) -> None:
+def test_two_models_never_share_a_block_a_bucket_or_a_queue(fleet: RunningFleet) -> None:
     answers = [fleet.ask(model, STORY) for model in ("alpha", "alpha", "beta", "beta")]
     cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert (cached[0], cached[2]) == (0, 0), "the first of each model finds nothing of the other's"
@@ -106,7 +106,7 @@ def test_two_models_never_share_a_block_a_bucket_or_a_queue(fleet: Fleet) -> Non
     assert stored(fleet, "alpha") & stored(fleet, "beta") == {BLOCKS_MARKER}
 
 
-def stored(fleet: Fleet, model: str) -> set[bytes]:
+def stored(fleet: RunningFleet, model: str) -> set[bytes]:
     """What the index has of any replica of this model."""
     with redis.Redis.from_url(fleet.redis_url, protocol=2) as client:
         return set().union(*map(client.smembers, client.keys(f"{PREFIX}:{{{model}}}:blocks:*")))
@@ -123,7 +123,7 @@ def assert_none_failed(outcomes: Counter[str]) -> None:
 
 
 def test_a_command_of_another_version_is_refused(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: RunningFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kvasir-99.0.dist-info").mkdir()
     (tmp_path / "kvasir-99.0.dist-info" / "METADATA").write_text("Name: kvasir\nVersion: 99.0\n")
@@ -139,7 +139,7 @@ def test_a_command_of_another_version_is_refused(
     assert fleet.epochs() == before
 
 
-def test_more_than_the_cluster_can_hold_is_refused_before_anything_is_touched(fleet: Fleet) -> None:
+def test_more_than_the_cluster_can_hold_is_refused_before_anything_is_touched(fleet: RunningFleet) -> None:
     before = fleet.epochs()
     refused = fleet.run("scale", "alpha", "6")
     assert refused.returncode == 2
@@ -150,7 +150,7 @@ def test_more_than_the_cluster_can_hold_is_refused_before_anything_is_touched(fl
     assert fleet.epochs() == before
 
 
-def test_a_pool_grows_and_shrinks_without_a_failed_request(fleet: Fleet) -> None:
+def test_a_pool_grows_and_shrinks_without_a_failed_request(fleet: RunningFleet) -> None:
     before = fleet.ready()
     assert "ready: alpha 4, beta 1" in fleet.do("scale", "alpha", "4")
     assert len({entry["address"].rpartition(":")[0] for entry in fleet.ready().values()}) == NUM_MACHINES
@@ -164,7 +164,7 @@ def test_a_pool_grows_and_shrinks_without_a_failed_request(fleet: Fleet) -> None
     assert after["alpha-0"]["epoch"] == before["alpha-0"]["epoch"], "those that stay do not notice"
 
 
-def test_a_pool_that_scales_itself_follows_its_load(fleet: Fleet, pools: list[dict[str, Any]]) -> None:
+def test_a_pool_that_scales_itself_follows_its_load(fleet: RunningFleet, pools: list[dict[str, Any]]) -> None:
     scaling = {"min": 1, "max": 2, "target_in_flight": 2, "up_seconds": 1, "down_seconds": 2}
     alpha, beta = (json.loads(json.dumps(pool)) for pool in pools)
     applied = fleet.apply(alpha | {"replicas": 1}, beta | {"autoscaling": scaling})
@@ -177,11 +177,11 @@ def test_a_pool_that_scales_itself_follows_its_load(fleet: Fleet, pools: list[di
     assert sorted(fleet.ready()) == ["alpha-0", "beta-0"]
 
 
-def said(fleet: Fleet) -> str:
+def said(fleet: RunningFleet) -> str:
     return "\n".join(fleet.controller_log())
 
 
-def test_a_rollout_under_load_replaces_every_replica_without_a_failed_request(fleet: Fleet) -> None:
+def test_a_rollout_under_load_replaces_every_replica_without_a_failed_request(fleet: RunningFleet) -> None:
     fleet.do("scale", "alpha", "2")
     before = fleet.ready()
     with fleet.clients("alpha") as outcomes:
@@ -196,7 +196,7 @@ def test_a_rollout_under_load_replaces_every_replica_without_a_failed_request(fl
     assert after["beta-0"] | {"load": None} == before["beta-0"] | {"load": None}, "the other pool stays"
 
 
-def test_a_rollout_to_a_model_that_does_not_load_is_refused(fleet: Fleet) -> None:
+def test_a_rollout_to_a_model_that_does_not_load_is_refused(fleet: RunningFleet) -> None:
     before = fleet.epochs()
     refused = fleet.run("rollout", "alpha", "--set", "model=/nowhere")
     assert refused.returncode == 2
@@ -205,7 +205,7 @@ def test_a_rollout_to_a_model_that_does_not_load_is_refused(fleet: Fleet) -> Non
     assert fleet.epochs() == before
 
 
-def test_a_rollout_that_does_not_start_stops_and_the_old_replicas_serve_on(fleet: Fleet) -> None:
+def test_a_rollout_that_does_not_start_stops_and_the_old_replicas_serve_on(fleet: RunningFleet) -> None:
     before = fleet.epochs()
     with fleet.clients("alpha") as outcomes:
         stopped = fleet.run("rollout", "alpha", "--set", "host=203.0.113.7")
@@ -220,7 +220,7 @@ def test_a_rollout_that_does_not_start_stops_and_the_old_replicas_serve_on(fleet
     assert {entry["revision"] for entry in fleet.ready().values()} >= {alpha["revision"]}
 
 
-def test_a_drained_replica_finishes_what_it_has_and_is_replaced(fleet: Fleet) -> None:
+def test_a_drained_replica_finishes_what_it_has_and_is_replaced(fleet: RunningFleet) -> None:
     before = fleet.ready()
     victim = next(name for name in before if name.startswith("alpha"))
     with fleet.clients("alpha") as outcomes:
@@ -232,7 +232,7 @@ def test_a_drained_replica_finishes_what_it_has_and_is_replaced(fleet: Fleet) ->
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
 
 
-def test_a_killed_controller_starts_again_by_itself_and_knows_what_was_applied(fleet: Fleet) -> None:
+def test_a_killed_controller_starts_again_by_itself_and_knows_what_was_applied(fleet: RunningFleet) -> None:
     before = fleet.epochs()
     for entry in Path("/proc").glob("[0-9]*"):
         if is_controller_of(fleet, entry):
@@ -243,7 +243,7 @@ def test_a_killed_controller_starts_again_by_itself_and_knows_what_was_applied(f
     assert fleet.epochs() == before
 
 
-def is_controller_of(fleet: Fleet, entry: Path) -> bool:
+def is_controller_of(fleet: RunningFleet, entry: Path) -> bool:
     try:
         title = (entry / "cmdline").read_text()
         return title.startswith("ray::FleetController") and int(entry.name) in find_marked(
@@ -253,7 +253,7 @@ def is_controller_of(fleet: Fleet, entry: Path) -> bool:
         return False
 
 
-def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: Fleet) -> None:
+def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: RunningFleet) -> None:
     before = fleet.ready()
     number = (
         min(int(entry["address"].rpartition(":")[0].rpartition(".")[2]) for entry in before.values()) - 11
@@ -278,7 +278,7 @@ def test_the_replicas_of_a_killed_machine_come_back_elsewhere(fleet: Fleet) -> N
 
 
 def test_a_file_that_is_followed_may_ask_for_more_than_there_is_room_for_just_now(
-    fleet: Fleet, pools: list[dict[str, Any]]
+    fleet: RunningFleet, pools: list[dict[str, Any]]
 ) -> None:
     before = fleet.epochs()
     alpha, beta = pools
@@ -294,7 +294,7 @@ def test_a_file_that_is_followed_may_ask_for_more_than_there_is_room_for_just_no
         follower.wait_ready()
 
 
-def test_stop_leaves_nothing_behind(fleet: Fleet) -> None:
+def test_stop_leaves_nothing_behind(fleet: RunningFleet) -> None:
     assert fleet.do("stop") == "The fleet is stopped.\n"
     nothing = fleet.run("status")
     assert nothing.returncode == 1

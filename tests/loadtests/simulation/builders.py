@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from loadtests.simulation.fleet import Fleet, FleetResult
+from loadtests.simulation.fleet import FleetResult, VirtualFleet
 from loadtests.simulation.options import Delays, FleetOptions
 from loadtests.simulation.request import prepare
 from loadtests.simulation.shape import ReplicaShape
@@ -64,9 +64,9 @@ def small_shape(num_blocks: int = 80, **changes: object) -> ReplicaShape:
     return ReplicaShape(cost, num_blocks, 16, **values)  # type: ignore[arg-type]
 
 
-def new_fleet(options: FleetOptions, seed: int = 1) -> Fleet:
+def new_fleet(options: FleetOptions, seed: int = 1) -> VirtualFleet:
     rng = random.Random(seed)
-    return Fleet(
+    return VirtualFleet(
         options,
         rng=rng,
         new_rng=lambda: random.Random(rng.getrandbits(64)),

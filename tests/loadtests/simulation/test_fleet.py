@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loadtests.simulation.fleet import RETRY, Fleet, FleetResult
+from loadtests.simulation.fleet import RETRY, FleetResult, VirtualFleet
 from loadtests.simulation.options import Delays, FleetOptions, Kill, Outage
 from loadtests.simulation.request import prepare
 from loadtests.workloads import Workload
@@ -38,7 +38,7 @@ def plain_fleet(num_replicas: int = 2, *, num_routers: int = 1, delays: Delays =
     )
 
 
-def assert_all_is_given_back(fleet: Fleet) -> None:
+def assert_all_is_given_back(fleet: VirtualFleet) -> None:
     for router in fleet.routers:
         assert router.table.loads.num_reserved == 0
         assert router.table.num_predictions <= len(router.table._lingering)

@@ -14,7 +14,7 @@ from router.errors import (
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
-    Fleet,
+    DispatchedFleet,
     assert_complete,
     changed,
     expected_tokens,
@@ -29,21 +29,23 @@ __all__ = ["fleet"]
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-async def test_a_generation_yields_every_token_of_every_choice_once(fleet: Fleet, num_choices: int) -> None:
+async def test_a_generation_yields_every_token_of_every_choice_once(
+    fleet: DispatchedFleet, num_choices: int
+) -> None:
     await fleet.add("r0")
     deltas = await generate(fleet, changed(GENERATION, num_choices=num_choices))
     assert_complete(deltas, num_choices)
     assert fleet.replicas[ReplicaId("r0")].submits[0].token_ids() == PROMPT
 
 
-async def test_a_run_says_who_serves_it(fleet: Fleet) -> None:
+async def test_a_run_says_who_serves_it(fleet: DispatchedFleet) -> None:
     await fleet.add("r0")
     async with fleet.dispatcher.run(GENERATION) as run:
         assert (run.replica_id, run.decision.replica_id, run.num_attempts) == ("r0", "r0", 1)
         assert fleet.dispatcher.statistics().num_running == 1
 
 
-async def test_the_prefill_reservation_ends_with_the_first_token(fleet: Fleet) -> None:
+async def test_the_prefill_reservation_ends_with_the_first_token(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.holding = True
     async with fleet.dispatcher.run(GENERATION) as run:
@@ -55,7 +57,7 @@ async def test_the_prefill_reservation_ends_with_the_first_token(fleet: Fleet) -
         assert fleet.table.loads.num_reserved == 1
 
 
-async def test_the_reservation_is_given_back_with_the_last_token(fleet: Fleet) -> None:
+async def test_the_reservation_is_given_back_with_the_last_token(fleet: DispatchedFleet) -> None:
     await fleet.add("r0")
     async with fleet.dispatcher.run(GENERATION) as run:
         async for _ in run:
@@ -63,7 +65,7 @@ async def test_the_reservation_is_given_back_with_the_last_token(fleet: Fleet) -
         assert fleet.table.loads.num_reserved == 0
 
 
-async def test_leaving_a_run_stops_it_on_the_replica(fleet: Fleet) -> None:
+async def test_leaving_a_run_stops_it_on_the_replica(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.005
     async with fleet.dispatcher.run(long_generation()) as run:
@@ -73,7 +75,7 @@ async def test_leaving_a_run_stops_it_on_the_replica(fleet: Fleet) -> None:
     assert replica.num_aborts == 1
 
 
-async def test_an_aborted_choice_ends_and_the_others_go_on(fleet: Fleet) -> None:
+async def test_an_aborted_choice_ends_and_the_others_go_on(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.002
     deltas: list[TokenDelta] = []
@@ -89,7 +91,9 @@ async def test_an_aborted_choice_ends_and_the_others_go_on(fleet: Fleet) -> None
     await eventually(lambda: replica.num_aborts == 1)
 
 
-async def test_what_had_come_for_a_choice_before_it_was_aborted_is_not_handed_out(fleet: Fleet) -> None:
+async def test_what_had_come_for_a_choice_before_it_was_aborted_is_not_handed_out(
+    fleet: DispatchedFleet,
+) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.002
     async with fleet.dispatcher.run(long_generation(num_choices=2)) as run:
@@ -103,7 +107,7 @@ async def test_what_had_come_for_a_choice_before_it_was_aborted_is_not_handed_ou
     assert tokens_of(deltas, 1) == []
 
 
-async def test_a_run_ends_when_its_last_choice_is_aborted(fleet: Fleet) -> None:
+async def test_a_run_ends_when_its_last_choice_is_aborted(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.002
     async with fleet.dispatcher.run(long_generation(num_choices=2)) as run:
@@ -117,7 +121,7 @@ async def test_a_run_ends_when_its_last_choice_is_aborted(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-async def test_a_cancelled_run_gives_everything_back(fleet: Fleet, stage: str) -> None:
+async def test_a_cancelled_run_gives_everything_back(fleet: DispatchedFleet, stage: str) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.005
     replica.script.holding = stage == "prefill"
@@ -131,7 +135,9 @@ async def test_a_cancelled_run_gives_everything_back(fleet: Fleet, stage: str) -
     await eventually(lambda: replica.num_live == 0)
 
 
-async def test_a_run_cancelled_while_it_waits_for_a_replica_gives_everything_back(fleet: Fleet) -> None:
+async def test_a_run_cancelled_while_it_waits_for_a_replica_gives_everything_back(
+    fleet: DispatchedFleet,
+) -> None:
     replica = await fleet.add("r0")
     fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=60)
     fleet.table.set_draining(replica.replica_id)
@@ -144,7 +150,7 @@ async def test_a_run_cancelled_while_it_waits_for_a_replica_gives_everything_bac
 
 
 async def test_a_run_cancelled_while_it_waits_for_a_place_to_resume_gives_everything_back(
-    fleet: Fleet,
+    fleet: DispatchedFleet,
 ) -> None:
     replica = await fleet.add("r0")
     replica.script.step_seconds = 0.005
@@ -163,7 +169,9 @@ ADAPTER = Adapter("sql", "f1")
 ADAPTED = changed(GENERATION, adapter=ADAPTER, user=UserTag(b"somebody"))
 
 
-async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_resumed(fleet: Fleet) -> None:
+async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_resumed(
+    fleet: DispatchedFleet,
+) -> None:
     unable = [await fleet.add("r0"), await fleet.add("r1", Adapter("sql", "f0"))]
     able = [await fleet.add(name, ADAPTER) for name in ("r2", "r3", "r4")]
     for replica in able:
@@ -180,13 +188,13 @@ async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_r
     assert [replica.submits for replica in unable] == [[], []]
 
 
-async def test_without_adapter_and_user_none_are_sent(fleet: Fleet) -> None:
+async def test_without_adapter_and_user_none_are_sent(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0", ADAPTER)
     await generate(fleet)
     assert [(submit.adapter, submit.user) for submit in replica.submits] == [(None, b"")]
 
 
-async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(fleet: Fleet) -> None:
+async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(fleet: DispatchedFleet) -> None:
     for name, adapter in (("r0", Adapter("sql", "f0")), ("r1", Adapter("other", "f1"))):
         await fleet.add(name, adapter)
     with pytest.raises(NoReplicaAvailable, match="sql"):

@@ -20,7 +20,7 @@ from router.errors import (
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
-    Fleet,
+    DispatchedFleet,
     assert_complete,
     changed,
     expected_tokens,
@@ -34,7 +34,7 @@ __all__ = ["fleet"]
 
 
 @pytest.mark.parametrize("death", ["kill", "silence"])
-async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Fleet, death: str) -> None:
+async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: DispatchedFleet, death: str) -> None:
     if death == "silence":
         fleet.stall_seconds = 0.5
     for name in ("r0", "r1"):
@@ -57,7 +57,7 @@ async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Fleet, 
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("death", ["stream", "kill"])
 async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
-    fleet: Fleet, death: str, num_choices: int
+    fleet: DispatchedFleet, death: str, num_choices: int
 ) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
@@ -76,7 +76,7 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
 
 
 async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id_of_its_own(
-    fleet: Fleet,
+    fleet: DispatchedFleet,
 ) -> None:
     replicas = [await fleet.add(f"r{number}") for number in range(2)]
     for replica in replicas:
@@ -93,7 +93,7 @@ async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id
     assert first.announcement_id != resumed.announcement_id
 
 
-async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:
+async def test_finished_choices_are_not_resumed(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
     deltas: list[TokenDelta] = []
@@ -109,7 +109,7 @@ async def test_finished_choices_are_not_resumed(fleet: Fleet) -> None:
     assert tokens_of(deltas, 1) == expected_tokens(1)
 
 
-async def test_a_generation_survives_several_losses(fleet: Fleet) -> None:
+async def test_a_generation_survives_several_losses(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1", "r2"):
         (await fleet.add(name)).script.step_seconds = 0.01
     deltas: list[TokenDelta] = []
@@ -122,14 +122,14 @@ async def test_a_generation_survives_several_losses(fleet: Fleet) -> None:
     assert_complete(deltas, 1)
 
 
-async def test_when_every_replica_is_dead_the_client_is_told_within_bounds(fleet: Fleet) -> None:
+async def test_when_every_replica_is_dead_the_client_is_told_within_bounds(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1"):
         await (await fleet.add(name)).kill()
     with pytest.raises(NoReplicaAvailable):
         await generate(fleet)
 
 
-async def test_when_no_replica_is_left_to_resume_on_the_generation_has_failed(fleet: Fleet) -> None:
+async def test_when_no_replica_is_left_to_resume_on_the_generation_has_failed(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
 
@@ -141,7 +141,7 @@ async def test_when_no_replica_is_left_to_resume_on_the_generation_has_failed(fl
         await generate(fleet, after_first=kill_all)
 
 
-async def test_a_request_that_kills_replicas_is_not_tried_on_all_of_them(fleet: Fleet) -> None:
+async def test_a_request_that_kills_replicas_is_not_tried_on_all_of_them(fleet: DispatchedFleet) -> None:
     for n in range(6):
         (await fleet.add(f"r{n}")).script.die_after_tokens = 0
     for client in fleet.clients.values():
@@ -157,7 +157,7 @@ async def test_a_request_that_kills_replicas_is_not_tried_on_all_of_them(fleet: 
 
 
 @pytest.mark.parametrize("code", [RefusalCode.DRAINING, RefusalCode.OVERLOADED])
-async def test_a_replica_that_refuses_is_passed_over(fleet: Fleet, code: RefusalCode) -> None:
+async def test_a_replica_that_refuses_is_passed_over(fleet: DispatchedFleet, code: RefusalCode) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.holding = True
     async with fleet.dispatcher.run(GENERATION) as run:
@@ -180,14 +180,14 @@ async def test_a_replica_that_refuses_is_passed_over(fleet: Fleet, code: Refusal
     ],
 )
 async def test_a_refusal_by_all_is_the_matching_error(
-    fleet: Fleet, code: RefusalCode, error: type[Exception]
+    fleet: DispatchedFleet, code: RefusalCode, error: type[Exception]
 ) -> None:
     (await fleet.add("r0")).script.refusal = code
     with pytest.raises(error):
         await generate(fleet, changed(GENERATION, num_choices=2))
 
 
-async def test_a_replica_without_an_open_client_is_passed_over(fleet: Fleet) -> None:
+async def test_a_replica_without_an_open_client_is_passed_over(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1"):
         await fleet.add(name)
     async with fleet.dispatcher.run(GENERATION) as run:
@@ -199,7 +199,7 @@ async def test_a_replica_without_an_open_client_is_passed_over(fleet: Fleet) -> 
     await client.close()
 
 
-async def test_an_invalid_request_is_not_tried_elsewhere(fleet: Fleet) -> None:
+async def test_an_invalid_request_is_not_tried_elsewhere(fleet: DispatchedFleet) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.refusal = RefusalCode.INVALID_REQUEST
     with pytest.raises(InvalidRequest, match="refused: invalid_request"):
@@ -207,7 +207,9 @@ async def test_an_invalid_request_is_not_tried_elsewhere(fleet: Fleet) -> None:
     assert sum(len(replica.submits) for replica in fleet.replicas.values()) == 1
 
 
-async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_joining(fleet: Fleet) -> None:
+async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_joining(
+    fleet: DispatchedFleet,
+) -> None:
     fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=0.2)
     task = asyncio.create_task(generate(fleet))
     await eventually(lambda: fleet.dispatcher.statistics().num_running == 1)
@@ -215,7 +217,9 @@ async def test_a_request_waits_a_little_for_a_model_whose_first_replica_is_just_
     assert_complete(await task, 1)
 
 
-async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(fleet: Fleet) -> None:
+async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(
+    fleet: DispatchedFleet,
+) -> None:
     replica = await fleet.add("r0")
     await fleet.clients[replica.replica_id].close()
     fleet.dispatcher.state.retry = RetryPolicy(first_wait_seconds=0.2)
@@ -226,7 +230,9 @@ async def test_a_request_waits_a_little_for_a_replica_that_is_just_reconnecting(
 
 
 @pytest.mark.timeout(60)
-async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(fleet: Fleet) -> None:
+async def test_after_a_storm_of_losses_and_cancellations_every_counter_is_zero(
+    fleet: DispatchedFleet,
+) -> None:
     rng = random.Random(4)
     fleet.dispatcher.state.retry = RetryPolicy(max_attempts=10, first_wait_seconds=0.05)
     for n in range(3):

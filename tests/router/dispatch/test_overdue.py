@@ -10,7 +10,7 @@ from router.dispatch.overdue import OverdueWatch
 from router.dispatch.pulse import STEPS_OF_PATIENCE, UNMEASURED_FACTOR, Pulse
 from tests.router.dispatched_fleet import (
     GENERATION,
-    Fleet,
+    DispatchedFleet,
     assert_complete,
     changed,
     fleet,
@@ -76,7 +76,7 @@ def test_a_request_that_came_late_has_all_of_its_time() -> None:
     assert pulse.look(MEASURED, 5, {1: 0, 2: 0}, 61.0) == (True, {1})
 
 
-async def test_requests_leave_a_replica_that_hangs_and_go_on_elsewhere(fleet: Fleet) -> None:
+async def test_requests_leave_a_replica_that_hangs_and_go_on_elsewhere(fleet: DispatchedFleet) -> None:
     hanging = await fleet.add("r0")
     hanging.script.load = MEASURED
     hanging.script.step_seconds = 0.01
@@ -98,7 +98,7 @@ async def test_requests_leave_a_replica_that_hangs_and_go_on_elsewhere(fleet: Fl
         watch.cancel()
 
 
-async def test_honest_work_is_left_where_it_is(fleet: Fleet) -> None:
+async def test_honest_work_is_left_where_it_is(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.load = MEASURED
     replica.script.step_seconds = 0.05

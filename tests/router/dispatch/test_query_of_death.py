@@ -13,7 +13,7 @@ from router.generation import Generation
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
-    Fleet,
+    DispatchedFleet,
     assert_complete,
     changed,
     fleet,
@@ -31,7 +31,7 @@ DEADLY_GENERATION = changed(GENERATION, token_ids=[*PROMPT, DEADLY], bucket=b"de
 
 
 @pytest.fixture
-async def mortals(fleet: Fleet) -> AsyncIterator[Fleet]:
+async def mortals(fleet: DispatchedFleet) -> AsyncIterator[DispatchedFleet]:
     for number in range(6):
         replica = await fleet.add(f"r{number}")
         replica.script.deadly_token = DEADLY
@@ -39,11 +39,11 @@ async def mortals(fleet: Fleet) -> AsyncIterator[Fleet]:
     yield fleet
 
 
-def num_killed(fleet: Fleet) -> int:
+def num_killed(fleet: DispatchedFleet) -> int:
     return sum(replica.was_killed for replica in fleet.replicas.values())
 
 
-async def test_a_prompt_that_kills_is_tried_once_more_and_then_refused(mortals: Fleet) -> None:
+async def test_a_prompt_that_kills_is_tried_once_more_and_then_refused(mortals: DispatchedFleet) -> None:
     with pytest.raises(GenerationFailed, match="Replicas have died"):
         await generate(mortals, DEADLY_GENERATION)
     assert num_killed(mortals) == 2
@@ -51,7 +51,7 @@ async def test_a_prompt_that_kills_is_tried_once_more_and_then_refused(mortals: 
 
 
 @pytest.mark.parametrize("num_choices", [1, 4])
-async def test_it_is_remembered_however_it_is_asked_again(mortals: Fleet, num_choices: int) -> None:
+async def test_it_is_remembered_however_it_is_asked_again(mortals: DispatchedFleet, num_choices: int) -> None:
     for seed in range(4):
         sampling = replace(GENERATION.sampling, seed=seed, temperature=seed / 10)
         again = changed(DEADLY_GENERATION, sampling=sampling, num_choices=num_choices, bucket=bytes([seed]))
@@ -61,7 +61,7 @@ async def test_it_is_remembered_however_it_is_asked_again(mortals: Fleet, num_ch
 
 
 async def test_a_client_that_leaves_after_a_death_and_comes_back_kills_no_third_replica(
-    mortals: Fleet,
+    mortals: DispatchedFleet,
 ) -> None:
     for _ in range(4):
         killed = num_killed(mortals)
@@ -73,7 +73,9 @@ async def test_a_client_that_leaves_after_a_death_and_comes_back_kills_no_third_
     assert num_killed(mortals) <= 2
 
 
-async def test_copies_of_a_deadly_prompt_at_one_replica_kill_one_more_between_them(fleet: Fleet) -> None:
+async def test_copies_of_a_deadly_prompt_at_one_replica_kill_one_more_between_them(
+    fleet: DispatchedFleet,
+) -> None:
     first = await fleet.add("r0")
     first.script.holding = True
     tasks = [asyncio.create_task(generate(fleet, DEADLY_GENERATION)) for _ in range(50)]
@@ -88,7 +90,7 @@ async def test_copies_of_a_deadly_prompt_at_one_replica_kill_one_more_between_th
     assert num_killed(fleet) == 2
 
 
-async def test_others_in_flight_with_a_deadly_prompt_are_all_answered(mortals: Fleet) -> None:
+async def test_others_in_flight_with_a_deadly_prompt_are_all_answered(mortals: DispatchedFleet) -> None:
     answers = [asyncio.create_task(generate(mortals, innocent(n))) for n in range(100)]
     await eventually(lambda: sum(replica.num_live for replica in mortals.replicas.values()) > 50)
     with pytest.raises(GenerationFailed):
@@ -107,7 +109,7 @@ def innocent(number: int) -> Generation:
 
 @pytest.mark.parametrize("is_computed", [True, False], ids=["running", "not begun"])
 async def test_a_replica_lost_with_a_thousand_requests_costs_none_of_them(
-    fleet: Fleet, is_computed: bool
+    fleet: DispatchedFleet, is_computed: bool
 ) -> None:
     dying = await fleet.add("r0")
     dying.script.holding = True
@@ -125,7 +127,7 @@ async def test_a_replica_lost_with_a_thousand_requests_costs_none_of_them(
     assert fleet.dispatcher.statistics().suspects == (0, 0, 0)
 
 
-async def test_of_a_thousand_requests_the_one_that_kills_is_found(mortals: Fleet) -> None:
+async def test_of_a_thousand_requests_the_one_that_kills_is_found(mortals: DispatchedFleet) -> None:
     for replica in mortals.replicas.values():
         replica.script.holding = True
     tasks = [asyncio.create_task(generate(mortals, innocent(n))) for n in range(1000)]
@@ -142,11 +144,11 @@ async def test_of_a_thousand_requests_the_one_that_kills_is_found(mortals: Fleet
     assert num_killed(mortals) == 2
 
 
-def num_live(fleet: Fleet) -> int:
+def num_live(fleet: DispatchedFleet) -> int:
     return sum(replica.num_live for replica in fleet.replicas.values())
 
 
-async def test_an_engine_that_says_that_it_failed_counts_as_a_death(fleet: Fleet) -> None:
+async def test_an_engine_that_says_that_it_failed_counts_as_a_death(fleet: DispatchedFleet) -> None:
     for number in range(4):
         replica = await fleet.add(f"r{number}")
         replica.script.refusal = RefusalCode.ENGINE_FAILED
@@ -155,7 +157,9 @@ async def test_an_engine_that_says_that_it_failed_counts_as_a_death(fleet: Fleet
     assert sum(len(replica.submits) for replica in fleet.replicas.values()) == 2
 
 
-async def test_a_stream_that_is_resumed_and_kills_again_at_the_same_token_is_refused(mortals: Fleet) -> None:
+async def test_a_stream_that_is_resumed_and_kills_again_at_the_same_token_is_refused(
+    mortals: DispatchedFleet,
+) -> None:
     for replica in mortals.replicas.values():
         replica.script.dies_at_position = 10
     with pytest.raises(GenerationFailed):
@@ -163,7 +167,7 @@ async def test_a_stream_that_is_resumed_and_kills_again_at_the_same_token_is_ref
     assert num_killed(mortals) == 2
 
 
-async def test_a_suspect_that_survives_is_suspected_no_more(fleet: Fleet) -> None:
+async def test_a_suspect_that_survives_is_suspected_no_more(fleet: DispatchedFleet) -> None:
     for number in range(3):
         (await fleet.add(f"r{number}")).script.step_seconds = 0.01
 
@@ -176,7 +180,9 @@ async def test_a_suspect_that_survives_is_suspected_no_more(fleet: Fleet) -> Non
     assert fleet.dispatcher.statistics().suspects == (0, 0, 0)
 
 
-async def test_a_replica_that_was_told_to_leave_and_did_not_wait_blames_nobody(fleet: Fleet) -> None:
+async def test_a_replica_that_was_told_to_leave_and_did_not_wait_blames_nobody(
+    fleet: DispatchedFleet,
+) -> None:
     leaving, staying = await fleet.add("r0"), await fleet.add("r1")
     for replica in (leaving, staying):
         replica.script.holding = True

@@ -8,7 +8,7 @@ from replicas.protocol.frames import LoadSnapshot, RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Patience, RetryBudget, RetryPolicy
 from router.errors import Overloaded
-from tests.router.dispatched_fleet import GENERATION, Fleet, changed, fleet, generate
+from tests.router.dispatched_fleet import GENERATION, DispatchedFleet, changed, fleet, generate
 from tests.router.scripted_replica import eventually
 
 __all__ = ["fleet"]
@@ -49,7 +49,7 @@ def test_who_waits_in_line_has_so_many_seconds_until_it_is_placed() -> None:
     assert patience.wait_in_line(8.0, 5.0) == 5.0
 
 
-async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: Fleet) -> None:
+async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: DispatchedFleet) -> None:
     for number in range(4):
         (await fleet.add(f"r{number}")).script.refusal = RefusalCode.OVERLOADED
     fleet.dispatcher.state.budget = RetryBudget(share=0.1, per_second=0.0, max_retries=20.0)
@@ -63,7 +63,9 @@ async def test_retries_at_living_replicas_are_bounded_by_the_budget(fleet: Fleet
     assert fleet.dispatcher.statistics().num_retries_refused > 0
 
 
-async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(fleet: Fleet) -> None:
+async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(
+    fleet: DispatchedFleet,
+) -> None:
     dying = await fleet.add("r0")
     dying.script.holding = True
     fleet.dispatcher.state.budget = RetryBudget(share=0.0, per_second=0.0, max_retries=0.0)
@@ -77,7 +79,7 @@ async def test_what_a_death_has_interrupted_is_tried_again_with_an_empty_budget(
     assert all(await asyncio.gather(*tasks))
 
 
-async def test_a_refusal_says_how_long_the_idlest_replica_has_to_compute(fleet: Fleet) -> None:
+async def test_a_refusal_says_how_long_the_idlest_replica_has_to_compute(fleet: DispatchedFleet) -> None:
     for number, pending in enumerate((300_000, 200_000)):
         replica = await fleet.add(f"r{number}")
         replica.script.refusal = RefusalCode.OVERLOADED

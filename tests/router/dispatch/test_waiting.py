@@ -14,7 +14,15 @@ from router.dispatch.run import Run
 from router.dispatch.waiting_room import WaitingRoom
 from router.errors import GenerationFailed, NoReplicaAvailable
 from router.generation import Generation
-from tests.router.dispatched_fleet import GENERATION, PROMPT, Fleet, assert_complete, changed, fleet, generate
+from tests.router.dispatched_fleet import (
+    GENERATION,
+    PROMPT,
+    DispatchedFleet,
+    assert_complete,
+    changed,
+    fleet,
+    generate,
+)
 from tests.router.scripted_replica import eventually
 
 __all__ = ["fleet"]
@@ -24,7 +32,7 @@ AWAY_SECONDS = 12.5
 
 
 @pytest.fixture
-async def emptied(fleet: Fleet) -> AsyncIterator[Fleet]:
+async def emptied(fleet: DispatchedFleet) -> AsyncIterator[DispatchedFleet]:
     """Its replica has gone, and others are said to come."""
     await (await fleet.add("gone")).kill()
     await eventually(lambda: fleet.clients["gone"].lost is not None)  # type: ignore[index]
@@ -33,7 +41,9 @@ async def emptied(fleet: Fleet) -> AsyncIterator[Fleet]:
     yield fleet
 
 
-def use(fleet: Fleet, *, wait_seconds: float, max_waiting: int = 1000, max_bytes: int = 1 << 30) -> None:
+def use(
+    fleet: DispatchedFleet, *, wait_seconds: float, max_waiting: int = 1000, max_bytes: int = 1 << 30
+) -> None:
     room = WaitingRoom(max_waiting=max_waiting, max_bytes=max_bytes)
     fleet.dispatcher = fleet.new_dispatcher(room, retry=replace(PATIENT, wait_seconds=wait_seconds))
 
@@ -42,11 +52,11 @@ def numbered(number: int) -> Generation:
     return changed(GENERATION, token_ids=[*PROMPT, number], bucket=str(number).encode())
 
 
-def num_waiting(fleet: Fleet) -> int:
+def num_waiting(fleet: DispatchedFleet) -> int:
     return fleet.dispatcher.statistics().room.num_waiting
 
 
-async def ask(fleet: Fleet, numbers: Sequence[int]) -> list[asyncio.Task[None]]:
+async def ask(fleet: DispatchedFleet, numbers: Sequence[int]) -> list[asyncio.Task[None]]:
     """Requests that wait, in this order."""
 
     async def one(number: int) -> None:
@@ -60,14 +70,14 @@ async def ask(fleet: Fleet, numbers: Sequence[int]) -> list[asyncio.Task[None]]:
     return tasks
 
 
-async def test_who_asks_while_all_are_away_is_answered_when_one_is_back(emptied: Fleet) -> None:
+async def test_who_asks_while_all_are_away_is_answered_when_one_is_back(emptied: DispatchedFleet) -> None:
     tasks = await ask(emptied, range(50))
     assert emptied.dispatcher.statistics().room.num_bytes > 50 * len(PROMPT)
     await emptied.add("back")
     await asyncio.gather(*tasks)
 
 
-async def test_they_are_called_at_once_and_in_the_order_in_which_they_came(emptied: Fleet) -> None:
+async def test_they_are_called_at_once_and_in_the_order_in_which_they_came(emptied: DispatchedFleet) -> None:
     tasks = await ask(emptied, range(20))
     back = await emptied.add("back")
     await asyncio.gather(*tasks)
@@ -75,7 +85,9 @@ async def test_they_are_called_at_once_and_in_the_order_in_which_they_came(empti
     assert emptied.dispatcher.statistics().num_retries == 0
 
 
-async def test_the_first_that_comes_back_gets_no_more_than_it_can_begin_soon(emptied: Fleet) -> None:
+async def test_the_first_that_comes_back_gets_no_more_than_it_can_begin_soon(
+    emptied: DispatchedFleet,
+) -> None:
     tasks = await ask(emptied, range(30))
     first = await emptied.add("first", max_running=4, holding=True)
     await eventually(lambda: first.num_live == 8)
@@ -90,7 +102,7 @@ async def test_the_first_that_comes_back_gets_no_more_than_it_can_begin_soon(emp
     assert len(second.submits) > 8
 
 
-async def test_who_comes_later_does_not_pass_those_that_wait(emptied: Fleet) -> None:
+async def test_who_comes_later_does_not_pass_those_that_wait(emptied: DispatchedFleet) -> None:
     tasks = await ask(emptied, range(10))
     first = await emptied.add("first", max_running=2, holding=True)
     await eventually(lambda: first.num_live == 4)
@@ -100,7 +112,9 @@ async def test_who_comes_later_does_not_pass_those_that_wait(emptied: Fleet) -> 
     assert [submit.token_ids()[-1] for submit in first.submits] == [*range(10), 99]
 
 
-async def test_after_the_wait_it_is_a_refusal_that_says_how_long_there_has_been_nobody(fleet: Fleet) -> None:
+async def test_after_the_wait_it_is_a_refusal_that_says_how_long_there_has_been_nobody(
+    fleet: DispatchedFleet,
+) -> None:
     await (await fleet.add("gone")).kill()
     await eventually(lambda: fleet.clients["gone"].lost is not None)  # type: ignore[index]
     fleet.outlook = Outlook(is_coming=True, away_seconds=AWAY_SECONDS)
@@ -113,7 +127,7 @@ async def test_after_the_wait_it_is_a_refusal_that_says_how_long_there_has_been_
 
 
 @pytest.mark.parametrize("bound", [{"max_waiting": 3}, {"max_bytes": 3 * 40 * (len(PROMPT) + 1)}])
-async def test_beyond_the_bounds_nobody_waits(emptied: Fleet, bound: dict[str, int]) -> None:
+async def test_beyond_the_bounds_nobody_waits(emptied: DispatchedFleet, bound: dict[str, int]) -> None:
     use(emptied, wait_seconds=50, **bound)
     tasks = await ask(emptied, range(3))
     with pytest.raises(NoReplicaAvailable):
@@ -123,7 +137,7 @@ async def test_beyond_the_bounds_nobody_waits(emptied: Fleet, bound: dict[str, i
     await asyncio.gather(*tasks)
 
 
-async def test_who_leaves_while_waiting_is_forgotten_and_holds_up_nobody(emptied: Fleet) -> None:
+async def test_who_leaves_while_waiting_is_forgotten_and_holds_up_nobody(emptied: DispatchedFleet) -> None:
     tasks = await ask(emptied, range(5))
     for task in (tasks.pop(3), tasks.pop(0)):
         task.cancel()
@@ -133,7 +147,7 @@ async def test_who_leaves_while_waiting_is_forgotten_and_holds_up_nobody(emptied
     assert [submit.token_ids()[-1] for submit in back.submits] == [1, 2, 4]
 
 
-async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: Fleet) -> None:
+async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: DispatchedFleet) -> None:
     (await fleet.add("r0")).script.step_seconds = 0.01
     fleet.outlook = Outlook(is_coming=True)
     use(fleet, wait_seconds=50, max_waiting=0)
@@ -147,7 +161,7 @@ async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: Fleet) 
     assert_complete(await task, 3)
 
 
-async def test_an_answer_that_has_begun_and_waits_in_vain_has_failed(fleet: Fleet) -> None:
+async def test_an_answer_that_has_begun_and_waits_in_vain_has_failed(fleet: DispatchedFleet) -> None:
     (await fleet.add("r0")).script.step_seconds = 0.01
     fleet.outlook = Outlook(is_coming=True)
     use(fleet, wait_seconds=0.3)
@@ -159,7 +173,9 @@ async def test_an_answer_that_has_begun_and_waits_in_vain_has_failed(fleet: Flee
         await generate(fleet, after_first=kill)
 
 
-async def test_those_in_line_for_an_adapter_do_not_hold_up_those_for_the_model(emptied: Fleet) -> None:
+async def test_those_in_line_for_an_adapter_do_not_hold_up_those_for_the_model(
+    emptied: DispatchedFleet,
+) -> None:
     adapted = asyncio.create_task(generate(emptied, changed(GENERATION, adapter=Adapter("sql", "f1"))))
     await eventually(lambda: num_waiting(emptied) == 1)
     tasks = await ask(emptied, range(3))
@@ -169,7 +185,7 @@ async def test_those_in_line_for_an_adapter_do_not_hold_up_those_for_the_model(e
     assert_complete(await adapted, 1)
 
 
-async def test_nobody_waits_where_nothing_is_coming(fleet: Fleet) -> None:
+async def test_nobody_waits_where_nothing_is_coming(fleet: DispatchedFleet) -> None:
     use(fleet, wait_seconds=50)
     with pytest.raises(NoReplicaAvailable):
         await generate(fleet)

@@ -10,7 +10,14 @@ import pytest
 
 from replicas.protocol.keys import replica_key, replicas_key
 from replicas.protocol.status import ReplicaId
-from tests.router.dispatched_fleet import GENERATION, Fleet, assert_complete, changed, fleet, generate
+from tests.router.dispatched_fleet import (
+    GENERATION,
+    DispatchedFleet,
+    assert_complete,
+    changed,
+    fleet,
+    generate,
+)
 from tests.router.scripted_replica import CARD, ScriptedReplica, eventually
 from tests.router.watched_fleet import Registry, Start, World, registry, start, world
 
@@ -87,7 +94,7 @@ NO_FRAMES: dict[str, Lie] = {
 }
 
 
-async def liar_and_other(fleet: Fleet, lie: Lie) -> tuple[ScriptedReplica, ScriptedReplica]:
+async def liar_and_other(fleet: DispatchedFleet, lie: Lie) -> tuple[ScriptedReplica, ScriptedReplica]:
     liar, other = await fleet.add("liar"), await fleet.add("other")
     liar.script.alter = lie
     for client in fleet.clients.values():
@@ -96,7 +103,7 @@ async def liar_and_other(fleet: Fleet, lie: Lie) -> tuple[ScriptedReplica, Scrip
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-async def test_a_load_that_cannot_be_is_passed_over(fleet: Fleet, load: object) -> None:
+async def test_a_load_that_cannot_be_is_passed_over(fleet: DispatchedFleet, load: object) -> None:
     await liar_and_other(fleet, lambda frame: operator.setitem(frame, LOAD_AT, load))
     assert_complete(await generate(fleet, GENERATION), num_choices=1)
     client = fleet.clients[ReplicaId("liar")]
@@ -108,7 +115,7 @@ async def test_a_load_that_cannot_be_is_passed_over(fleet: Fleet, load: object) 
 
 @pytest.mark.parametrize("lie", DELTAS.values(), ids=DELTAS)
 async def test_an_answer_that_cannot_be_is_asked_for_again_elsewhere(
-    fleet: Fleet, lie: Lie, caplog: pytest.LogCaptureFixture
+    fleet: DispatchedFleet, lie: Lie, caplog: pytest.LogCaptureFixture
 ) -> None:
     liar, _ = await liar_and_other(fleet, lie)
     generations = [changed(GENERATION, bucket=f"bucket {number}".encode()) for number in range(12)]
@@ -123,7 +130,7 @@ async def test_an_answer_that_cannot_be_is_asked_for_again_elsewhere(
 
 
 @pytest.mark.parametrize("lie", STRAYS.values(), ids=STRAYS)
-async def test_answers_that_nobody_asked_for_harm_nobody(fleet: Fleet, lie: Lie) -> None:
+async def test_answers_that_nobody_asked_for_harm_nobody(fleet: DispatchedFleet, lie: Lie) -> None:
     await liar_and_other(fleet, lie)
     for _ in range(4):
         assert_complete(await generate(fleet, GENERATION), num_choices=1)
@@ -132,7 +139,7 @@ async def test_answers_that_nobody_asked_for_harm_nobody(fleet: Fleet, lie: Lie)
 
 @pytest.mark.parametrize("lie", NO_FRAMES.values(), ids=NO_FRAMES)
 async def test_what_is_no_frame_ends_the_stream_and_all_on_it_goes_on_elsewhere(
-    fleet: Fleet, lie: Lie
+    fleet: DispatchedFleet, lie: Lie
 ) -> None:
     liar, _ = await liar_and_other(fleet, lie)
     await eventually(lambda: fleet.clients[liar.replica_id].lost is not None)

@@ -9,7 +9,7 @@ import pytest
 from replicas.host import ReplicaHost
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.status import ReplicaId
-from router.fleet.membership import FleetView
+from router.fleet.membership import ReplicaRecords
 from tests.replicas.whole_replica import MODEL, config
 from tests.router.scripted_replica import eventually
 from tests.router.watched_fleet import World, watching
@@ -23,7 +23,7 @@ class KnownReplica:
     def __init__(self, host: ReplicaHost) -> None:
         self._host = host
 
-    async def views(self) -> AsyncIterator[FleetView]:
+    async def views(self) -> AsyncIterator[ReplicaRecords]:
         record = self._host.record()
         while True:
             yield {MODEL: {record.replica_id: record}}

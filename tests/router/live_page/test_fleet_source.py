@@ -7,7 +7,7 @@ import pytest
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from router.fleet.membership import RegistrySource
 from router.live_page.fleet_source import NOT_CONNECTED, FleetSource
-from router.live_page.live_view import MAX_COMPLAINT, ReplicaView, replicas_data
+from router.live_page.live_view import MAX_COMPLAINT, LiveReplica, replicas_data
 from tests.own_log import own_records
 from tests.router.quiet_fleet import replica_view
 from tests.router.scripted_replica import ScriptedReplica, eventually
@@ -16,7 +16,7 @@ from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, reg
 __all__ = ["registry", "start", "world"]
 
 
-def view_of(world: World) -> ReplicaView | None:
+def view_of(world: World) -> LiveReplica | None:
     """Of the only replica."""
     views = FleetSource("me", world.membership, world.table, {}).replicas()
     return views[0] if views else None
