@@ -12,14 +12,14 @@ from cluster.errors import ClusterError
 
 
 def _add_loadtest(parser: argparse.ArgumentParser) -> None:
-    from loadtests.loadtest_plan import add_arguments
+    from loadtests.named.plan import add_arguments
 
     add_arguments(parser)
 
 
 def _loadtest(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     try:
-        from loadtests.loadtest_command import run
+        from loadtests.named.command import run
     except ModuleNotFoundError as error:
         raise ClusterError(
             f"loadtest needs {error.name}, which is not installed: pip install 'kvasir[loadtest]'"
@@ -28,13 +28,13 @@ def _loadtest(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
-    from loadtests.replay_command import add_arguments
+    from loadtests.load.replay_command import add_arguments
 
     add_arguments(parser)
 
 
 def _replay(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from loadtests.replay_command import run
+    from loadtests.load.replay_command import run
 
     return run(arguments, router_url(arguments), say)
 

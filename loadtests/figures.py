@@ -78,7 +78,8 @@ def _commit() -> str:
 
 
 def _module() -> str:
-    return f"loadtests.{Path(sys.argv[0]).stem}"
+    spec = sys.modules["__main__"].__spec__
+    return "" if spec is None else spec.name.removesuffix(".__main__")
 
 
 def processor() -> str:

@@ -8,10 +8,10 @@ from typing import Any
 from locust import LoadTestShape, events
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests.load_leader import LoadLeader
-from loadtests.load_options import add_arguments
-from loadtests.load_worker import LoadWorker
-from loadtests.users import ChatUser
+from loadtests.load.leader import LoadLeader
+from loadtests.load.options import add_arguments
+from loadtests.load.users import ChatUser
+from loadtests.load.worker import LoadWorker
 
 __all__ = ["ChatUser", "Load"]
 

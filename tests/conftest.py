@@ -8,7 +8,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
-from loadtests import local_stack
+from loadtests.stacks import local_stack
 from tests.certificates import Authority
 from tests.examples import examples
 from tests.redis_server import RedisServer

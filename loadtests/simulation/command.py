@@ -12,14 +12,14 @@ from pathlib import Path
 
 from cluster.errors import ClusterError
 from loadtests.arguments import count, number, positive, share
-from loadtests.parameters import read_parameter
-from loadtests.report import Slo
+from loadtests.reports.report import Slo
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.summary import Summary, median, table
 from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
+from loadtests.workloads.parameters import read_parameter
 from replicas.config import DEFAULT_MAX_RUNNING
 from replicas.simulated_engine.hardware import FREE, HARDWARE
 from router.routing.cost import CostParameters

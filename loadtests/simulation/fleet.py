@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from loadtests.report import RequestRecord
+from loadtests.reports.report import RequestRecord
 from loadtests.simulation.host import Feed, HostReport, VirtualHost
 from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica

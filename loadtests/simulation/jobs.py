@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from loadtests.report import Slo, make_report
+from loadtests.reports.report import Slo, make_report
 from loadtests.simulation.fleet import VirtualFleet
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import PreparedRequest, prepare

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from loadtests.report import Distribution, Report
+from loadtests.reports.report import Distribution, Report
 from loadtests.simulation.fleet import FleetResult
 
 

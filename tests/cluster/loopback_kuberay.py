@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from ray._raylet import GcsClient
 
-from loadtests.local_stack import free_port
+from loadtests.stacks.local_stack import free_port
 from tests.certificates import Authority
 from tests.cluster.kvasir_command import wait_until
 from tests.cluster.ray_autoscaler import SMALL

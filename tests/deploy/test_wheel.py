@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -60,7 +60,7 @@ def test_the_wheel_has_every_package_and_nothing_that_made_the_toy_model(wheel: 
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"cluster", "loadtests", "replicas", "router"}
-    assert {"router/live_page/page/index.html", "loadtests/report_page.css"} <= set(names)
+    assert {"router/live_page/page/index.html", "loadtests/reports/page.css"} <= set(names)
     assert {"replicas/toy_model/model.safetensors", "replicas/toy_model/tokenizer.json"} <= set(names)
     assert [name for name in names if any(f"/toy_model/{each}" in name for each in TRAINING)] == []
 

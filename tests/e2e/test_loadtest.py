@@ -15,8 +15,8 @@ import pytest
 
 from cluster.local.processes import find_marked
 from cluster.local.run_directory import RunDirectory
-from loadtests.report import make_report
-from loadtests.run_file import Run, read_run
+from loadtests.reports.report import make_report
+from loadtests.reports.run_file import Run, read_run
 from tests.integration.observe import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
-from loadtests.local_stack import LocalStack, local_stack, python_command
+from loadtests.stacks.local_stack import LocalStack, local_stack, python_command
 from tests.certificates import Authority
 from tests.tools import needed_tool
 

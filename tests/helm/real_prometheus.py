@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from loadtests.local_stack import free_port
+from loadtests.stacks.local_stack import free_port
 from tests.integration.observe import wait_until
 from tests.tools import needed_tool
 

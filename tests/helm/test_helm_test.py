@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from loadtests.local_stack import free_port, local_stack
+from loadtests.stacks.local_stack import free_port, local_stack
 from tests.helm.chart import FOLDER, named, rendered
 
 SCRIPT = FOLDER / "files" / "check_cached_tokens.py"

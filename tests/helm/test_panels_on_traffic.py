@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from loadtests.fresh_cluster import fresh_cluster
+from loadtests.stacks.fresh_cluster import fresh_cluster
 from tests.helm.eventful_traffic import EventfulTraffic
 from tests.helm.promql import asked
 from tests.helm.real_prometheus import SCRAPE_SECONDS, RealPrometheus, real_prometheus

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 
 
 @pytest.fixture(scope="module")

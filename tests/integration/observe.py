@@ -8,7 +8,7 @@ import httpx
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtests.local_stack import LocalStack
+from loadtests.stacks.local_stack import LocalStack
 from replicas.protocol import keys
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.keys import ReplicaRecord

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from tests.integration.observe import indexed_blocks, is_idle, metric, metrics, records, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

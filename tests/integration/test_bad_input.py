@@ -6,7 +6,7 @@ import socket
 import httpx
 import pytest
 
-from loadtests.local_stack import LocalStack
+from loadtests.stacks.local_stack import LocalStack
 from tests.integration.observe import is_idle, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]

@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from tests.integration.observe import is_router_idle, metrics, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

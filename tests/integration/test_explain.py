@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.cli import main
-from loadtests.local_stack import LocalStack
+from loadtests.stacks.local_stack import LocalStack
 from tests.integration.observe import is_idle, is_router_idle, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]

@@ -8,7 +8,7 @@ import openai
 import psutil
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from tests.integration.observe import is_idle, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

@@ -10,7 +10,7 @@ import socket
 import httpx
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from tests.integration.observe import wait_until
 from tests.otlp_collector import Collector, collector
 

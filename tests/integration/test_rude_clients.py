@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from tests.integration.observe import is_idle, metric, metrics, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]

@@ -15,7 +15,7 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 from tests.tools import needed_tool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]

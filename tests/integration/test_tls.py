@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack, python_command
+from loadtests.stacks.local_stack import LocalStack, local_stack, python_command
 from replicas.process.tls import TlsFiles
 from replicas.process.validity import validities
 from tests.certificates import Authority, copied

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtests.local_stack import LocalStack, free_port, local_stack
+from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 from tests.integration.observe import metric, wait_until
 from tests.otlp_collector import Collector, ReceivedSpan, collector
 

@@ -4,7 +4,7 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from loadtests.local_stack import LocalStack
+from loadtests.stacks.local_stack import LocalStack
 from tests.integration.observe import metric
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from loadtests.report import RequestRecord
-from loadtests.run_file import EngineTotals, LoadSample, Run, RunInfo
+from loadtests.reports.report import RequestRecord
+from loadtests.reports.run_file import EngineTotals, LoadSample, Run, RunInfo
 
 
 def run_info(**more: object) -> RunInfo:

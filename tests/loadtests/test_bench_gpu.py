@@ -5,10 +5,17 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from loadtests import bench_gpu
-from loadtests.bench_gpu import Bench, DecodeFigures, TtftFigures
-from loadtests.model_work import DeviceLimits, Extent, Work, kv_bytes_per_token, num_parameters, step_work
-from loadtests.random_model import SHAPES, RandomCheckpoint, random_checkpoint
+from loadtests.bench_gpu import __main__ as bench_gpu
+from loadtests.bench_gpu.__main__ import Bench, DecodeFigures, TtftFigures
+from loadtests.bench_gpu.model_work import (
+    DeviceLimits,
+    Extent,
+    Work,
+    kv_bytes_per_token,
+    num_parameters,
+    step_work,
+)
+from loadtests.bench_gpu.random_model import SHAPES, RandomCheckpoint, random_checkpoint
 from replicas.protocol.frames import PromptUsage
 from replicas.torch_engine.model import Decoder
 

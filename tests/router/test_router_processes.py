@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from loadtests.local_stack import LocalStack, free_port, local_stack, python_command
-from loadtests.streaming import Answer, Connection, StreamCut
+from loadtests.load.streaming import Answer, Connection, StreamCut
+from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
 from router.__main__ import main
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]

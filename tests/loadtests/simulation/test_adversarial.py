@@ -6,7 +6,7 @@ narrow of what a router does that pins, scatters or believes what it hears.
 
 import pytest
 
-from loadtests.report import Report, Slo, make_report
+from loadtests.reports.report import Report, Slo, make_report
 from loadtests.simulation.fleet import FleetResult
 from loadtests.simulation.options import Delays, FleetOptions, Outage
 from loadtests.simulation.request import prepare

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from loadtests.local_stack import LocalStack, local_stack
+from loadtests.stacks.local_stack import LocalStack, local_stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.cluster]
 

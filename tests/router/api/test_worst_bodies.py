@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtests.worst_bodies import CHAT, COMPLETIONS, SHAPES, WorstBody, worst_bodies
+from loadtests.workloads.worst_bodies import CHAT, COMPLETIONS, SHAPES, WorstBody, worst_bodies
 from router.api.body_weight import MOST_BYTES
 from router.large_bodies import offload
 from router.prompt.quoting import Quoter

@@ -1,0 +1,335 @@
+"""What a routing decision costs, from 2 to 1,000 replicas, and what the index behind it costs.
+
+Calls the parts of a decision as the router does, in one process and without a network: the hashes of a
+prompt of 4,096 tokens, its bucket, the overlaps, the decision, reservation and prediction, and giving
+all of it back. Times are CPU seconds of the thread, so that other work on the machine counts little.
+Prompts are cold (nobody holds anything of them), warm (one replica holds seven eighths) or hot (besides,
+every replica holds the first half). Whatever somebody holds, this router has hashed before. Then the rate
+at which the index takes in changes, how long the event loop stands still when a replica comes or goes, and
+the index's memory in fresh processes.
+
+    python -m loadtests.benches.decision
+"""
+
+import argparse
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from loadtests.figures import percentiles, print_header, resident_bytes
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import IndexChange, decode_change, encode_change
+from replicas.protocol.status import Epoch, ModelCard, ReplicaId
+from router.prompt.chains import ChainHasher
+from router.routing.bucket import bucket_of
+from router.routing.cost import CostParameters
+from router.routing.decision import Replicas, RoutingRequest
+from router.routing.holders import StagedHashes
+from router.routing.levels import Overlaps
+from router.routing.overlap import ChangeOutcome, PrefixIndex
+from router.routing.policies import POLICIES
+from router.routing.table import RoutingTable
+
+MODEL = "model"
+ROOT = BlockHash(b"r" * HASH_BYTES)
+EPOCH = Epoch("e")
+INDEX_STRIDE = 128
+FLEET_SIZES = (2, 8, 16, 64, 256, 1000)
+NUM_TOKENS = 4096
+NUM_HELD = NUM_TOKENS * 7 // 8
+NUM_EVERYWHERE = NUM_TOKENS // 2
+BATCH = 10
+HASHES_PER_CHANGE = 8
+HASHES_PER_SCAN = 2048
+STAGES = ("hash", "bucket", "overlap", "decide", "reserve+predict", "release")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    holders: tuple[ReplicaId, ...]
+    """They hold the first NUM_HELD tokens."""
+
+
+def random_hashes(rng: random.Random, count: int) -> list[BlockHash]:
+    packed = rng.randbytes(count * HASH_BYTES)
+    return [BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)]
+
+
+def prompts(kind: str, replica_ids: Sequence[ReplicaId], count: int, rng: random.Random) -> list[Prompt]:
+    shared = rng.choices(range(150_000), k=NUM_EVERYWHERE) if kind == "hot" else []
+    return [
+        Prompt(
+            shared + rng.choices(range(150_000), k=NUM_TOKENS - len(shared)),
+            () if kind == "cold" else (rng.choice(replica_ids),),
+        )
+        for _ in range(count)
+    ]
+
+
+def filled_table(
+    asked: Sequence[Prompt], kind: str, num_replicas: int, num_hashes: int, block_size: int
+) -> RoutingTable:
+    """Busy replicas, whose caches hold what the prompts say and `num_hashes` others together."""
+    rng = random.Random(num_replicas)
+    card = ModelCard(MODEL, "", "simulated", block_size, 1000, 100_000, 1000)
+    table = RoutingTable("kvasir", CostParameters(), rng, clock=time.monotonic)
+    held: dict[ReplicaId, set[BlockHash]] = {}
+    for number in range(num_replicas):
+        replica_id = ReplicaId(f"replica-{number}")
+        table.add_replica(replica_id, card, INDEX_STRIDE)
+        held[replica_id] = set(random_hashes(rng, num_hashes // num_replicas))
+        num_running = rng.randrange(20)
+        snapshot = LoadSnapshot(
+            num_running=num_running,
+            num_pending_tokens=rng.randrange(8000),
+            num_context_tokens=4000 * num_running,
+            prefill_seconds_per_token=3e-5,
+            decode_step_seconds=0.01,
+        )
+        table.update_load(replica_id, snapshot)
+    stride = INDEX_STRIDE // block_size
+    for prompt in asked:
+        hashes = hash_blocks(ROOT, prompt.token_ids, block_size)[stride - 1 :: stride]
+        for replica_id in prompt.holders:
+            held[replica_id].update(hashes[: NUM_HELD // INDEX_STRIDE])
+        if kind == "hot":
+            for everyone in held.values():
+                everyone.update(hashes[: NUM_EVERYWHERE // INDEX_STRIDE])
+    for replica_id, hashes_held in held.items():
+        table.index(MODEL).replace(replica_id, EPOCH, hashes_held)
+    return table
+
+
+def timed(stage: Callable[[], object], times: list[float]) -> None:
+    started = time.thread_time()
+    stage()
+    times.append((time.thread_time() - started) / BATCH)
+
+
+def practised_hasher(batch: Sequence[Prompt], block_size: int) -> ChainHasher:
+    """It has hashed what somebody holds, so often that it knows it whole."""
+    hasher = ChainHasher()
+    for _ in range(8):
+        for prompt in batch:
+            if prompt.holders:
+                hasher.hash_packed(ROOT, pack_token_ids(prompt.token_ids[:NUM_HELD]), block_size)
+    return hasher
+
+
+def measure_batch(table: RoutingTable, batch: Sequence[Prompt], block_size: int) -> list[float]:
+    """CPU seconds per prompt of each stage, and of the whole."""
+    hasher = practised_hasher(batch, block_size)
+    replicas = Replicas(table.replica_ids(MODEL), table.load)
+    index, policy, rng = table.index(MODEL), POLICIES["kvasir"], random.Random(1)
+    times: list[float] = []
+    hashes: list[list[BlockHash]] = []
+    buckets: list[bytes] = []
+    overlaps: list[Overlaps] = []
+    timed(
+        lambda: hashes.extend(
+            hasher.hash_packed(ROOT, pack_token_ids(it.token_ids), block_size) for it in batch
+        ),
+        times,
+    )
+    timed(
+        lambda: buckets.extend(bucket_of(ROOT, None, each.token_ids, None, block_size) for each in batch),
+        times,
+    )
+    requests = [RoutingRequest(bucket, NUM_TOKENS, block_size) for bucket in buckets]
+    timed(lambda: overlaps.extend(index.overlaps(each) for each in hashes), times)
+    parameters = CostParameters()
+    timed(
+        lambda: [
+            policy(request, replicas, found, parameters, rng)
+            for request, found in zip(requests, overlaps, strict=True)
+        ],
+        times,
+    )
+    pairs = list(zip(requests, hashes, strict=True))
+    started = time.thread_time()
+    routed = [table.route(MODEL, request, each) for request, each in pairs]
+    whole = (time.thread_time() - started) / BATCH
+    times.append(whole - times[2] - times[3])
+
+    def release() -> None:
+        for each in routed:
+            each.close()
+
+    timed(release, times)
+    return [*times, times[0] + times[1] + whole + times[5]]
+
+
+def measure_decisions(num_batches: int, num_hashes: int, block_size: int) -> None:
+    columns = (*STAGES, "whole", "whole p99")
+    print(
+        f"\nCPU microseconds per prompt of {NUM_TOKENS} tokens, blocks of {block_size}, {num_hashes:,} hashes"
+    )
+    print(f"medians over {num_batches} batches of {BATCH}")
+    print("replicas  prompts  " + "  ".join(f"{column:>15}" for column in columns))
+    for num_replicas in FLEET_SIZES:
+        for kind in ("cold", "warm", "hot"):
+            replica_ids = [ReplicaId(f"replica-{number}") for number in range(num_replicas)]
+            asked = prompts(kind, replica_ids, BATCH * 10, random.Random(7))
+            table = filled_table(asked, kind, num_replicas, num_hashes, block_size)
+            batches = [asked[start : start + BATCH] for start in range(0, len(asked), BATCH)]
+            rows = [measure_batch(table, batches[n % len(batches)], block_size) for n in range(num_batches)]
+            found = [percentiles([row[stage] for row in rows]) for stage in range(len(STAGES) + 1)]
+            figures = [*(each.p50 for each in found), found[-1].p99]
+            print(f"{num_replicas:8}  {kind:7}  " + "  ".join(f"{figure * 1e6:15.1f}" for figure in figures))
+
+
+def changes(replica_ids: Sequence[ReplicaId], num_hashes: int, count: int) -> Iterator[IndexChange]:
+    """Full caches in use: each change stores as many blocks as it evicts, the oldest first."""
+    rng = random.Random(3)
+    kept = {each: deque(random_hashes(rng, num_hashes // len(replica_ids))) for each in replica_ids}
+    for replica_id, hashes in kept.items():
+        yield IndexChange(replica_id, EPOCH, 1, added=tuple(hashes))
+    for number in range(count):
+        replica_id = replica_ids[number % len(replica_ids)]
+        added = random_hashes(rng, HASHES_PER_CHANGE)
+        removed = [kept[replica_id].popleft() for _ in added]
+        kept[replica_id].extend(added)
+        yield IndexChange(replica_id, EPOCH, 2 + number // len(replica_ids), tuple(added), tuple(removed))
+
+
+def measure_apply(num_hashes: int, num_changes: int) -> None:
+    print(f"\nchanges that store {HASHES_PER_CHANGE} hashes and remove as many, {num_hashes:,} in the index")
+    for num_replicas in (8, 1000):
+        index = PrefixIndex(16, INDEX_STRIDE)
+        replica_ids = [ReplicaId(f"replica-{number}") for number in range(num_replicas)]
+        for replica_id in replica_ids:
+            index.replace(replica_id, EPOCH, ())
+        stream = changes(replica_ids, num_hashes, num_changes)
+        for _ in replica_ids:
+            index.apply(next(stream))
+        encoded = [
+            {
+                name.encode(): value if isinstance(value, bytes) else value.encode()
+                for name, value in each.items()
+            }
+            for each in map(encode_change, stream)
+        ]
+        started = time.thread_time()
+        decoded = [decode_change(fields) for fields in encoded]
+        decode_seconds = time.thread_time() - started
+        started = time.thread_time()
+        outcomes = {index.apply(change) for change in decoded}
+        apply_seconds = time.thread_time() - started
+        assert outcomes == {ChangeOutcome.APPLIED}
+        num_events = num_changes * 2 * HASHES_PER_CHANGE
+        print(
+            f"{num_replicas:8} replicas: {num_events / apply_seconds:12,.0f} hashes applied per CPU second,"
+            f" {num_events / (apply_seconds + decode_seconds):12,.0f} decoded and applied"
+        )
+
+
+def longest(calls: Iterable[object]) -> tuple[float, int]:
+    """Seconds of the longest of the calls that are made in going on, and how many there were."""
+    seconds, count = 0.0, 0
+    started = time.thread_time()
+    for count, _ in enumerate(calls, 1):  # noqa: B007
+        ended = time.thread_time()
+        seconds, started = max(seconds, ended - started), ended
+    return seconds, count
+
+
+def once(call: Callable[[], object]) -> Iterator[None]:
+    call()
+    yield
+
+
+def measure_stalls(num_hashes: int) -> None:
+    """What the event loop does in one go when a replica comes or goes, each hash being at two of eight."""
+    print(f"\nlongest calls, {num_hashes:,} hashes in the index, each at two of 8 replicas")
+    rng = random.Random(9)
+    index = PrefixIndex(16, INDEX_STRIDE)
+    gone, other, *_ = replica_ids = [ReplicaId(f"replica-{number}") for number in range(8)]
+    quarters = [random_hashes(rng, num_hashes // 4) for _ in range(4)]
+    for number, replica_id in enumerate(replica_ids):
+        index.replace(replica_id, EPOCH, quarters[number // 2])
+
+    def show(what: str, calls: Iterable[object]) -> None:
+        seconds, count = longest(calls)
+        print(f"{what:55} {seconds * 1e3:7.2f} ms in one of {count}")
+
+    def read(staged: StagedHashes, hashes: Sequence[BlockHash]) -> Iterator[None]:
+        for start in range(0, len(hashes), HASHES_PER_SCAN):
+            staged.add(hashes[start : start + HASHES_PER_SCAN])
+            yield
+
+    show(f"forget a replica with {index.num_stored(gone):,} hashes", once(lambda: index.forget(gone)))
+    show("sweep a slice of what it left", iter(index.sweep, False))
+    staged = index.stage()
+    show(f"read {HASHES_PER_SCAN} hashes of a replica that comes", read(staged, quarters[0]))
+    show("put it in its place", once(lambda: index.replace(gone, EPOCH, staged)))
+    change = IndexChange(other, EPOCH, 1, tuple(random_hashes(rng, 8)), cleared=True)
+    show("apply a change that clears a replica", once(lambda: index.apply(change)))
+    show("sweep a slice of what it left", iter(index.sweep, False))
+    fresh = random_hashes(rng, num_hashes)
+    show(f"read {HASHES_PER_SCAN} hashes that nobody has", read(index.stage(), fresh))
+
+
+def measure_memory_here(num_hashes: int, num_replicas: int, num_holders: int) -> None:
+    """In a process that does nothing else: RSS of so many hashes, each at `num_holders` replicas."""
+    rng = random.Random(5)
+    index = PrefixIndex(16, INDEX_STRIDE)
+    replica_ids = [ReplicaId(f"replica-{number}") for number in range(num_replicas)]
+    for replica_id in replica_ids:
+        index.replace(replica_id, EPOCH, ())
+    gc.collect()
+    before = resident_bytes(os.getpid())
+    num_changes = [0] * num_replicas
+    for _ in range(num_hashes // HASHES_PER_CHANGE):
+        packed = rng.randbytes(HASHES_PER_CHANGE * HASH_BYTES)
+        for holder in rng.sample(range(num_replicas), num_holders):
+            num_changes[holder] += 1
+            fields = {b"replica": replica_ids[holder].encode(), b"epoch": EPOCH.encode(), b"removed": b""}
+            fields |= {b"number": b"%d" % num_changes[holder], b"added": packed, b"cleared": b"0"}
+            index.apply(decode_change(fields))
+    gc.collect()
+    print((resident_bytes(os.getpid()) - before) / 1e6)
+
+
+def measure_memory(num_hashes: int) -> None:
+    print(f"\nmemory of {num_hashes:,} hashes")
+    for num_replicas, num_holders in ((8, 1), (8, 2), (8, 8), (64, 1), (1000, 1), (1000, 4)):
+        arguments = ["--memory-of", str(num_hashes), str(num_replicas), str(num_holders)]
+        command = [sys.executable, "-m", "loadtests.benches.decision", *arguments]
+        megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(
+            f"{num_replicas:8} replicas, each hash at {num_holders}: {megabytes:6.0f} MB,"
+            f" {megabytes * 1e6 / num_hashes / num_holders:5.0f} bytes per entry"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--hashes", type=int, default=200_000, help="in the index besides the prompts'")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--changes", type=int, default=20_000)
+    parser.add_argument("--memory-hashes", type=int, default=1_000_000)
+    parser.add_argument("--memory-of", type=int, nargs=3, metavar=("HASHES", "REPLICAS", "HOLDERS"))
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        measure_memory_here(*arguments.memory_of)
+        return
+    print_header("Routing decision")
+    measure_decisions(arguments.batches, arguments.hashes, arguments.block_size)
+    measure_apply(arguments.hashes, arguments.changes)
+    measure_stalls(arguments.memory_hashes)
+    measure_memory(arguments.memory_hashes)
+
+
+if __name__ == "__main__":
+    main()

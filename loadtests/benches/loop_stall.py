@@ -1,0 +1,232 @@
+"""What the worst bodies do to others: how late the event loop gets, how long another client's stream stands.
+
+A real router process with one replica of the simulated engine, a token each few milliseconds. One client
+streams; beside it each body of the corpus is sent by itself, then the worst of them several at a time. For
+each: its status and time, the longest gap in the other client's stream (the replica's steps are part of it),
+the longest answer to /health (which no replica is), the router's loop-lag gauge, and the memory that the
+router and its children took at most.
+
+    python -m loadtests.benches.loop_stall                      bodies of 8 MiB
+    python -m loadtests.benches.loop_stall --size 1000000 --only tokenize
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadtests.figures import cpu_seconds, print_header, proportional_set_bytes
+from loadtests.stacks.local_stack import LocalStack, local_stack
+from loadtests.workloads.worst_bodies import WorstBody, worst_bodies
+
+BIGGEST = 8 * 2**20 - 4096
+"""Just under the longest body that routers take."""
+
+REPLICA = {"engine": "simulated", "model_name": "toy"}
+ALLOWED_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    name: str
+    status: int
+    seconds: float
+    gap_seconds: float
+    health_seconds: float
+    lag_seconds: float
+    peak_bytes: int
+
+
+class Stream:
+    """Another client's answer, and when its pieces came."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._last = 0.0
+        self._longest = 0.0
+
+    async def run(self) -> None:
+        body = {"model": "toy", "prompt": "hello", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(_request("/v1/completions", json.dumps(body).encode()))
+            self._last = time.perf_counter()
+            while await reader.read(65536):
+                now = time.perf_counter()
+                self._longest = max(self._longest, now - self._last)
+                self._last = now
+            writer.close()
+
+    def longest_gap(self) -> float:
+        """Since it was last asked, with the one that lasts."""
+        longest, self._longest = max(self._longest, time.perf_counter() - self._last), 0.0
+        return longest
+
+
+class Health:
+    """A client that asks for /health again and again, and the longest answer."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._longest = 0.0
+
+    async def run(self) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        while True:
+            asked = time.perf_counter()
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.split(b":")[1]))
+            self._longest = max(self._longest, time.perf_counter() - asked)
+            await asyncio.sleep(0.001)
+
+    def longest(self) -> float:
+        """Since it was last asked."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+
+def _request(path: str, body: bytes) -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    )
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def send(port: int, body: WorstBody) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.suppress(ConnectionError):
+        writer.write(_request(body.route, body.content))
+        await writer.drain()
+    try:
+        head = await reader.readline()
+        while await reader.read(2**20):
+            pass
+    except ConnectionError:
+        head = b"HTTP/1.1 0"
+    writer.close()
+    return int(head.split()[1]) if head else 0
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for process in found:
+        for children in _children(process):
+            found += children
+    return found
+
+
+def _children(pid: int) -> Iterator[list[int]]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield [int(child) for child in (task / "children").read_text().split()]
+
+
+async def lag_seconds(port: int) -> float:
+    """The gauge's worst of the last 10 to 20 seconds."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    text = (await reader.read(-1)).decode()
+    writer.close()
+    lines = [line for line in text.splitlines() if line.startswith("router_event_loop_lag_seconds ")]
+    return float(lines[0].split()[1]) if lines else 0.0
+
+
+@contextlib.asynccontextmanager
+async def watched_memory(pid: int) -> AsyncIterator[list[int]]:
+    """What the router and its children took, in bytes, sampled."""
+    samples: list[int] = []
+
+    async def sample() -> None:
+        while True:
+            with contextlib.suppress(OSError, ProcessLookupError):
+                samples.append(await asyncio.to_thread(proportional_set_bytes, family(pid)))
+            await asyncio.sleep(0.25)
+
+    task = asyncio.create_task(sample())
+    try:
+        yield samples
+    finally:
+        task.cancel()
+
+
+async def measure(
+    stack: LocalStack, stream: Stream, health: Health, bodies: Sequence[WorstBody], name: str
+) -> Outcome:
+    await asyncio.sleep(0.1)
+    stream.longest_gap()
+    health.longest()
+    async with watched_memory(stack.pid("router")) as samples:
+        started = time.perf_counter()
+        statuses = await asyncio.gather(*(send(stack.port, body) for body in bodies))
+        seconds = time.perf_counter() - started
+        gap = stream.longest_gap()
+        await asyncio.sleep(0.15)
+    return Outcome(
+        name=name,
+        status=max(statuses, default=0),
+        seconds=seconds,
+        gap_seconds=max(gap, stream.longest_gap()),
+        health_seconds=health.longest(),
+        lag_seconds=await lag_seconds(stack.port),
+        peak_bytes=max(samples, default=0),
+    )
+
+
+def show(outcome: Outcome) -> None:
+    mark = " <" if outcome.health_seconds > ALLOWED_SECONDS else ""
+    print(
+        f"| {outcome.name} | {outcome.status} | {outcome.seconds:.2f} s"
+        f" | {outcome.gap_seconds * 1000:.0f} ms | {outcome.health_seconds * 1000:.0f} ms{mark}"
+        f" | {outcome.lag_seconds * 1000:.0f} ms"
+        f" | {outcome.peak_bytes / 2**20:.0f} MiB |",
+        flush=True,
+    )
+
+
+async def run(stack: LocalStack, options: argparse.Namespace) -> None:
+    stream = Stream(stack.port)
+    health = Health(stack.port)
+    watching = [asyncio.create_task(stream.run()), asyncio.create_task(health.run())]
+    await asyncio.sleep(2.0)
+    quiet = await measure(stack, stream, health, [], "nothing")
+    print("| body | status | answered after | longest gap | longest /health | loop lag | memory at most |")
+    print("|---|---|---|---|---|---|---|")
+    show(quiet)
+    outcomes: list[tuple[Outcome, WorstBody]] = []
+    before = cpu_seconds(stack.pid("router"))
+    for body in worst_bodies(options.size):
+        name = f"{body.route} {body.name}"
+        if options.only in name:
+            outcome = await measure(stack, stream, health, [body], name)
+            show(outcome)
+            outcomes.append((outcome, body))
+    print(f"\nrouter: {cpu_seconds(stack.pid('router')) - before:.1f} s of processor time\n")
+    worst = sorted(outcomes, key=lambda pair: pair[0].health_seconds, reverse=True)[: options.worst]
+    for outcome, body in worst:
+        name = f"{options.at_once} x {outcome.name}"
+        show(await measure(stack, stream, health, [body] * options.at_once, name))
+    for task in watching:
+        task.cancel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", type=int, default=BIGGEST, help="bytes of each body")
+    parser.add_argument("--only", default="", help="bodies with this in `route name`")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--worst", type=int, default=5, help="how many bodies are sent several at a time")
+    options = parser.parse_args()
+    print_header("worst bodies, and another client's stream")
+    with local_stack(replica_settings=REPLICA) as stack:
+        asyncio.run(run(stack, options))
+
+
+if __name__ == "__main__":
+    main()

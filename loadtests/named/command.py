@@ -1,0 +1,192 @@
+"""`kvasir loadtest NAME`: the same traffic to one fresh cluster per policy, and what each made of it.
+
+Owns the runs, what is left of them in the output folder, and the exit status. Every policy gets a cluster
+that was started for it: its caches are empty, and nothing of the one before can help or disturb it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import shlex
+import shutil
+import signal
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from loadtests.load.locust_run import HeadlessRun, LoadTestFailed, run_headless
+from loadtests.named.plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan
+from loadtests.named.run_progress import RunProgress
+from loadtests.named.summary import complaints, doubts, sentence, table
+from loadtests.reports.comparison import RunSet, compare
+from loadtests.reports.page import write_pages
+from loadtests.reports.report import Slo
+from loadtests.reports.run_file import Run, RunFileError, read_run, write_run
+from loadtests.stacks.fresh_cluster import FreshCluster, fresh_cluster
+
+__all__ = ["LoadtestError", "run"]
+
+BUSY_PERCENT = 30.0
+INTERRUPTED = 130
+HTML, MARKDOWN, LOGS = "report.html", "report.md", "logs"
+
+Say = Callable[[str], None]
+
+
+def run(arguments: argparse.Namespace, say: Say) -> int:
+    """Returns the exit status. Raises LoadtestError, or ClusterError if a cluster does not come up."""
+    plan = make_plan(arguments)
+    try:
+        plan.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadtestError(f"{plan.output} cannot be made: {error.strerror}") from error
+    say(_announcement(plan))
+    runs: list[tuple[str, Run]] = []
+    was_interrupted = False
+    try:
+        with _one_interrupt():
+            _run_all(plan, runs, say)
+    except KeyboardInterrupt:
+        was_interrupted = True
+    except (LoadTestFailed, RunFileError) as error:
+        raise LoadtestError(f"the load generator did not get through: {error}") from error
+    if was_interrupted and not runs:
+        _forget_output(plan)
+        say("Interrupted before anything was measured; everything is stopped.")
+        return INTERRUPTED
+    problems = _conclude(plan, runs, say)
+    if was_interrupted:  # what was cut off explains every difference
+        say("Interrupted: this is what was measured until then. Everything is stopped.")
+        return INTERRUPTED
+    if arguments.open:
+        webbrowser.open((plan.output / HTML).as_uri())
+    for problem in problems:
+        say(f"PROBLEM {problem}")
+    return 1 if problems else 0
+
+
+def _forget_output(plan: LoadtestPlan) -> None:
+    """Only what is ours: the folder may have been there before, with other files in it."""
+    for planned in plan.runs:
+        shutil.rmtree(plan.output / LOGS / planned.name, ignore_errors=True)
+    for folder in (plan.output / LOGS, plan.output):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _announcement(plan: LoadtestPlan) -> str:
+    size, test = plan.size, plan.test
+    rate = "at the trace's pace" if size.qps is None else f"at {size.qps:g} per second"
+    policies = list(dict.fromkeys(each.policy for each in plan.runs))
+    return (
+        f"{plan.name}: {test.summary}\n"
+        f"{len(plan.runs)} runs ({', '.join(policies)}) of {size.duration_seconds:g} s {rate}, each on "
+        f"{size.num_replicas} fresh replicas ({plan.engine}) with {size.cache_tokens} tokens of cache."
+    )
+
+
+def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
+    """What is finished, or was begun, is in `runs` whatever happens."""
+    for number, planned in enumerate(plan.runs, start=1):
+        label = f"[{number}/{len(plan.runs)}] {planned.policy}"
+        notes = _busyness()
+        for note in notes:
+            say(f"{label}: {note}: times will be longer, and differ from run to run.")
+        path = plan.output / f"{planned.name}.json.gz"
+        try:
+            words = [*plan.cluster_words, f"--policy={planned.policy}"]
+            with fresh_cluster(words, plan.output / LOGS / planned.name) as cluster:
+                say(f"{label}: cluster up in {cluster.start_seconds:.1f} s at {cluster.state.router_url}")
+                _send(plan, planned, cluster, label)
+        finally:
+            if path.is_file():
+                runs.append((planned.name, _described(path, notes)))
+
+
+def _busyness() -> tuple[str, ...]:
+    """What to note of a machine that has other work. Before each run: it comes and goes."""
+    busy = psutil.cpu_percent(1.0)
+    if busy <= BUSY_PERCENT:
+        return ()
+    return (f"other programs used {busy:.0f} % of the machine just before the run",)
+
+
+def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label: str) -> None:
+    options = plan.locust_options(planned)
+    if plan.test.kill_at:
+        directory = shlex.quote(str(cluster.directory.path))
+        options["kill-command"] = (
+            f"{shlex.quote(sys.executable)} -P -m loadtests.named.kill_replica {directory}"
+        )
+        options["kill-at"] = " ".join(
+            f"{share * plan.size.duration_seconds:g}" for share in plan.test.kill_at
+        )
+    with RunProgress(label, cluster.state.router_url) as progress:
+        run_headless(
+            HeadlessRun(
+                base_url=cluster.state.router_url,
+                model="",  # the only one
+                workload=plan.test.workload,
+                options=options,
+                seed=planned.seed,
+                duration_seconds=plan.size.duration_seconds,
+                replica_metrics=[str(cluster.directory.targets_file)],
+                output=plan.output / f"{planned.name}.json.gz",
+            ),
+            on_line=progress.hear,
+        )
+
+
+def _described(path: Path, notes: tuple[str, ...]) -> Run:
+    """The run that Locust wrote, with the command that was typed instead of Locust's."""
+    found = read_run(path)
+    command = f"./kvasir {shlex.join(sys.argv[1:])}"
+    info = dataclasses.replace(found.info, command=command, notes=(*found.info.notes, *notes))
+    found = dataclasses.replace(found, info=info)
+    write_run(found, path)
+    return found
+
+
+def _conclude(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> list[str]:
+    """Write the report and say what came of it. Returns what must not be."""
+    slo = Slo(plan.slo_ttft)
+    write_pages(runs, slo, html=plan.output / HTML, markdown_file=plan.output / MARKDOWN)
+    problems: list[str] = []
+    for run_set in compare(runs, slo):
+        problems += _say_set(plan, run_set, say)
+    say(f"\nReport: {(plan.output / HTML).as_uri()}")
+    return problems
+
+
+def _say_set(plan: LoadtestPlan, run_set: RunSet, say: Say) -> list[str]:
+    """Returns what must not be."""
+    say(f"\n{table(run_set)}")
+    if (told := sentence(run_set)) is not None:
+        say(f"\n{told}")
+    for each in (each for variant in run_set.variants for each in variant.runs):
+        for note in each.run.info.notes:
+            say(f"{each.name}: {note}.")
+    for line in doubts(run_set):
+        say(line)
+    return complaints(run_set, plan.test.expected_errors, is_killing=bool(plan.test.kill_at))
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """The first of these signals ends what runs; further ones do not disturb the taking down."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(_number: int, _frame: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,245 @@
+"""From the arguments of `kvasir loadtest` to a plan: which runs, in which order, how large, on what cluster.
+
+Owns the arguments and their checks, so that nothing is started for a plan that cannot work. Starts nothing.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.errors import ClusterError
+from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
+from loadtests.arguments import count, positive, seed
+from loadtests.load.options import HAVE_OPTIONS, LoadOptions, OptionsError
+from loadtests.named.named_tests import NAMED_TESTS, SIMULATED, SIMULATED_SETTINGS, NamedTest, Size, size_of
+from loadtests.workloads.parameters import read_parameter
+from replicas.config import ReplicaConfig
+from replicas.engines import check_simulation
+from replicas.process.settings import SettingsError, build
+from router.routing.policies import POLICIES
+
+DEFAULT_POLICIES = ("round_robin", "kvasir")
+TRACE = "trace"
+REFUSED_SETTINGS = {**NOT_OF_A_LOCAL_CLUSTER, "redis_url": "each cluster of a load test has its own Redis"}
+
+
+class LoadtestError(ClusterError):
+    """One sentence for whoever typed the command."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Of one policy; runs of one round have the same seed, and so the same traffic."""
+
+    round_number: int
+    policy: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"run-{self.round_number}-{self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadtestPlan:
+    name: str
+    test: NamedTest
+    engine: str
+    size: Size
+    runs: tuple[PlannedRun, ...]
+    trace: Path | None
+    cluster_words: tuple[str, ...]
+    """What follows `kvasir up`, but for the policy."""
+    slo_ttft: float
+    output: Path
+
+    def locust_options(self, run: PlannedRun) -> dict[str, str]:
+        """What a run has besides rate, duration, seed and cluster."""
+        options = {name: str(value) for name, value in self.size.parameters.items()}
+        options |= self.test.options
+        if self.size.qps is not None:
+            options["qps"] = f"{self.size.qps:g}"
+        if self.trace is not None:
+            options["trace"] = str(self.trace)
+        return options | {
+            "warmup": f"{self.size.warmup_seconds:g}",
+            "test-name": self.name,
+            "policy": run.policy,
+            "engine": self.engine,
+            "num-replicas": str(self.size.num_replicas),
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Send the same traffic to a fresh cluster per policy, one after the other, and show what each made\n"
+        "of it. By default with simulated replicas, in two to three minutes."
+    )
+    width = max(map(len, NAMED_TESTS))
+    parser.epilog = "load tests:\n" + "\n".join(
+        f"  {name:<{width}}  {test.summary}" for name, test in NAMED_TESTS.items()
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", choices=NAMED_TESTS, help="a load test, see below")
+    add("file", metavar="FILE", nargs="?", type=Path, help="the trace, in Mooncake's format, for `trace`")
+    add(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help=f"repeatable; the first is compared with (default: {', '.join(DEFAULT_POLICIES)})",
+    )
+    add(
+        "--rounds",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of rounds, each with another seed, in alternating order",
+    )
+    add("--engine", choices=("simulated", "torch", "vllm"), default=SIMULATED, help="default: simulated")
+    add("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
+    add("--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)")
+    add("--replicas", type=count, metavar="N", help="how many (default: 4; 2 with other engines)")
+    add("--rate", type=positive, metavar="X", help="requests (chat, agent: sessions) per second")
+    add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
+    add("--seed", type=seed, default=1, metavar="N", help="seed of the first round (default: 1)")
+    add("--cache-tokens", type=count, metavar="N", help="tokens that the cache of one replica holds")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the replicas; repeatable",
+    )
+    add(
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the workload, such as num_tenants; repeatable",
+    )
+    add("--slo-ttft", type=positive, default=0.5, metavar="S", help="TTFT limit of the SLO (default: 0.5)")
+    add("--quick", action="store_true", help="a small version that takes less than a minute")
+    add("--output", type=Path, metavar="DIR", help="run files and report (default: loadtest-NAME-TIME)")
+    add("--open", action="store_true", help="show the report in a browser")
+
+
+def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
+    """Raises LoadtestError."""
+    test = NAMED_TESTS[arguments.name]
+    policies = _policies(arguments.policy)
+    size = _size(arguments, test)
+    plan = LoadtestPlan(
+        name=arguments.name,
+        test=test,
+        engine=arguments.engine,
+        size=size,
+        runs=_runs(policies, arguments.rounds, arguments.seed),
+        trace=_trace(arguments),
+        cluster_words=_cluster_words(arguments, size),
+        slo_ttft=arguments.slo_ttft,
+        output=_output(arguments),
+    )
+    _check_workload(plan)
+    return plan
+
+
+def _policies(named: Sequence[str] | None) -> tuple[str, ...]:
+    policies = tuple(dict.fromkeys(named or DEFAULT_POLICIES))
+    for policy in policies:
+        if policy not in POLICIES:
+            raise LoadtestError(f"there is no policy {policy}; there are {', '.join(sorted(POLICIES))}")
+    return policies
+
+
+def _runs(policies: Sequence[str], num_rounds: int, seed: int) -> tuple[PlannedRun, ...]:
+    """Every other round in the opposite order: what a machine does over time then hits all alike."""
+    return tuple(
+        PlannedRun(number, policy, seed + number - 1)
+        for number in range(1, num_rounds + 1)
+        for policy in (policies if number % 2 else reversed(policies))
+    )
+
+
+def _size(arguments: argparse.Namespace, test: NamedTest) -> Size:
+    size = size_of(test, arguments.engine, is_quick=arguments.quick)
+    if arguments.rate is not None:
+        if test.qps is None:
+            raise LoadtestError("--rate is not for a trace, which has its own pace")
+        size = replace(size, qps=arguments.rate)
+    if arguments.replicas is not None:
+        size = replace(size, num_replicas=arguments.replicas)
+    if arguments.cache_tokens is not None:
+        size = replace(size, cache_tokens=arguments.cache_tokens)
+    if arguments.duration is not None:
+        share = size.warmup_seconds / size.duration_seconds
+        size = replace(
+            size, duration_seconds=arguments.duration, warmup_seconds=round(share * arguments.duration, 1)
+        )
+    return replace(size, parameters={**size.parameters, **_parameters(test, arguments.parameter)})
+
+
+def _parameters(test: NamedTest, settings: Sequence[str]) -> dict[str, int | float]:
+    try:
+        return dict(read_parameter(test.workload, setting, without=HAVE_OPTIONS) for setting in settings)
+    except ValueError as error:
+        raise LoadtestError(f"--parameter: {error}") from error
+
+
+def _check_workload(plan: LoadtestPlan) -> None:
+    """Make what the first run sends: what the generators and the reader of traces refuse is refused now."""
+    options = plan.test.options
+    workload = LoadOptions(
+        workload=plan.test.workload,
+        model="",
+        seed=plan.runs[0].seed,
+        duration_seconds=plan.size.duration_seconds,
+        qps=plan.size.qps,
+        parameters=" ".join(f"{name}={value}" for name, value in plan.size.parameters.items()),
+        trace="" if plan.trace is None else str(plan.trace),
+        speed=float(options.get("speed", 1)),
+        scale_tokens=float(options.get("scale-tokens", 1)),
+        shape=options.get("shape", "constant"),
+    )
+    try:
+        workload.make_workload(context_length=None)
+    except OptionsError as error:
+        raise LoadtestError(str(error).removesuffix(".")) from error
+
+
+def _trace(arguments: argparse.Namespace) -> Path | None:
+    file: Path | None = arguments.file
+    if (arguments.name == TRACE) != (file is not None):
+        raise LoadtestError(
+            f"{arguments.name} takes no file" if file else "trace takes the file of a trace, see --help"
+        )
+    if file is not None and not file.is_file():
+        raise LoadtestError(f"there is no file {file}")
+    return None if file is None else file.absolute()
+
+
+def _cluster_words(arguments: argparse.Namespace, size: Size) -> tuple[str, ...]:
+    settings = dict(SIMULATED_SETTINGS) if arguments.engine == SIMULATED else {}
+    try:
+        settings |= settings_from(arguments.set, REFUSED_SETTINGS)
+        replica = build(ReplicaConfig, {**settings, "engine": arguments.engine})
+        if arguments.engine == SIMULATED:
+            check_simulation(replica)
+    except SettingsError as error:
+        raise LoadtestError(str(error)) from error
+    # One block more: the null block holds nothing.
+    settings.setdefault("num_blocks", str(size.cache_tokens // replica.tokens_per_block + 1))
+    words = ["--engine", arguments.engine, "--replicas", str(size.num_replicas)]
+    for option in ("model", "model_name"):
+        if (value := getattr(arguments, option)) is not None:
+            words += [f"--{option.replace('_', '-')}", value]
+    return (*words, *(f"--set={name}={value}" for name, value in settings.items()))
+
+
+def _output(arguments: argparse.Namespace) -> Path:
+    output: Path = arguments.output or Path(time.strftime(f"loadtest-{arguments.name}-%Y%m%d-%H%M%S"))
+    if any(output.glob("run-*")):
+        raise LoadtestError(f"{output} holds the runs of an earlier load test; choose another --output")
+    return output.absolute()

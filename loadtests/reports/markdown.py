@@ -1,0 +1,103 @@
+"""Runs side by side as Markdown, for a commit, a comment or a results file.
+
+Owns the tables' columns. Figures, their units and the sentence about who wins are comparison.py's.
+"""
+
+import re
+from collections.abc import Sequence
+
+from loadtests.reports.comparison import (
+    FIGURES,
+    HEADLINES,
+    Figure,
+    RunSet,
+    Variant,
+    in_ratio,
+    in_units,
+    ratio,
+    short_commit,
+    verdict,
+)
+
+COLUMNS = (*HEADLINES, *(figure for figure in FIGURES if figure.label in ("Good answers", "Failed requests")))
+
+
+def markdown(sets: Sequence[RunSet]) -> str:
+    """A section for each test, a table for each of its workloads, a line for each policy."""
+    lines: list[str] = []
+    test = None
+    for run_set in sets:
+        if run_set.test != test:
+            test = run_set.test
+            lines += [f"## {_text(test)}", ""]
+        lines += [
+            f"Workload: {_text(run_set.workload)}",
+            "",
+            _text(verdict(run_set)),
+            "",
+            *_table(run_set),
+            "",
+        ]
+        lines += [*_sources(run_set), ""]
+    return "\n".join(lines)
+
+
+def _table(run_set: RunSet) -> list[str]:
+    head = ["policy", "runs", *(figure.label for figure in COLUMNS)]
+    rows = [
+        [variant.name, str(len(variant.runs)), *(_cell(figure, variant, run_set) for figure in COLUMNS)]
+        for variant in run_set.variants
+    ]
+    return [
+        _row(head),
+        "|---|" + "---:|" * (len(head) - 1),
+        *(_row([_text(cell) for cell in row]) for row in rows),
+    ]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(figure: Figure, variant: Variant, run_set: RunSet) -> str:
+    spread = variant.spread(figure)
+    if spread is None:
+        return "–"
+    text = in_units(spread.median, figure.unit)
+    found = (
+        None
+        if variant is run_set.baseline or not figure.is_headline
+        else ratio(figure, variant, run_set.baseline)
+    )
+    if found is not None:
+        text += f", {in_ratio(found)}"
+    if spread.lowest < spread.highest:
+        text += f" [{in_units(spread.lowest, figure.unit)} to {in_units(spread.highest, figure.unit)}]"
+    return text
+
+
+def _sources(run_set: RunSet) -> list[str]:
+    """Where the figures come from, one line a run."""
+    lines = []
+    for variant in run_set.variants:
+        for run in variant.runs:
+            info, found = run.run.info, run.figures.reconciliation
+            held = "the engines' counters could not be read" if found is None else found.verdict.rstrip(".")
+            lines.append(
+                f"- {_text(run.name)}: {_text(variant.name)}, seed {info.seed}, commit "
+                f"{_text(short_commit(info.commit))}, {_text(info.machine)}, {_text(info.started_at)}; "
+                f"{_text(held)}. {_code(info.command)}"
+            )
+    return lines
+
+
+def _text(text: str) -> str:
+    """Nothing in it is markup or ends a cell."""
+    text = re.sub(r"\s+", " ", text)
+    return re.sub(r"([\\`*_|<>\[\]~#&])", r"\\\1", text)
+
+
+def _code(text: str) -> str:
+    text = re.sub(r"\s+", " ", text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"

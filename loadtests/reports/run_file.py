@@ -1,0 +1,237 @@
+"""What is kept of one run of a load test: a JSON file, and how it is written and read.
+
+Owns the file's format and what says where a run came from: commit, machine, time. Knows neither how requests
+are sent nor what the figures mean. Whatever is wrong with a file is a RunFileError with one sentence.
+"""
+
+import dataclasses
+import gzip
+import json
+import math
+import os
+import platform
+import subprocess
+import types
+import typing
+import zlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from loadtests.figures import processor
+from loadtests.reports.report import RequestRecord
+
+FORMAT = "kvasir-run"
+VERSION = 1
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+class RunFileError(Exception):
+    """One sentence for whoever named the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What was run. None is not known."""
+
+    test: str
+    policy: str | None
+    engine: str | None
+    num_replicas: int | None
+    workload: dict[str, object]
+    """Its name and parameters."""
+    seed: int
+    command: str
+    commit: str
+    """Empty if not known; ends in "+edits" if tracked files had changed."""
+    machine: str
+    started_at: str
+    """ISO 8601, UTC."""
+    warmup_seconds: float
+    """Requests that were to arrive earlier are recorded, and not counted."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    """What one replica said of itself, so many seconds after the start of the run."""
+
+    seconds: float
+    replica: str
+    num_running: int
+    num_waiting: int
+    num_pending_tokens: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_total_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTotals:
+    """By how much the replicas' own counters grew over the run, summed."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_cross_user_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Records are of all requests, warm-up included; `engine_totals` is None if nobody could read them."""
+
+    info: RunInfo
+    records: tuple[RequestRecord, ...]
+    samples: tuple[LoadSample, ...]
+    engine_totals: EngineTotals | None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The fields of RunInfo that say where a run came from."""
+
+    commit: str
+    machine: str
+    started_at: str
+
+
+def surroundings() -> Surroundings:
+    """As they are now; call it when the run starts."""
+    return Surroundings(
+        commit_of(Path(__file__)), _machine(), datetime.now(UTC).isoformat(timespec="seconds")
+    )
+
+
+def commit_of(file: Path) -> str:
+    """The commit that a source file belongs to, "+edits" if tracked files have changed since; else empty."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        commit = git("rev-parse", "HEAD")
+        has_edits = bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + "+edits" if has_edits else commit
+
+
+def _machine() -> str:
+    gibibytes = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} x {processor()}, {gibibytes:.0f} GiB, Python {platform.python_version()}"
+
+
+def write_run(run: Run, path: Path) -> None:
+    """Whole or not at all; compressed if the name ends in .gz."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "info": dataclasses.asdict(run.info),
+        "records": _columns(RequestRecord, run.records),
+        "samples": _columns(LoadSample, run.samples),
+        "engine_totals": None if run.engine_totals is None else dataclasses.asdict(run.engine_totals),
+    }
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunFileError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_run(path: Path) -> Run:
+    """Raises RunFileError."""
+    try:
+        data = path.read_bytes()
+        if data.startswith(GZIP_MAGIC):
+            data = gzip.decompress(data)
+        content = json.loads(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RunFileError(f"{path} is cut short or damaged") from error
+    except OSError as error:
+        raise RunFileError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunFileError(f"{path} is not JSON, or is cut short") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RunFileError(f"{path} is not a run file")
+    if content.get("version") != VERSION:
+        raise RunFileError(f"{path} has version {content.get('version')}, and this program reads {VERSION}")
+    try:
+        totals = content["engine_totals"]
+        return Run(
+            info=_object(RunInfo, content["info"]),
+            records=_rows(RequestRecord, content["records"]),
+            samples=_rows(LoadSample, content["samples"]),
+            engine_totals=None if totals is None else _object(EngineTotals, totals),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFileError(f"{path} does not hold a whole run: {error}") from error
+
+
+# A table of dataclasses is the names of their fields, once, and a row of values for each.
+
+Row = TypeVar("Row")
+
+
+def _columns(kind: type[Any], values: tuple[Any, ...]) -> dict[str, object]:
+    """Columns in which every value is the field's default are left out."""
+    fields = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING
+        or any(getattr(value, field.name) != field.default for value in values)
+    ]
+    return {"columns": fields, "rows": [[getattr(value, name) for name in fields] for value in values]}
+
+
+def _rows(kind: type[Row], content: dict[str, Any]) -> tuple[Row, ...]:
+    columns = content["columns"]
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        _built(kind, hints, dict(zip(columns, row, strict=True))) for row in _expect_list(content["rows"])
+    )
+
+
+def _object(kind: type[Row], content: object) -> Row:
+    if not isinstance(content, dict):
+        raise TypeError(f"{kind.__name__} is missing")
+    return _built(kind, typing.get_type_hints(kind), content)
+
+
+def _built(kind: type[Row], hints: dict[str, Any], content: dict[str, Any]) -> Row:
+    for name in content:
+        if name not in hints:
+            raise ValueError(f"{kind.__name__} has no field {name}")
+    return kind(**{name: _checked(name, hints[name], value) for name, value in content.items()})
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """The value as the field wants it. Raises TypeError."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(each for each in typing.get_args(hint) if each is not types.NoneType)
+    origin = typing.get_origin(hint) or hint
+    if origin is tuple:
+        element = typing.get_args(hint)[0]
+        return tuple(_checked(name, element, each) for each in _expect_list(value))
+    accepted = (int, float) if origin is float else origin
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise TypeError(f"{name} cannot be {value!r:.40}")
+    if origin is float and not math.isfinite(value):
+        raise TypeError(f"{name} is not finite")
+    return float(value) if origin is float else value
+
+
+def _expect_list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a list is missing, there is {value!r:.40}")
+    return value

@@ -1,0 +1,1 @@
+"""`python -m loadtests.storm`: everything is killed in turn, while clients compare every answer."""

@@ -1,0 +1,212 @@
+"""`kvasir replay` against a router and a simulated replica, all of them real processes."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.cli import main
+from loadtests.reports.report import Slo
+from loadtests.reports.run_figures import figures_of
+from loadtests.reports.run_file import read_run
+from loadtests.stacks.local_stack import LocalStack, local_stack
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+MAX_IN_FLIGHT = 4
+SMALL_B2B = ["b2b", "--scale-tokens", "0.1", "--set", "num_groups=4", "--set", "output_tokens=40"]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    replica = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096, "simulated_speed": 4.0}
+    with local_stack(replica_settings=replica, router_settings={"max_in_flight": MAX_IN_FLIGHT}) as running:
+        yield running
+
+
+def write_trace(path: Path, *, count: int, gap_milliseconds: int, num_output_tokens: int) -> Path:
+    """Every second request repeats the one before it, as another user."""
+    lines = [
+        json.dumps(
+            {
+                "timestamp": 1 + number * gap_milliseconds,
+                "input_length": 1300,
+                "output_length": num_output_tokens,
+                "hash_ids": [number // 2 * 3, number // 2 * 3 + 1, number // 2 * 3 + 2],
+                "session": f"session-{number}",
+            }
+        )
+        for number in range(count)
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def replayed(folder: Path, words: list[str]) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was written as JSON."""
+    file = folder / "report.json"
+    status = main(["replay", *words, "--json", str(file)])
+    return status, json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_a_trace_finds_all_that_it_could_find(
+    stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "pairs.jsonl", count=12, gap_milliseconds=200, num_output_tokens=8)
+    status, content = replayed(tmp_path, [str(trace), "--url", stack.url, "--seed", "11"])
+    report = content["report"]
+    assert status == 0
+    assert report["num_answered"] == 12
+    assert report["num_input_tokens"] == 12 * 1300
+    assert report["num_output_tokens"] == 12 * 8
+    assert report["token_hit_rate"] == content["ideal_token_hit_rate"] == 0.5 * (1300 // 16 * 16) / 1300
+    assert report["requests_per_replica"] == {"replica-0": 12}
+    assert report["imbalance_requests"]["max_over_mean"] == 1.0
+    assert report["prediction"]["mean_absolute_error"] < 32
+    assert "100.0% of the ideal 49.8%" in capsys.readouterr().out
+
+
+def test_a_run_file_keeps_every_request_and_no_key(
+    stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = write_trace(tmp_path / "pairs.jsonl", count=10, gap_milliseconds=100, num_output_tokens=8)
+    words = [str(trace), "--url", stack.url, "--seed", "13", "--limit", "8", "--warm-up", "0.25"]
+    words += ["--api-key", "secret-1", "--run-file", str(tmp_path / "run.json.gz")]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/kvasir", "replay", *words])
+    _, content = replayed(tmp_path, words)
+    run = read_run(tmp_path / "run.json.gz")
+    assert (run.info.test, run.info.seed, run.info.num_replicas) == ("replay", 13, 1)
+    assert run.info.workload["limit"] == "8"
+    assert run.info.command.startswith("kvasir replay ")
+    assert "secret-1" not in run.info.command
+    assert len(run.records) == 8
+    figures = figures_of(run, Slo())
+    assert figures.num_warmup_requests == 2
+    assert figures.report.as_json() | {"lateness": None} == content["report"] | {"lateness": None}
+    record = run.records[-1]
+    assert (record.user, record.session) != (None, None)
+    assert record.reason and record.request_id and record.itl_seconds
+    assert abs(sum(record.itl_seconds) + (record.ttft_seconds or 0) - (record.e2e_seconds or 0)) < 1
+
+
+def test_a_run_file_that_cannot_be_written_is_said(
+    stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "pairs.jsonl", count=2, gap_milliseconds=10, num_output_tokens=2)
+    words = ["replay", str(trace), "--url", stack.url, "--run-file", str(tmp_path / "no" / "run.json")]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert "token hit rate" in printed.out, "the figures are not lost with the file"
+    assert "cannot be written" in printed.err
+
+
+def test_words_in_place_of_token_ids_share_prefixes_too(stack: LocalStack, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "pairs.jsonl", count=4, gap_milliseconds=300, num_output_tokens=8)
+    words = [str(trace), "--url", stack.url, "--seed", "12", "--text", "--scale-tokens", "0.5"]
+    _, content = replayed(tmp_path, words)
+    assert content["report"]["num_answered"] == 4
+    assert content["report"]["token_hit_rate"] > 0.4
+
+
+def test_requests_that_the_router_refuses_miss_the_slo(stack: LocalStack, tmp_path: Path) -> None:
+    words = [*SMALL_B2B, "--url", stack.url, "--qps", "1000", "--set", "num_requests=40"]
+    status, content = replayed(tmp_path, words)
+    report = content["report"]
+    assert status == 0
+    assert report["errors"] == {"refused (429)": 40 - report["num_answered"]}
+    assert MAX_IN_FLIGHT <= report["num_answered"] < 40
+    assert report["good_share"] == report["num_answered"] / 40
+
+
+def test_requests_longer_than_the_context_are_left_out_and_that_is_said(
+    stack: LocalStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["agentic", "--url", stack.url, "--set", "num_sessions=1", "--limit", "1"]
+    assert main(["replay", *words]) == 2
+    captured = capsys.readouterr()
+    assert "exceed the context of " in captured.out
+    assert captured.err == "kvasir: nothing is left to send; --scale-tokens makes prompts smaller\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["warp"], "warp is neither a file nor a generator; there are b2b, "),
+        (["b2b", "--set", "warp=9"], "--set: warp=9 is no NAME=VALUE of b2b's parameters: qps, "),
+        (["b2b", "--set", "seed=9"], "--set: seed=9 is no NAME=VALUE of b2b's parameters"),
+        (
+            ["b2b", "--set", "num_groups=many"],
+            "--set: num_groups takes a whole number above 0 and up to 1,000,000, not many",
+        ),
+        (["b2b", "--limit", "soon"], "--limit takes a number of requests, or of seconds as 60s, not soon"),
+        (["b2b", "--model", "gpt"], "no model gpt is served; there are: toy"),
+        (["b2b", "--scale-tokens", "2"], "b2b: tokens are scaled by a factor above 0 and up to 1, not 2"),
+        ([__file__], "line 1 of the trace is not JSON"),
+        ([__file__, "--qps", "3"], "--qps and --set are for generators; a trace has its own pace"),
+    ],
+)
+def test_what_cannot_be_replayed_gets_one_sentence(
+    words: list[str], sentence: str, stack: LocalStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *words, "--url", stack.url]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_cluster_there_is_one_sentence(
+    tmp_path: Path, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", "b2b", "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"kvasir: no cluster runs in {tmp_path}")
+    assert main(["replay", "b2b", "--url", f"http://127.0.0.1:{free_port}"]) == 2
+    assert capsys.readouterr().err.startswith(f"kvasir: no answer from http://127.0.0.1:{free_port}")
+
+
+def test_an_interrupted_replay_reports_what_it_has(stack: LocalStack, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    words = [*SMALL_B2B, "--url", stack.url, "--qps", "10", "--seed", "14", "--json", str(file)]
+    num_before = num_answered(stack)
+    process = subprocess.Popen([sys.executable, "-m", "cluster.cli", "replay", *words])
+    while num_answered(stack) < num_before + 8:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert 1 <= content["report"]["num_answered"] < 6000
+    assert content["ideal_token_hit_rate"] < 0.9, "of what was sent, not of the whole workload"
+
+
+def test_requests_of_a_replica_that_is_killed_miss_the_slo(stack: LocalStack, tmp_path: Path) -> None:
+    """The only one there is, so nobody can take them over. Last in this file: it needs the replica."""
+    trace = write_trace(tmp_path / "pairs.jsonl", count=8, gap_milliseconds=400, num_output_tokens=40)
+
+    num_before = num_answered(stack)
+
+    def kill_once_some_are_answered() -> None:
+        while num_answered(stack) < num_before + 2:
+            time.sleep(0.02)
+        stack.kill("replica-0")
+
+    killer = threading.Thread(target=kill_once_some_are_answered)
+    killer.start()
+    words = [str(trace), "--url", stack.url, "--seed", "13", "--timeout", "20"]
+    _, content = replayed(tmp_path, words)
+    killer.join()
+    report = content["report"]
+    assert 2 <= report["num_answered"] < 8
+    assert sum(report["errors"].values()) == 8 - report["num_answered"]
+    assert report["good_share"] == report["num_answered"] / 8
+
+
+def num_answered(stack: LocalStack) -> float:
+    lines = httpx.get(stack.url + "/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("router_requests_total{"))

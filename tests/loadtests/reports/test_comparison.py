@@ -1,0 +1,194 @@
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from loadtests.reports.comparison import (
+    FIGURES,
+    HEADLINES,
+    Figure,
+    RunSet,
+    compare,
+    in_units,
+    is_better,
+    ratio,
+    verdict,
+)
+from loadtests.reports.report import Origins, RequestRecord, Slo
+from loadtests.reports.run_file import Run
+from tests.loadtests.run_builder import dying, random_run, run_info
+
+SLO = Slo(2.0)
+
+
+def figure(label: str) -> Figure:
+    return next(each for each in FIGURES if each.label == label)
+
+
+def run_of(policy: str, *, cached: int, ttft: float, cross_user: int | None = 10, seed: int = 1) -> Run:
+    records = tuple(
+        RequestRecord(
+            arrival_seconds=10.0 + number,
+            num_input_tokens=100,
+            num_output_tokens=2,
+            ttft_seconds=ttft,
+            e2e_seconds=1.0,
+            num_cached_tokens=cached,
+            num_cross_user_tokens=cross_user,
+        )
+        for number in range(10)
+    )
+    return Run(run_info(policy=policy, seed=seed), records, (), None)
+
+
+def compared(*runs: Run) -> RunSet:
+    (found,) = compare([(f"run-{number}", run) for number, run in enumerate(runs)], SLO)
+    return found
+
+
+def test_runs_that_differ_in_their_seed_are_one_variant_shown_by_its_median() -> None:
+    runs = [random_run(seed) for seed in (1, 2, 3)]
+    found = compared(*runs)
+    (variant,) = found.variants
+    for each in FIGURES:
+        values = [value for run in variant.runs if (value := each.of(run.figures.report)) is not None]
+        spread = variant.spread(each)
+        assert (spread is None) == (values == [])
+        if spread is not None:
+            assert (spread.lowest, spread.median, spread.highest) == (
+                min(values),
+                statistics.median(values),
+                max(values),
+            )
+
+
+def test_pooled_bins_add_tokens_up_and_average_goodput() -> None:
+    variant = compared(*(random_run(seed) for seed in (1, 2, 3))).variants[0]
+    longest = max(len(run.figures.bins) for run in variant.runs)
+    assert len(variant.bins) == longest
+    for number, merged in enumerate(variant.bins):
+        there = [run.figures.bins[number] for run in variant.runs if number < len(run.figures.bins)]
+        assert merged.origins == sum((each.origins for each in there), Origins())
+        assert merged.goodput == pytest.approx(sum(each.goodput for each in there) / len(there))
+    assert len(variant.ttft_seconds) == sum(len(run.figures.ttft_seconds) for run in variant.runs)
+
+
+def test_kvasirs_own_policy_is_never_what_others_are_compared_with() -> None:
+    ours, theirs, third = (run_of(name, cached=50, ttft=0.1) for name in ("kvasir", "random", "lmetric"))
+    assert [each.name for each in compared(ours, theirs, third).variants] == ["random", "lmetric", "kvasir"]
+    assert compared(ours).baseline.name == "kvasir"
+
+
+def test_tests_and_workloads_are_not_mixed() -> None:
+    run = random_run()
+    other_workload = replace(run, info=run_info(workload={"name": "b2b", "qps": 5.0}))
+    other_test = replace(run, info=run_info(test="chat"))
+    sets = compare([("a", run), ("b", other_workload), ("c", other_test), ("d", run)], SLO)
+    assert [[each.name for each in found.variants[0].runs] for found in sets] == [["a", "d"], ["b"], ["c"]]
+
+
+def test_a_variants_name_says_what_the_set_differs_in_and_no_more() -> None:
+    run = random_run()
+    one = replace(run, info=run_info(commit="aaaaaaaaaaaaaaaa"))
+    two = replace(run, info=run_info(commit="bbbbbbbbbbbbbbbb+edits", num_replicas=None))
+    names = [each.name for each in compared(one, two).variants]
+    assert names == [
+        "kvasir, 2 replicas, commit aaaaaaaaaa",
+        "kvasir, ? replicas, commit bbbbbbbbbb+edits",
+    ]
+    unknown = replace(run, info=run_info(policy=None))
+    assert compared(unknown).baseline.name == "unknown policy"
+
+
+def test_more_hits_and_less_time_are_better() -> None:
+    found = compared(run_of("random", cached=20, ttft=0.4), run_of("kvasir", cached=60, ttft=0.1))
+    theirs, ours = found.variants
+    hits, ttft, own = figure("Token hit rate"), figure("TTFT p50"), figure("Hit in own blocks")
+    assert ratio(hits, ours, theirs) == pytest.approx(3.0)
+    assert ratio(ttft, ours, theirs) == pytest.approx(0.25)
+    assert (is_better(hits, ours, theirs), is_better(hits, theirs, ours)) == (True, False)
+    assert (is_better(ttft, ours, theirs), is_better(ttft, theirs, ours)) == (True, False)
+    assert is_better(own, ours, theirs) is None
+    assert is_better(figure("Cross-user hit rate"), ours, theirs) is None, "equal"
+
+
+def test_the_sentence_names_the_winner_by_how_much_and_where_it_loses() -> None:
+    found = compared(
+        run_of("random", cached=20, ttft=0.4), run_of("kvasir", cached=60, ttft=0.1, cross_user=5)
+    )
+    sentence = verdict(found)
+    assert sentence.startswith("kvasir is ahead of random on token hit rate (3.00×: 60.0 % against 20.0 %), ")
+    assert "TTFT p50 (0.25×: 100 ms against 400 ms)" in sentence
+    assert "behind on cross-user hit rate (0.50×: 5.0 % against 10.0 %)" in sentence
+    assert "level on goodput" in sentence
+
+
+def test_a_baseline_that_wins_is_named_as_the_winner() -> None:
+    found = compared(run_of("random", cached=60, ttft=0.1), run_of("kvasir", cached=20, ttft=0.4))
+    assert verdict(found).startswith("random is ahead of kvasir on token hit rate (3.00×")
+
+
+def test_a_win_that_other_seeds_undo_is_said_to_be_one() -> None:
+    theirs = [run_of("random", cached=cached, ttft=0.1, seed=cached) for cached in (20, 30, 55)]
+    ours = [run_of("kvasir", cached=cached, ttft=0.1, seed=cached) for cached in (25, 50, 60)]
+    assert "50.0 % against 30.0 %, within what other seeds give)" in verdict(compared(*theirs, *ours))
+    apart = [run_of("kvasir", cached=cached, ttft=0.1, seed=cached) for cached in (70, 80, 90)]
+    assert "within what" not in verdict(compared(*theirs, *apart))
+
+
+def test_one_run_and_runs_without_anything_have_a_sentence_too() -> None:
+    assert verdict(compared(run_of("kvasir", cached=60, ttft=0.1))).startswith(
+        "kvasir: token hit rate 60.0 %,"
+    )
+    empty = [Run(run_info(policy=name), (), (), None) for name in ("random", "kvasir")]
+    assert verdict(compared(*empty)).endswith(".")
+    assert len(HEADLINES) == 6
+
+
+@pytest.mark.parametrize("num_answered", [0, 4])
+def test_who_failed_most_requests_neither_wins_nor_loses_by_any_figure(num_answered: int) -> None:
+    dead = dying(run_of("random", cached=90, ttft=0.01), num_answered)
+    found = compared(dead, run_of("kvasir", cached=20, ttft=0.4))
+    theirs, ours = found.variants
+    for each in FIGURES:
+        assert is_better(each, ours, theirs) is is_better(each, theirs, ours) is None
+        assert ratio(each, ours, theirs) is ratio(each, theirs, ours) is None
+    said = f"random failed: {10 - num_answered} of 10 requests were not answered"
+    assert verdict(found).startswith(f"{said}. kvasir: token hit rate 20.0 %, ")
+    assert verdict(compared(dead)) == f"{said}."
+
+
+def test_those_that_answered_are_compared_with_one_another() -> None:
+    found = compared(
+        dying(run_of("random", cached=90, ttft=0.01), 4),
+        run_of("lmetric", cached=20, ttft=0.4),
+        run_of("kvasir", cached=60, ttft=0.1),
+    )
+    assert verdict(found).startswith(
+        "random failed: 6 of 10 requests were not answered. kvasir is ahead of lmetric on token hit rate ("
+    )
+
+
+def test_one_failed_run_of_several_is_named_and_spoils_the_variant() -> None:
+    theirs = [run_of("random", cached=20, ttft=0.4, seed=seed) for seed in (1, 2)]
+    found = compared(theirs[0], dying(theirs[1], 3), run_of("kvasir", cached=60, ttft=0.1))
+    assert verdict(found).startswith("random failed: 7 of 10 requests were not answered in run-1. kvasir: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.4567, "%", "45.7 %"),
+        (0.0004, "s", "0.40 ms"),
+        (0.0456, "s", "45.6 ms"),
+        (0.456, "s", "456 ms"),
+        (4.56, "s", "4.56 s"),
+        (None, "s", "–"),
+        (3.0, "", "3"),
+        (2.5, "", "2.5"),
+        (1.234, "x", "1.23"),
+        (1.234, "/s", "1.23 /s"),
+    ],
+)
+def test_figures_have_the_digits_that_one_can_read(value: float | None, unit: str, text: str) -> None:
+    assert in_units(value, unit) == text  # type: ignore[arg-type]

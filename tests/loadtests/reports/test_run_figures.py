@@ -1,0 +1,179 @@
+"""Figures of runs, against slow and obvious twins."""
+
+from dataclasses import replace
+
+import pytest
+
+from loadtests.reports.report import Origins, RequestRecord, Slo, make_report, origins_of
+from loadtests.reports.run_figures import (
+    MOST_BINS,
+    MOST_TENANTS,
+    NUM_LOOKS,
+    figures_of,
+    nice_bin_seconds,
+    over_time,
+)
+from loadtests.reports.run_file import EngineTotals, LoadSample, Run
+from tests.loadtests.run_builder import random_run, run_info, totals_of
+
+SEEDS = range(5)
+SLO = Slo(2.0)
+
+
+def record(**more: object) -> RequestRecord:
+    fields: dict[str, object] = {"arrival_seconds": 0.0, "num_input_tokens": 100, "num_cached_tokens": 60}
+    return RequestRecord(**(fields | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_cross_user_tokens": 20}, Origins(100, 40, 20, 0, 0)),
+        ({"num_cross_user_tokens": 20, "num_own_tokens": 30}, Origins(100, 30, 20, 0, 10)),
+        ({}, Origins(100, 0, 0, 0, 60)),
+        ({"num_own_tokens": 25}, Origins(100, 25, 0, 0, 35)),
+        ({"num_cross_user_tokens": 20, "num_other_tenant_tokens": 15}, Origins(100, 40, 5, 15, 0)),
+        ({"num_cross_user_tokens": 0, "num_other_tenant_tokens": 60}, Origins(100, 0, 0, 60, 0)),
+        ({"num_cached_tokens": None, "num_cross_user_tokens": 20}, Origins()),
+        ({"num_cached_tokens": 0, "num_cross_user_tokens": 0}, Origins(100)),
+    ],
+)
+def test_origins_add_up_to_what_was_cached(fields: dict[str, object], expected: Origins) -> None:
+    found = origins_of(record(**fields))
+    assert found == expected
+    assert found.num_cached_tokens == (record(**fields).num_cached_tokens or 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_split_by_origin_adds_up_to_the_hit_rate(seed: int) -> None:
+    report = make_report(random_run(seed).records)
+    assert report.origins.share(report.origins.num_cached_tokens) == report.token_hit_rate
+
+
+def test_gaps_between_tokens_are_those_of_whole_answers() -> None:
+    records = [
+        record(itl_seconds=(0.1, 0.3)),
+        record(itl_seconds=(0.2,)),
+        record(itl_seconds=(9.0,), error="truncated"),
+    ]
+    report = make_report(records)
+    assert report.itl is not None
+    assert (report.itl.p50, report.itl.most) == (0.2, 0.3)
+    assert make_report([record()]).itl is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_warm_up_is_in_no_figure(seed: int) -> None:
+    run = random_run(seed)
+    late = [each for each in run.records if each.arrival_seconds >= 5.0]
+    figures = figures_of(run, SLO)
+    assert figures.report == make_report(late, SLO, num_replicas=2)
+    assert figures.num_warmup_requests == len(run.records) - len(late) > 0
+    assert list(figures.ttft_seconds) == sorted(
+        each.ttft_seconds for each in late if each.error is None and each.ttft_seconds is not None
+    )
+    assert sum(figures.reasons.values()) == len(late)
+    assert sum(each.num_requests for each in figures.tenants.values()) == len(late)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bin_seconds", [0.7, 5.0, 11.0, 1000.0])
+def test_bins_hold_every_token_and_every_good_answer_once(seed: int, bin_seconds: float) -> None:
+    records = random_run(seed).records
+    bins = over_time(records, SLO, bin_seconds)
+
+    def ended(each: RequestRecord) -> float:
+        return each.arrival_seconds + each.lateness_seconds + (each.e2e_seconds or 0)
+
+    edges = [each.start_seconds for each in bins]
+    assert edges == [number * bin_seconds for number in range(len(bins))]
+    assert bins[-1].start_seconds + bins[-1].num_seconds == pytest.approx(max(map(ended, records)))
+    for number, each in enumerate(bins):
+        start = each.start_seconds
+        end = float("inf") if number == len(bins) - 1 else start + bin_seconds
+        arrived = [one for one in records if start <= one.arrival_seconds < end]
+        good = [one for one in records if start <= ended(one) < end and SLO.is_met(one)]
+        assert each.origins == sum(map(origins_of, arrived), Origins())
+        assert each.goodput * each.num_seconds == pytest.approx(len(good))
+
+
+@pytest.mark.parametrize("duration", [0.0, 0.01, 3.9, 4.1, 61.0, 3600.0, 1e6, 1e9])
+def test_bins_are_round_and_not_too_many(duration: float) -> None:
+    assert duration / nice_bin_seconds(duration) <= MOST_BINS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_samples_a_replicas_load_is_what_the_client_had_in_flight(seed: int) -> None:
+    run = replace(random_run(seed), samples=())
+    loads = figures_of(run, SLO).loads
+    assert not loads.is_sampled
+    assert set(loads.of_replicas) == {"a", "b"}
+    for replica, points in loads.of_replicas.items():
+        for point in points:
+            starts = [
+                (each.arrival_seconds + each.lateness_seconds, each.e2e_seconds or 0)
+                for each in run.records
+                if each.replica == replica
+            ]
+            in_flight = sum(start <= point.seconds < start + length for start, length in starts)
+            assert (point.num_running, point.num_waiting) == (in_flight, 0)
+
+
+def test_samples_too_dense_to_draw_leave_their_peaks() -> None:
+    samples = tuple(
+        LoadSample(number / 10, "a", 50 if number == 777 else number % 3, 1, 0, 0, 0, 0)
+        for number in range(2000)
+    )
+    loads = figures_of(Run(run_info(), (), samples, None), SLO).loads
+    points = loads.of_replicas["a"]
+    assert loads.is_sampled
+    assert len(points) <= NUM_LOOKS + 1
+    assert max(point.num_running for point in points) == 50
+    assert [point.seconds for point in points] == sorted(point.seconds for point in points)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_over_all_requests_warm_up_included_are_held_against_the_engines(seed: int) -> None:
+    figures = figures_of(random_run(seed), SLO)
+    assert figures.reconciliation is not None
+    assert [each.difference for each in figures.reconciliation.sums] == [0, 0, 0]
+    assert figures.reconciliation.verdict == "Requests and engines count the same, to the token."
+
+
+def test_a_difference_is_said_to_the_token_and_with_what_explains_it() -> None:
+    whole = record(num_cross_user_tokens=10)
+    lost = record(num_cached_tokens=None, error="timed out")
+    totals = totals_of((whole,))
+    more = EngineTotals(totals.num_prompt_tokens + 100, totals.num_cached_tokens + 48, 10)
+    less = EngineTotals(totals.num_prompt_tokens - 1, totals.num_cached_tokens, 10)
+
+    def said(records: tuple[RequestRecord, ...], totals: EngineTotals) -> str:
+        found = figures_of(Run(run_info(), records, (), totals), SLO).reconciliation
+        assert found is not None
+        return found.verdict
+
+    explained = said((whole, lost), more)
+    assert "+100 prompt tokens, +48 cached tokens, because" in explained
+    assert explained.endswith("used: 1 timed out.")
+    too_much = replace(more, num_prompt_tokens=totals.num_prompt_tokens + 101)
+    assert said((whole, lost), too_much).endswith("1 timed out, and had 100 prompt tokens.")
+    assert "the records do not explain it" in said((whole,), more)
+    assert "-1 prompt tokens" in said((whole, lost), less)
+    assert "explains no lower counter" in said((whole, lost), less)
+
+
+def test_tenants_are_listed_if_there_are_several_but_not_many() -> None:
+    def tenants(count: int) -> list[str]:
+        records = tuple(record(arrival_seconds=9.0, tenant=f"t{number:02}") for number in range(count))
+        return list(figures_of(Run(run_info(), records, (), None), SLO).tenants)
+
+    assert tenants(1) == []
+    assert tenants(2) == ["t00", "t01"]
+    assert len(tenants(MOST_TENANTS)) == MOST_TENANTS
+    assert tenants(MOST_TENANTS + 1) == []
+
+
+def test_a_run_of_nothing_has_figures() -> None:
+    figures = figures_of(Run(run_info(), (), (), None), SLO)
+    assert (figures.bins, figures.ttft_seconds, figures.loads.of_replicas) == ((), (), {})
+    assert figures.reconciliation is None

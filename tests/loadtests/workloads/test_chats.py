@@ -1,0 +1,165 @@
+import json
+from typing import Any
+
+import pytest
+
+from loadtests.workloads import (
+    GENERATORS,
+    TraceRequest,
+    Workload,
+    agent,
+    b2b,
+    chat,
+    cross_user,
+    ideal_hits,
+    mixed,
+    no_reuse,
+    rag,
+    shrink,
+)
+from loadtests.workloads.chat_bodies import ChatBodies
+
+CHATS = ["cross-user", "chat", "agent", "rag", "no-reuse", "mixed"]
+
+
+def bodies_of(workload: Workload, seed: int = 1, **options: Any) -> list[dict[str, Any]]:
+    made = ChatBodies("m", workload.block_tokens, seed, **options)
+    return [json.loads(made.body(request)) for request in workload.requests]
+
+
+def words_of(body: dict[str, Any]) -> list[str]:
+    """The prompt as words, with the roles where they stand."""
+    tools = [tool["function"]["description"] for tool in body.get("tools", [])]
+    messages = [f"<{message['role']}> {message['content']}" for message in body["messages"]]
+    return " ".join([*tools, *messages]).split()
+
+
+def common(one: list[str], other: list[str]) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_workload_keeps_to_its_time_and_its_requests_know_whose_they_are(name: str) -> None:
+    workload = GENERATORS[name](seed=3, duration_seconds=30.0)
+    assert 0 < workload.duration_seconds < 30
+    for request in workload.requests:
+        assert request.tenant is not None
+        assert request.user != request.tenant
+        assert sum(message.num_tokens for message in request.messages) == request.num_input_tokens
+        assert request.num_input_tokens + request.num_output_tokens < 4096
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_requests_share_prefix_ids_just_if_they_share_tenant_and_words(name: str) -> None:
+    workload = GENERATORS[name](seed=4, duration_seconds=12.0)
+    prompts = [words_of(body) for body in bodies_of(workload)]
+    for number, request in enumerate(workload.requests):
+        for earlier in range(number):
+            other = workload.requests[earlier]
+            num_ids = common([*map(str, request.prefix_ids)], [*map(str, other.prefix_ids)])
+            if request.tenant != other.tenant:
+                assert num_ids == 0
+            else:
+                # Roles count as words; in a block where two prompts part, some words may be the same.
+                assert num_ids * workload.block_tokens <= common(prompts[number], prompts[earlier])
+
+
+def test_tenants_with_one_text_have_the_same_words_and_other_salts() -> None:
+    workload = cross_user(seed=1, num_tenants=2, tenants_per_text=2, prompts_per_tenant=1)
+    systems: dict[str, set[str]] = {}
+    for body in bodies_of(workload):
+        systems.setdefault(body["cache_salt"], set()).add(body["messages"][0]["content"])
+    assert len(systems) == 2
+    first, second = systems.values()
+    assert first == second
+    assert len(first) == 1
+
+
+def test_a_later_turn_of_a_chat_repeats_the_earlier_ones() -> None:
+    for workload in (chat(seed=2), agent(seed=2)):
+        last: dict[str, list[str]] = {}
+        num_later = 0
+        for request, body in zip(workload.requests, bodies_of(workload), strict=True):
+            words = words_of(body)
+            if earlier := last.get(request.session):
+                num_later += 1
+                assert words[: len(earlier)] == earlier
+                assert len(words) > len(earlier)
+            last[request.session] = words
+        assert num_later > 10
+
+
+def test_documents_come_in_varying_order_and_are_shared() -> None:
+    workload = rag(seed=1)
+    orders = {tuple(message.content for message in request.messages[1:-1]) for request in workload.requests}
+    assert len({tuple(sorted(order)) for order in orders}) < len(orders)
+    hits = ideal_hits(workload, hit_tokens=16)
+    assert 0.2 < hits.token_hit_rate < 0.7
+
+
+def test_the_control_shares_nothing() -> None:
+    workload = no_reuse(seed=1)
+    assert ideal_hits(workload, hit_tokens=16).token_hit_rate == 0.0
+    prompts = [words_of(body) for body in bodies_of(workload)]
+    assert all(
+        common(prompt, other) < 16 for number, prompt in enumerate(prompts) for other in prompts[:number]
+    )
+
+
+def test_an_agents_body_has_tools_and_every_result_answers_a_call() -> None:
+    workload = agent(seed=1)
+    num_results = 0
+    for request, body in zip(workload.requests, bodies_of(workload), strict=True):
+        assert len(body["tools"]) == 10
+        assert body["prompt_cache_key"] == request.prompt_cache_key
+        for call, result in zip(body["messages"], body["messages"][1:], strict=False):
+            if result["role"] == "tool":
+                num_results += 1
+                assert call["role"] == "assistant"
+                assert [each["id"] for each in call["tool_calls"]] == [result["tool_call_id"]]
+    assert num_results > 20
+
+
+def test_another_seed_gives_other_words_and_the_same_one_the_same() -> None:
+    workload = chat(seed=1)
+    assert bodies_of(workload, seed=1) == bodies_of(workload, seed=1)
+    assert bodies_of(workload, seed=1) != bodies_of(workload, seed=2)
+
+
+def test_a_standard_body_has_no_fields_but_openais() -> None:
+    (body, *_) = bodies_of(cross_user(seed=1), is_standard=True)
+    assert not {"cache_salt", "ignore_eos"} & set(body)
+    assert body["safety_identifier"]
+
+
+def test_where_only_prefixes_are_known_a_prompt_is_one_message() -> None:
+    workload = shrink(b2b(seed=1, num_requests=6, num_groups=2), 0.05)
+    for request, body in zip(workload.requests, bodies_of(workload), strict=True):
+        (message,) = body["messages"]
+        assert message["role"] == "user"
+        assert len(message["content"].split()) == request.num_input_tokens
+        assert "cache_salt" not in body
+
+
+def test_a_shrunk_chat_is_shorter_in_its_messages_too() -> None:
+    workload = cross_user(seed=1)
+    for request, smaller in zip(workload.requests, shrink(workload, 0.25).requests, strict=True):
+        assert sum(message.num_tokens for message in smaller.messages) < request.num_input_tokens / 3
+
+
+def test_a_mixed_workload_has_all_kinds_at_about_its_rate() -> None:
+    workload = mixed(seed=1, qps=8.0, duration_seconds=120.0)
+    kinds: dict[str, int] = {}
+    sessions: dict[str, TraceRequest] = {}
+    for request in workload.requests:
+        assert request.tenant is not None
+        kind = request.tenant.rpartition("-")[0]
+        kinds[kind] = kinds.get(kind, 0) + 1
+        assert sessions.setdefault(request.session, request).tenant == request.tenant
+    assert set(kinds) == {"cross-user", "chat", "agent", "rag", "no-reuse"}
+    assert len(workload.requests) / 120 == pytest.approx(8, rel=0.25)
+    with pytest.raises(ValueError, match="shares"):
+        mixed(seed=1, rag_share=0.9)
