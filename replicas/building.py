@@ -19,7 +19,7 @@ from replicas.errors import BuiltTooSlowly
 from replicas.proof import prove_hashes
 from replicas.protocol.status import TokenizerBundle
 
-Build = Callable[[ReplicaConfig], tuple[Engine, TokenizerBundle]]
+EngineBuilder = Callable[[ReplicaConfig], tuple[Engine, TokenizerBundle]]
 
 GRACE_SECONDS = 10.0
 """An engine process that takes too long is ended before this is over, by the thread that waits for it."""
@@ -34,7 +34,7 @@ class ProvenEngine:
     token_seconds: float
 
 
-async def build_in_time(config: ReplicaConfig, build: Build) -> ProvenEngine:
+async def build_in_time(config: ReplicaConfig, build: EngineBuilder) -> ProvenEngine:
     """Raises StartupError, CheckpointError or SettingsError."""
     work = _Work(config, build, asyncio.get_running_loop())
     try:
@@ -46,7 +46,7 @@ async def build_in_time(config: ReplicaConfig, build: Build) -> ProvenEngine:
 
 
 class _Work:
-    def __init__(self, config: ReplicaConfig, build: Build, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, config: ReplicaConfig, build: EngineBuilder, loop: asyncio.AbstractEventLoop) -> None:
         self.outcome: asyncio.Future[ProvenEngine] = loop.create_future()
         self._loop = loop
         self._engine: Engine | None = None
@@ -69,7 +69,7 @@ class _Work:
                 async with asyncio.timeout(GRACE_SECONDS):
                     await ended.wait()
 
-    def _run(self, config: ReplicaConfig, build: Build) -> None:
+    def _run(self, config: ReplicaConfig, build: EngineBuilder) -> None:
         try:
             self._engine, bundle = build(config)
             started = time.monotonic()

@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 
 from prometheus_client import CollectorRegistry
 
-from replicas.building import Build, ProvenEngine, build_in_time
+from replicas.building import EngineBuilder, ProvenEngine, build_in_time
 from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
 from replicas.engine_process.process_loop import drive
@@ -64,7 +64,7 @@ HUNG_ENGINE_STOP_SECONDS = 1.0
 class ReplicaHost:
     """`start`, then `wait_dead`; `drain` or `stop` end it, and so does the death of the engine."""
 
-    def __init__(self, config: ReplicaConfig, *, build: Build = build_engine) -> None:
+    def __init__(self, config: ReplicaConfig, *, build: EngineBuilder = build_engine) -> None:
         self._config = config
         self._build = build
         self.epoch = Epoch(f"{time.time_ns():016x}-{secrets.token_hex(4)}")

@@ -39,7 +39,7 @@ class Pin:
 
 
 @dataclass(slots=True)
-class Answer:
+class Audited:
     """`None`: the index did not say."""
 
     pin: Pin
@@ -83,10 +83,10 @@ def _of_version(lines: str, version: str) -> str:
     return "".join(part for part in parts if re.match(rf"[\w.-]+=={re.escape(version)}(?![\w.+])", part))
 
 
-def ask(pin: Pin, index: str | None = None) -> Answer:
+def ask(pin: Pin, index: str | None = None) -> Audited:
     """`index` is what comes before /simple and /pypi; by default the one that pip asks."""
     index = default_index() if index is None else index
-    answer = Answer(pin)
+    answer = Audited(pin)
     listing = fetch(f"{index}/simple/{pin.name}/")
     if listing is not None:
         answer.knows_files = True

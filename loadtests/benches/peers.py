@@ -72,7 +72,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SystemRun:
     """What one system did with one run's requests; an answer is None where it failed."""
 
     answers: Sequence[Answer | None]
@@ -89,7 +89,7 @@ class Run:
         return sum(answer.num_cached_tokens for answer in self.good) / prompt
 
 
-class Prompts:
+class RunPrompts:
     """Requests of equal shape, run by run; the run's number is the first thing in each prompt."""
 
     def __init__(self, num_tenants: int) -> None:
@@ -151,7 +151,7 @@ class Client:
             await connection.close()
 
 
-async def open_loop(system: System, bodies: Sequence[bytes], rate: float, rng: random.Random) -> Run:
+async def open_loop(system: System, bodies: Sequence[bytes], rate: float, rng: random.Random) -> SystemRun:
     client = Client(system.port)
     cpu = cpu_seconds(system.pid)
     began = time.perf_counter()
@@ -162,12 +162,12 @@ async def open_loop(system: System, bodies: Sequence[bytes], rate: float, rng: r
         await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
         tasks.append(asyncio.create_task(client.ask(body)))
     answers = await asyncio.gather(*tasks)
-    run = Run(answers, time.perf_counter() - began, cpu_seconds(system.pid) - cpu)
+    run = SystemRun(answers, time.perf_counter() - began, cpu_seconds(system.pid) - cpu)
     await client.close()
     return run
 
 
-async def closed_loop(system: System, bodies: Sequence[bytes]) -> Run:
+async def closed_loop(system: System, bodies: Sequence[bytes]) -> SystemRun:
     client = Client(system.port)
     cpu = cpu_seconds(system.pid)
     left = iter(bodies)
@@ -177,7 +177,7 @@ async def closed_loop(system: System, bodies: Sequence[bytes]) -> Run:
 
     began = time.perf_counter()
     parts = await asyncio.gather(*(work() for _ in range(CLOSED_CONCURRENCY)))
-    run = Run(
+    run = SystemRun(
         [answer for part in parts for answer in part],
         time.perf_counter() - began,
         cpu_seconds(system.pid) - cpu,
@@ -243,7 +243,7 @@ def _wait_healthy(stack: LocalStack, url: str) -> None:
     stack.poll(healthy, url)
 
 
-COLUMNS: Mapping[str, Callable[[Run, Run], float]] = {
+COLUMNS: Mapping[str, Callable[[SystemRun, SystemRun], float]] = {
     "hit rate %": lambda run, _: 100 * run.hit_rate,
     "TTFT p50 ms": lambda run, _: 1e3 * percentiles([answer.ttft for answer in run.good]).p50,
     "TTFT p90 ms": lambda run, _: 1e3 * percentiles([answer.ttft for answer in run.good]).p90,
@@ -256,9 +256,9 @@ COLUMNS: Mapping[str, Callable[[Run, Run], float]] = {
 
 
 def compare(
-    systems: Sequence[System], prompts: Prompts, num_rounds: int, num_requests: int, rate: float
+    systems: Sequence[System], prompts: RunPrompts, num_rounds: int, num_requests: int, rate: float
 ) -> None:
-    runs: dict[str, list[tuple[Run, Run]]] = {system.name: [] for system in systems}
+    runs: dict[str, list[tuple[SystemRun, SystemRun]]] = {system.name: [] for system in systems}
     for system in systems:
         asyncio.run(closed_loop(system, prompts.bodies(f"warm {system.name}", 20, random.Random(0))))
     for number in range(num_rounds):
@@ -308,7 +308,7 @@ def main() -> None:
             stack.start(name, command)
             _wait_healthy(stack, f"http://127.0.0.1:{port}")
             systems.append(System(name, port, stack.pid(name)))
-        prompts = Prompts(arguments.tenants)
+        prompts = RunPrompts(arguments.tenants)
         compare(systems, prompts, arguments.rounds, arguments.requests, arguments.rate)
 
 

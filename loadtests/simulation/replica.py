@@ -13,7 +13,7 @@ from typing import Protocol
 from loadtests.simulation.lockstep import Lockstep
 from loadtests.simulation.request import VirtualRequest
 from loadtests.simulation.shape import ReplicaShape
-from loadtests.simulation.step import Chunk, Step, prefill_seconds
+from loadtests.simulation.step import Step, VirtualChunk, prefill_seconds
 from replicas.kvcache.block_pool import BlockPool
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
@@ -228,7 +228,7 @@ class VirtualReplica:
         start = request.num_computed
         end = start + num_tokens
         self._store_up_to(request, end // self.shape.block_size)
-        step.chunks.append(Chunk(request, start, num_tokens, end == request.num_tokens))
+        step.chunks.append(VirtualChunk(request, start, num_tokens, end == request.num_tokens))
 
     def _allocate(self, request: VirtualRequest, num_tokens: int) -> bool:
         """Blocks for so many tokens; where they run out the last in rank is preempted, maybe itself."""

@@ -11,7 +11,7 @@ from replicas.simulated_engine.hardware import CostModel
 
 
 @dataclass(slots=True)
-class Chunk:
+class VirtualChunk:
     request: VirtualRequest
     start: int
     num_tokens: int
@@ -31,13 +31,13 @@ class Step:
     """
 
     started_at: float
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[VirtualChunk] = field(default_factory=list)
     num_steps: int = 1
     ends_at: float = 0.0
     decode_seconds: float = 0.0
 
 
-def prefill_seconds(cost: CostModel, chunks: Iterable[Chunk]) -> float:
+def prefill_seconds(cost: CostModel, chunks: Iterable[VirtualChunk]) -> float:
     """The arithmetic of a step's prompts, as the cost model has it."""
     prefills = [chunk for chunk in chunks if not chunk.is_decode]
     compute = sum(

@@ -21,22 +21,22 @@ from replicas.engine_process.parent import (
     ENCODER,
     QUESTIONS,
     STARTUP_ERRORS,
-    Abort,
+    AbortChoice,
     Add,
-    Answer,
     Build,
     Built,
     Close,
     Done,
     Failed,
+    FromChild,
     NotBuilt,
-    Question,
     Refused,
     ResetPrefixCache,
-    Run,
+    StartLoop,
     Step,
     Stepped,
     Take,
+    ToChild,
 )
 from replicas.engines import build_engine_here
 from replicas.loop import EngineLoop
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     engine = _build(connection)
     if engine is None:
         return 1
-    while (question := _next(connection)) not in (Close(), Run()):
+    while (question := _next(connection)) not in (Close(), StartLoop()):
         connection.send_bytes(ENCODER.encode(_answer(engine, question)))
-    if question == Run():
+    if question == StartLoop():
         _run(engine, connection)
     else:
         engine.close()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(0)  # to take an interpreter with a model library apart takes seconds
 
 
-def _next(connection: "Connection[Any, Any]") -> Question:
+def _next(connection: "Connection[Any, Any]") -> ToChild:
     try:
         return QUESTIONS.decode(connection.recv_bytes())
     except (EOFError, OSError):
@@ -104,7 +104,7 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
 def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
     """Let the engine run by itself until the parent says Close; a failure is the parent's to act on."""
 
-    def send(answer: Answer) -> None:
+    def send(answer: FromChild) -> None:
         with suppress(OSError):  # the parent has gone, and in a moment so have we
             connection.send_bytes(ENCODER.encode(answer))
 
@@ -118,14 +118,14 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
         match message:
             case Take(request_id, submit):
                 loop.submit(request_id, submit)
-            case Abort(key):
+            case AbortChoice(key):
                 loop.abort(key)
             case _:
                 raise AssertionError(f"{message} comes too late")
     loop.stop()
 
 
-def _answer(engine: Engine, question: Question) -> Answer:
+def _answer(engine: Engine, question: ToChild) -> FromChild:
     try:
         match question:
             case Step():
@@ -133,7 +133,7 @@ def _answer(engine: Engine, question: Question) -> Answer:
                 return Stepped(frame, has_work=engine.has_work())
             case Add(key, submit):
                 engine.add(EngineRequest(key, submit, submit.token_ids()))
-            case Abort(key):
+            case AbortChoice(key):
                 engine.abort(key)
             case ResetPrefixCache():
                 done = engine.reset_prefix_cache()

@@ -3,7 +3,7 @@
 Owns the child process, the pipe to it and what travels there: one question and one answer per call of
 the protocol. Does not know the engine at the other end; `child.py` builds and drives it.
 
-A child that has died makes the next call raise EngineDied. `Run` ends the questions and answers: from
+A child that has died makes the next call raise EngineDied. `StartLoop` ends the questions and answers: from
 then on the child drives the engine by itself, and `process_loop.py` sends and receives.
 """
 
@@ -46,7 +46,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     submit: Submit
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortChoice(msgspec.Struct, frozen=True, tag=True):
     key: RequestKey
 
 
@@ -58,7 +58,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class StartLoop(msgspec.Struct, frozen=True, tag=True):
     """Has no answer but frames, for as long as the engine lives."""
 
 
@@ -111,12 +111,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-Question: TypeAlias = Build | Add | Abort | Step | ResetPrefixCache | Run | Take | Close
-Answer: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | Failed
+ToChild: TypeAlias = Build | Add | AbortChoice | Step | ResetPrefixCache | StartLoop | Take | Close
+FromChild: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | Failed
 
 ENCODER = msgspec.msgpack.Encoder()
-QUESTIONS: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
-ANSWERS: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
+QUESTIONS: "msgspec.msgpack.Decoder[ToChild]" = msgspec.msgpack.Decoder(ToChild)
+ANSWERS: "msgspec.msgpack.Decoder[FromChild]" = msgspec.msgpack.Decoder(FromChild)
 
 
 class EngineProcess:
@@ -157,7 +157,7 @@ class EngineProcess:
         self._call(Add(request.key, request.submit))
 
     def abort(self, key: RequestKey) -> None:
-        self._call(Abort(key))
+        self._call(AbortChoice(key))
 
     def has_work(self) -> bool:
         return self._has_work
@@ -202,7 +202,7 @@ class EngineProcess:
         assert isinstance(answer, Built)
         return answer
 
-    def _call(self, question: Question) -> Done | Stepped:
+    def _call(self, question: ToChild) -> Done | Stepped:
         answer = self._ask(question)
         assert isinstance(answer, Done | Stepped | Refused)
         self._has_work = answer.has_work
@@ -210,18 +210,18 @@ class EngineProcess:
             raise RequestRefused(answer.code, answer.message)
         return answer
 
-    def _ask(self, question: Question) -> Answer:
+    def _ask(self, question: ToChild) -> FromChild:
         self.send(question)
         return self.receive()
 
-    def send(self, question: Question) -> None:
+    def send(self, question: ToChild) -> None:
         """Raises EngineDied."""
         try:
             self._connection.send_bytes(ENCODER.encode(question))
         except OSError as error:
             raise EngineDied(self._obituary()) from error
 
-    def receive(self) -> Answer:
+    def receive(self) -> FromChild:
         """The next of what the child says. Raises EngineDied if it has ended, or its engine has."""
         try:
             answer = ANSWERS.decode(self._connection.recv_bytes())

@@ -14,7 +14,7 @@ import queue
 import threading
 
 from replicas.engine import Engine, keys_of
-from replicas.engine_process.parent import Abort, Close, EngineProcess, Run, Stepped, Take
+from replicas.engine_process.parent import AbortChoice, Close, EngineProcess, StartLoop, Stepped, Take
 from replicas.errors import EngineDied
 from replicas.loop import ENGINE_FAILED, EngineLoop, OnDeath, OnFrame
 from replicas.protocol.frames import (
@@ -45,8 +45,8 @@ class ProcessLoop:
         self._engine = engine
         self._on_frame = on_frame
         self._on_death = on_death
-        self._outbox: queue.SimpleQueue[Run | Take | Abort | Close] = queue.SimpleQueue()
-        self._outbox.put(Run())
+        self._outbox: queue.SimpleQueue[StartLoop | Take | AbortChoice | Close] = queue.SimpleQueue()
+        self._outbox.put(StartLoop())
         self._door = threading.Lock()  # guards _ended and _live against the outbox
         self._ended = False
         self._live: set[RequestKey] = set()
@@ -72,7 +72,7 @@ class ProcessLoop:
         with self._door:
             self._live.discard(key)
             if not self._ended:
-                self._outbox.put(Abort(key))
+                self._outbox.put(AbortChoice(key))
 
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """End the process after the step that runs, or kill it in the middle of one. Idempotent."""
@@ -94,7 +94,7 @@ class ProcessLoop:
         self._engine.kill()
 
     def _write(self) -> None:
-        message: Run | Take | Abort | Close | None = None
+        message: StartLoop | Take | AbortChoice | Close | None = None
         while not isinstance(message, Close):
             message = self._outbox.get()
             try:

@@ -27,7 +27,7 @@ from router.limits.connections import Connections, address_of
 from router.limits.in_flight import InFlight
 from router.observation.metrics import RouterMetrics
 from router.observation.served import Observer
-from router.observation.trace_points import RunTrace, Tracing
+from router.observation.trace_points import GenerationTrace, Tracing
 from router.prompt.catalog import ModelCatalog
 from router.routing.decision import Decision
 from router.routing.table import Preview
@@ -35,7 +35,7 @@ from router.turns import Turns
 
 
 class Runs(Protocol):
-    """One generation under way: `router.dispatch.run.Run`, or a script of one in tests."""
+    """One generation under way: `router.dispatch.generation_run.Run`, or a script of one in tests."""
 
     @property
     def decision(self) -> Decision: ...
@@ -55,7 +55,7 @@ class Runs(Protocol):
 
 
 class Dispatches(Protocol):
-    def run(self, generation: Generation, trace: RunTrace) -> Runs: ...
+    def run(self, generation: Generation, trace: GenerationTrace) -> Runs: ...
     def preview(self, generation: Generation) -> Preview: ...
     def statistics(self) -> DispatchStatistics: ...
     def retry_after_seconds(self, model: str) -> float: ...

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.frames import TokenLogprobs
-from router.api.answer import Answer, Prompt, finite, make_prompt
+from router.api.api_request import ApiRequest, Prompt, finite, make_prompt
 from router.api.body_weight import is_light_chat
 from router.api.chat_prompt import ChatRequest, check_chat, num_stable_tokens, render_chat
 from router.api.context import ApiContext
@@ -26,7 +26,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 _fields_decoder = msgspec.msgpack.Decoder(ChatRequest)
 
 
-async def prepare_chat(context: ApiContext, body: bytes, address: str | None) -> Answer:
+async def prepare_chat(context: ApiContext, body: bytes, address: str | None) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     if is_light_chat(body):
         try:
@@ -41,7 +41,7 @@ async def prepare_chat(context: ApiContext, body: bytes, address: str | None) ->
 
 def _answer(
     context: ApiContext, request: ChatRequest, token_ids: list[int], num_stable_tokens: int | None
-) -> Answer:
+) -> ApiRequest:
     model = context.catalog.get(request.model)
     sampling = sampling_params(
         request,
@@ -67,7 +67,7 @@ def _answer(
         num_stable_tokens=num_stable_tokens,
     )
     dialect = _ChatDialect(context, request, model, prompt)
-    return Answer(model, [prompt], bool(request.stream), dialect)
+    return ApiRequest(model, [prompt], bool(request.stream), dialect)
 
 
 async def _encode(context: ApiContext, body: bytes) -> tuple[ChatRequest, list[int], int | None]:

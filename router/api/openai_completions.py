@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.frames import TokenLogprobs
-from router.api.answer import Answer, Prompt, finite, make_prompt
+from router.api.api_request import ApiRequest, Prompt, finite, make_prompt
 from router.api.body_weight import is_light_completion
 from router.api.completion_prompt import (
     DEFAULT_MAX_TOKENS,
@@ -35,7 +35,7 @@ _Encoded = tuple[list[int], str]
 """Token ids, and the text that the answer begins with."""
 
 
-async def prepare_completion(context: ApiContext, body: bytes, address: str | None) -> Answer:
+async def prepare_completion(context: ApiContext, body: bytes, address: str | None) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     if is_light_completion(body):
         request = decode_body(_decoder, body)
@@ -52,7 +52,7 @@ async def prepare_completion(context: ApiContext, body: bytes, address: str | No
     with about_model(request.model):
         prompts = await _make_prompts(context, request, model, encoded)
     dialect = _CompletionDialect(context, request, model, prompts)
-    return Answer(model, prompts, bool(request.stream), dialect)
+    return ApiRequest(model, prompts, bool(request.stream), dialect)
 
 
 async def _encode(

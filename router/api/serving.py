@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from starlette.types import Receive, Scope, Send
 
 from replicas.protocol.frames import TokenDelta
-from router.api.answer import Answer, Prompt
+from router.api.api_request import ApiRequest, Prompt
 from router.api.context import ApiContext, Runs
 from router.api.http import (
     ClientGone,
@@ -38,12 +38,12 @@ MAX_WAITING_DELTAS = 8192
 
 LOOK_SECONDS = 0.5
 
-Prepare = Callable[[ApiContext, bytes, str | None], Awaitable[Answer]]
+Prepare = Callable[[ApiContext, bytes, str | None], Awaitable[ApiRequest]]
 """From a body and its client's address."""
 
 
 class GenerationEndpoint:
-    """`prepare` turns a body into an Answer, or raises a RouterError."""
+    """`prepare` turns a body into an ApiRequest, or raises a RouterError."""
 
     def __init__(self, context: ApiContext, route: str, prepare: Prepare) -> None:
         self._context = context
@@ -76,13 +76,13 @@ class GenerationEndpoint:
                 exchange.has_read()
                 with context.in_flight.hold(address):
                     async with exchange.while_connected(receive):
-                        answer = await self._prepare(context, body, address)
-                        exchange.has_prepared(answer)
+                        request = await self._prepare(context, body, address)
+                        exchange.has_prepared(request)
                         del body
                         held.give_back()
-                        with context.hold([prompt.generation for prompt in answer.prompts]):
-                            await exchange.run(answer)
-            await exchange.finish(answer)
+                        with context.hold([prompt.generation for prompt in request.prompts]):
+                            await exchange.run(request)
+            await exchange.finish(request)
         except ClientGone as error:
             exchange.status = CLIENT_GONE
             exchange.end_with(type(error).__name__, ErrorKind.CLIENT_GONE)
@@ -118,7 +118,7 @@ class _Exchange:
         self._run: Runs | None = None
         self._num_sent = 0
         self._num_sent_before = 0
-        self._answer: Answer | None = None
+        self._request: ApiRequest | None = None
         self._model: str | None = None
         self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
@@ -136,9 +136,9 @@ class _Exchange:
     def has_read(self) -> None:
         self._read_seconds = self._context.clock() - self._arrived
 
-    def has_prepared(self, answer: Answer) -> None:
-        self._answer = answer
-        self._model = answer.model.name
+    def has_prepared(self, request: ApiRequest) -> None:
+        self._request = request
+        self._model = request.model.name
         self._prepared_seconds = self._context.clock() - self._arrived
 
     def end_with(self, error: str, kind: ErrorKind, model: str | None = None) -> None:
@@ -147,32 +147,32 @@ class _Exchange:
         if self._model is None and model is not None and self._context.catalog.is_served(model):
             self._model = model
 
-    async def run(self, answer: Answer) -> None:
-        if len(answer.prompts) == 1:
-            await self._run_prompt(answer, answer.prompts[0])
+    async def run(self, request: ApiRequest) -> None:
+        if len(request.prompts) == 1:
+            await self._run_prompt(request, request.prompts[0])
             return
         turns = self._context.turns
         try:
             async with asyncio.TaskGroup() as tasks:
-                for prompt in answer.prompts:
+                for prompt in request.prompts:
                     async with turns.piece():
-                        tasks.create_task(self._run_prompt(answer, prompt))
+                        tasks.create_task(self._run_prompt(request, prompt))
         except BaseExceptionGroup as group:
             expected, unexpected = group.split(RouterError)
             if expected is None or unexpected is not None:
                 raise
             raise _first(expected) from group
 
-    async def _run_prompt(self, answer: Answer, prompt: Prompt) -> None:
-        async with self._context.dispatcher.run(prompt.generation, self.trace.run()) as run:
+    async def _run_prompt(self, request: ApiRequest, prompt: Prompt) -> None:
+        async with self._context.dispatcher.run(prompt.generation, self.trace.generation()) as run:
             self._run = self._run or run
             try:
                 async for batch in run:
                     if self._first_token_seconds is None:
-                        self._start(answer, run, batch)
+                        self._start(request, run, batch)
                     elif self._gaps is not None and batch and batch[-1].token_ids:
                         self._gaps.arrived(self._context.clock())
-                    events = self._take(answer, prompt, run, batch)
+                    events = self._take(request, prompt, run, batch)
                     if events:
                         await self._stream(events)
                         if self._connection is not None and self._connection.is_backed_up:
@@ -181,10 +181,10 @@ class _Exchange:
                 if prompt.usage is None:  # nobody has answered, and there may have been several attempts
                     prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
 
-    def _start(self, answer: Answer, run: Runs, batch: Sequence[TokenDelta]) -> None:
+    def _start(self, request: ApiRequest, run: Runs, batch: Sequence[TokenDelta]) -> None:
         now = self._context.clock()
         self._first_token_seconds = now - self._arrived
-        if len(answer.prompts) == len(answer.prompts[0].outputs) == 1:
+        if len(request.prompts) == len(request.prompts[0].outputs) == 1:
             self._gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
         self._name_run(run)
 
@@ -195,10 +195,10 @@ class _Exchange:
             (b"x-kvasir-reason", str(run.decision.reason).encode()),
         ]
 
-    def _take(self, answer: Answer, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
+    def _take(self, request: ApiRequest, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""
         events: list[bytes] = []
-        dialect = answer.dialect
+        dialect = request.dialect
         for delta in batch:
             choice = delta.key.choice
             output = prompt.outputs[choice]
@@ -211,7 +211,7 @@ class _Exchange:
             text = output.add(delta)
             if output.found_stop:
                 run.abort_choice(choice)
-            if not answer.stream:
+            if not request.stream:
                 output.parts.append(text)
                 output.logprobs.extend(delta.logprobs or ())
                 continue
@@ -242,7 +242,7 @@ class _Exchange:
         None before a replica has it: until then it can still be refused with a status of its own.
         """
         is_silent = self._num_sent == self._num_sent_before
-        is_stream = self._answer is not None and self._answer.stream and self._run is not None
+        is_stream = self._request is not None and self._request.stream and self._run is not None
         if is_silent and is_stream and not (self._connection is not None and self._connection.is_backed_up):
             if not self._is_streaming:
                 assert self._run is not None
@@ -250,18 +250,18 @@ class _Exchange:
             await self._stream(COMMENT)
         self._num_sent_before = self._num_sent
 
-    async def finish(self, answer: Answer) -> None:
+    async def finish(self, request: ApiRequest) -> None:
         """The end of a stream, or the whole answer."""
-        num_output_tokens = sum(output.num_tokens for prompt in answer.prompts for output in prompt.outputs)
-        usages = [prompt.usage_or_bare() for prompt in answer.prompts]
+        num_output_tokens = sum(output.num_tokens for prompt in request.prompts for output in prompt.outputs)
+        usages = [prompt.usage_or_bare() for prompt in request.prompts]
         usage = usage_of(usages, num_output_tokens)
-        if answer.stream:
+        if request.stream:
             await self._send(
-                {"type": "http.response.body", "body": answer.dialect.end(usage), "more_body": False}
+                {"type": "http.response.body", "body": request.dialect.end(usage), "more_body": False}
             )
         else:
             headers = [(b"content-type", b"application/json"), *self._own_headers()]
-            await send_whole(self._send, 200, headers, answer.dialect.whole(usage))
+            await send_whole(self._send, 200, headers, request.dialect.whole(usage))
 
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
         self.status = error.status
@@ -273,7 +273,7 @@ class _Exchange:
         await send_whole(self._send, error.status, headers, error.body())
 
     def served(self, route: str) -> ServedRequest:
-        answer = self._answer
+        request = self._request
         return ServedRequest(
             request_id=self.request_id,
             trace_id=self.trace.trace_id,
@@ -288,8 +288,8 @@ class _Exchange:
             first_token_seconds=self._first_token_seconds,
             ended_seconds=self._context.clock() - self._arrived,
             token_gaps=self._gaps,
-            is_stream=answer is not None and answer.stream,
-            prompts=() if answer is None else tuple(_served(prompt) for prompt in answer.prompts),
+            is_stream=request is not None and request.stream,
+            prompts=() if request is None else tuple(_served(prompt) for prompt in request.prompts),
         )
 
     def _own_headers(self) -> list[Header]:

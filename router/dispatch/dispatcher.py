@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from replicas.protocol.status import ReplicaId
 from router.dispatch.dispatch_state import DispatchState, DispatchStatistics
+from router.dispatch.generation_run import GenerationRun
 from router.dispatch.outlook import NOTHING_COMING, Outlook
 from router.dispatch.retries import RetryPolicy
-from router.dispatch.run import Run
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
-from router.observation.trace_points import NO_TRACE, RunTrace
+from router.observation.trace_points import NO_TRACE, GenerationTrace
 from router.routing.decision import RoutingRequest
 from router.routing.table import Preview, RoutingTable
 
@@ -49,9 +49,9 @@ class Dispatcher:
             outlook=outlook,
         )
 
-    def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> Run:
+    def run(self, generation: Generation, trace: GenerationTrace = NO_TRACE) -> GenerationRun:
         """An async context manager; leaving it stops what still runs and gives everything back."""
-        return Run(self.state, generation, trace)
+        return GenerationRun(self.state, generation, trace)
 
     def preview(self, generation: Generation) -> Preview:
         """Where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""

@@ -23,7 +23,7 @@ from router.dispatch.suspects import PromptDigest, Standing
 from router.dispatch.waiting_room import Lane, Ticket
 from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, RouterError, UnknownModel
 from router.generation import Generation
-from router.observation.trace_points import RunTrace
+from router.observation.trace_points import GenerationTrace
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
 
@@ -48,7 +48,7 @@ class Placement:
     """`call` wakes the run that this belongs to: it is worth another try."""
 
     def __init__(
-        self, state: DispatchState, generation: Generation, trace: RunTrace, call: Callable[[], None]
+        self, state: DispatchState, generation: Generation, trace: GenerationTrace, call: Callable[[], None]
     ) -> None:
         self.patience = Patience(state.retry)
         self.num_attempts = 0

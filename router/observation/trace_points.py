@@ -28,7 +28,7 @@ class AttemptTrace:
         """Called once, and last."""
 
 
-class RunTrace:
+class GenerationTrace:
     """One generation, wherever it runs. `request_id` is for the replicas' logs."""
 
     __slots__ = ("_parent", "request_id")
@@ -48,7 +48,7 @@ class RunTrace:
         """Called once, and last."""
 
 
-NO_TRACE = RunTrace("", None)
+NO_TRACE = GenerationTrace("", None)
 
 
 class RequestTrace:
@@ -64,9 +64,9 @@ class RequestTrace:
     def trace_id(self) -> str | None:
         return None if self._parent is None else self._parent.trace_id
 
-    def run(self) -> RunTrace:
+    def generation(self) -> GenerationTrace:
         """For one of its prompts."""
-        return RunTrace(self.request_id, self._parent)
+        return GenerationTrace(self.request_id, self._parent)
 
     def end(self, served: ServedRequest) -> None:
         """Called once, and last."""

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from replicas.process.otlp import SpanExport, child_context, parent_context, trace_parent_of
 from replicas.process.trace_parent import TraceParent
 from router.observation.served import ServedRequest
-from router.observation.trace_points import AttemptTrace, RequestTrace, RunTrace, Tracing
+from router.observation.trace_points import AttemptTrace, GenerationTrace, RequestTrace, Tracing
 from router.routing.decision import Decision
 
 Attributes = dict[str, str | int | float | bool]
@@ -65,8 +65,8 @@ class _RequestSpans(RequestTrace):
         self._tracer = tracer
         self._span = span
 
-    def run(self) -> RunTrace:
-        return _RunSpans(self.request_id, self._tracer, self._span)
+    def generation(self) -> GenerationTrace:
+        return _GenerationSpans(self.request_id, self._tracer, self._span)
 
     def end(self, served: ServedRequest) -> None:
         span = self._span
@@ -120,7 +120,7 @@ def _outcome(served: ServedRequest) -> Attributes:
     return attributes
 
 
-class _RunSpans(RunTrace):
+class _GenerationSpans(GenerationTrace):
     __slots__ = ("_num_attempts", "_span", "_tracer")
 
     def __init__(self, request_id: str, tracer: Tracer, parent: Span) -> None:

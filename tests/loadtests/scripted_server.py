@@ -17,7 +17,7 @@ HEAD = (
     b"x-kvasir-overlap-tokens: 24\r\n\r\n"
 )
 
-Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+Reply = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 """Given the body. A connection ends where the answer closes the writer."""
 
 
@@ -30,7 +30,7 @@ async def whole(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
 
 
 @contextlib.asynccontextmanager
-async def scripted_server(answer: Answer) -> AsyncIterator[int]:
+async def scripted_server(reply: Reply) -> AsyncIterator[int]:
     """Yields the port."""
     writers: list[asyncio.StreamWriter] = []
 
@@ -40,7 +40,7 @@ async def scripted_server(answer: Answer) -> AsyncIterator[int]:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
-                await answer(json.loads(await reader.readexactly(length)), writer)
+                await reply(json.loads(await reader.readexactly(length)), writer)
                 await writer.drain()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

@@ -13,18 +13,18 @@ from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import NO_USER, PromptUsage, RequestKey, UserTag
 from tests.replicas.builders import OTHER_ROOT, ROOT
-from tests.replicas.engine_run import Run, prompt_of
+from tests.replicas.engine_run import EngineRun, prompt_of
 
 ANN, BOB, CAROL = (UserTag(name.ljust(16)) for name in (b"ann", b"bob", b"carol"))
 
 
-def hits(run: Run, key: RequestKey) -> tuple[int, int]:
+def hits(run: EngineRun, key: RequestKey) -> tuple[int, int]:
     """Cached tokens, and of these another user's."""
     usage = run.usage(key)
     return usage.num_cached_tokens, usage.num_cross_user_tokens
 
 
-def read(run: Run, token_ids: Sequence[int], user: UserTag, root: BlockHash = ROOT) -> tuple[int, int]:
+def read(run: EngineRun, token_ids: Sequence[int], user: UserTag, root: BlockHash = ROOT) -> tuple[int, int]:
     return hits(run, run.generate(token_ids, max_tokens=1, user=user, root=root))
 
 
@@ -67,7 +67,7 @@ class CrossUserContract:
 
     @pytest.mark.parametrize("extra", [-1, 0, 1])
     def test_what_another_user_computed_counts_and_what_one_computed_oneself_does_not(
-        self, run: Run, extra: int
+        self, run: EngineRun, extra: int
     ) -> None:
         block = run.engine.card.block_size
         length = 3 * block + extra
@@ -82,7 +82,7 @@ class CrossUserContract:
         assert read(run, longer, ANN) == (full, 0)
         assert read(run, longer, BOB)[1] >= full
 
-    def test_a_chain_that_two_users_wrote_counts_part_by_part(self, run: Run) -> None:
+    def test_a_chain_that_two_users_wrote_counts_part_by_part(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prefix = prompt_of(run.engine, 2 * block)
         whole = [*prefix, *prompt_of(run.engine, 3 * block + 1, 1)]
@@ -92,7 +92,7 @@ class CrossUserContract:
         assert read(run, whole, BOB) == (5 * block, 2 * block)
         assert read(run, whole, ANN) == (5 * block, 3 * block)
 
-    def test_nobody_in_particular_neither_reads_nor_writes_as_another_user(self, run: Run) -> None:
+    def test_nobody_in_particular_neither_reads_nor_writes_as_another_user(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 2 * block + 1)
         longer = [*prompt, *prompt_of(run.engine, block, 1)]
@@ -102,7 +102,7 @@ class CrossUserContract:
         assert read(run, longer, NO_USER) == (3 * block, 0)
         assert read(run, longer, BOB) == (3 * block, block)
 
-    def test_what_one_was_answered_is_another_users_too(self, run: Run) -> None:
+    def test_what_one_was_answered_is_another_users_too(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, block)
         key = run.generate(prompt, max_tokens=block + 1, user=ANN)
@@ -110,7 +110,7 @@ class CrossUserContract:
         assert read(run, conversation, ANN) == (2 * block, 0)
         assert read(run, conversation, BOB) == (2 * block, 2 * block)
 
-    def test_of_twins_that_come_together_only_one_has_written(self, run: Run) -> None:
+    def test_of_twins_that_come_together_only_one_has_written(self, run: EngineRun) -> None:
         """Whichever it was: each block is one's own for the one, and another user's for the other."""
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 3 * block)
@@ -122,14 +122,14 @@ class CrossUserContract:
         both = [read(run, longer, user)[1] for user in (ANN, BOB)]
         assert sorted(both) == [0, 3 * block]
 
-    def test_choices_of_one_user_that_come_together_are_no_other_users(self, run: Run) -> None:
+    def test_choices_of_one_user_that_come_together_are_no_other_users(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 3 * run.engine.card.block_size)
         keys = [run.add(prompt, max_tokens=2, user=ANN, seed=seed) for seed in range(4)]
         run.finish()
         assert any(run.usage(key).num_cached_tokens for key in keys)
         assert not any(run.usage(key).num_cross_user_tokens for key in keys)
 
-    def test_what_was_evicted_and_computed_anew_has_a_new_writer(self, run: Run) -> None:
+    def test_what_was_evicted_and_computed_anew_has_a_new_writer(self, run: EngineRun) -> None:
         card = run.engine.card
         prompt = prompt_of(run.engine, 2 * card.block_size + 1)
         assert read(run, prompt, ANN) == (0, 0)
@@ -143,7 +143,7 @@ class CrossUserContract:
         assert read(run, prompt, ANN) == (2 * card.block_size, 2 * card.block_size)
         assert read(run, prompt, BOB) == (2 * card.block_size, 0)
 
-    def test_a_copy_that_is_evicted_takes_nothing_with_it_while_another_is_left(self, run: Run) -> None:
+    def test_a_copy_that_is_evicted_takes_nothing_with_it_while_another_is_left(self, run: EngineRun) -> None:
         card = run.engine.card
         prompt = prompt_of(run.engine, 3 * card.block_size)
         assert read(run, prompt, ANN) == (0, 0)
@@ -161,7 +161,7 @@ class CrossUserContract:
         assert read(run, longer, BOB) == (3 * card.block_size,) * 2
         assert read(run, longer, ANN) == (3 * card.block_size, 0)
 
-    def test_a_reset_forgets_who_wrote(self, run: Run) -> None:
+    def test_a_reset_forgets_who_wrote(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 2 * block + 1)
         assert read(run, prompt, ANN) == (0, 0)
@@ -170,7 +170,7 @@ class CrossUserContract:
         assert read(run, prompt, ANN) == (2 * block, 2 * block)
         assert read(run, prompt, BOB) == (2 * block, 0)
 
-    def test_namespaces_have_writers_of_their_own(self, run: Run) -> None:
+    def test_namespaces_have_writers_of_their_own(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 2 * block + 1)
         assert read(run, prompt, ANN) == (0, 0)
@@ -180,7 +180,7 @@ class CrossUserContract:
         for reader, root in ((BOB, ROOT), (ANN, OTHER_ROOT)):
             assert read(run, prompt, reader, root) == (2 * block, 2 * block)
 
-    def test_what_an_aborted_request_has_computed_stays_its_users(self, run: Run) -> None:
+    def test_what_an_aborted_request_has_computed_stays_its_users(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 2 * block + 1)
         key = run.add(prompt, max_tokens=100, user=ANN)
@@ -190,7 +190,7 @@ class CrossUserContract:
         run.finish()
         assert read(run, prompt, BOB) == (2 * block, 2 * block)
 
-    def test_of_a_resumed_request_only_the_prompts_part_counts(self, run: Run) -> None:
+    def test_of_a_resumed_request_only_the_prompts_part_counts(self, run: EngineRun) -> None:
         """The prompt ends within the second block; what follows is output, whoever computed it."""
         block = run.engine.card.block_size
         tokens = prompt_of(run.engine, 4 * block + 1)
@@ -204,7 +204,7 @@ class CrossUserContract:
             assert hits(run, key) == (num_prompt_tokens, num_cross_user_tokens)
 
     @pytest.mark.timeout(120)
-    def test_random_requests_of_few_users_count_what_the_naive_twin_counts(self, run: Run) -> None:
+    def test_random_requests_of_few_users_count_what_the_naive_twin_counts(self, run: EngineRun) -> None:
         """Conversations that fork and go on in a cache too small for them all, one request at a time."""
         rng = random.Random(11)
         block = run.engine.card.block_size

@@ -22,9 +22,9 @@ from replicas.protocol.frames import (
 )
 from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.cross_user_contract import CrossUserContract
-from tests.replicas.engine_run import Run, prompt_of, run
+from tests.replicas.engine_run import EngineRun, prompt_of, run
 
-__all__ = ["EngineContract", "Run", "prompt_of", "run"]
+__all__ = ["EngineContract", "EngineRun", "prompt_of", "run"]
 
 
 class EngineContract(CrossUserContract):
@@ -33,11 +33,11 @@ class EngineContract(CrossUserContract):
     has_a_model = True
     """Whether what it answers depends on the prompt."""
 
-    def test_passes_the_start_up_proof(self, run: Run) -> None:
+    def test_passes_the_start_up_proof(self, run: EngineRun) -> None:
         prove_hashes(run.engine, random.Random(1))
         assert not run.engine.has_work()
 
-    def test_every_choice_streams_its_tokens_in_order_and_ends_once(self, run: Run) -> None:
+    def test_every_choice_streams_its_tokens_in_order_and_ends_once(self, run: EngineRun) -> None:
         keys = [run.add(prompt_of(run.engine, 20 + n, n), max_tokens=3 + n % 5) for n in range(12)]
         run.finish()
         for n, key in enumerate(keys):
@@ -47,7 +47,7 @@ class EngineContract(CrossUserContract):
             assert deltas[-1].finish_reason is FinishReason.LENGTH
             assert [delta.usage is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
 
-    def test_tokens_come_one_step_at_a_time(self, run: Run) -> None:
+    def test_tokens_come_one_step_at_a_time(self, run: EngineRun) -> None:
         key = run.add(prompt_of(run.engine, 10), max_tokens=5)
         seen = []
         while run.engine.has_work():
@@ -55,7 +55,7 @@ class EngineContract(CrossUserContract):
             seen.append(len(run.tokens(key)))
         assert seen[-5:] == [1, 2, 3, 4, 5]
 
-    def test_an_aborted_request_says_nothing_more_and_gives_its_blocks_back(self, run: Run) -> None:
+    def test_an_aborted_request_says_nothing_more_and_gives_its_blocks_back(self, run: EngineRun) -> None:
         before = run.engine.step().load.num_used_blocks
         key = run.add(prompt_of(run.engine, 100), max_tokens=500)
         other = run.add(prompt_of(run.engine, 40, 1), max_tokens=8)
@@ -72,7 +72,7 @@ class EngineContract(CrossUserContract):
         assert run.finish_reason(other) is FinishReason.LENGTH
         assert run.engine.step().load.num_used_blocks == before
 
-    def test_aborting_before_the_first_step_and_unknown_keys_does_no_harm(self, run: Run) -> None:
+    def test_aborting_before_the_first_step_and_unknown_keys_does_no_harm(self, run: EngineRun) -> None:
         key = run.add(prompt_of(run.engine, 100))
         run.abort(key)
         run.abort(key)
@@ -80,7 +80,7 @@ class EngineContract(CrossUserContract):
         run.finish()
         assert run.deltas[key] == []
 
-    def test_the_last_request_aborted_leaves_an_engine_without_work(self, run: Run) -> None:
+    def test_the_last_request_aborted_leaves_an_engine_without_work(self, run: EngineRun) -> None:
         key = run.add(prompt_of(run.engine, 100), max_tokens=100)
         run.step()
         run.abort(key)
@@ -89,7 +89,7 @@ class EngineContract(CrossUserContract):
         assert not run.engine.has_work()
         assert run.engine.step().load.num_running == 0
 
-    def test_a_stop_token_ends_the_answer_and_is_part_of_it(self, run: Run) -> None:
+    def test_a_stop_token_ends_the_answer_and_is_part_of_it(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 20)
         tokens = run.tokens(run.generate(prompt, max_tokens=8))
         stop = tokens[3]
@@ -97,19 +97,19 @@ class EngineContract(CrossUserContract):
         assert run.tokens(stopped) == tokens[: tokens.index(stop) + 1]
         assert run.finish_reason(stopped) is FinishReason.STOP
 
-    def test_a_stop_token_does_not_end_the_answer_before_min_tokens(self, run: Run) -> None:
+    def test_a_stop_token_does_not_end_the_answer_before_min_tokens(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 20)
         first = run.tokens(run.generate(prompt, max_tokens=1))[0]
         key = run.generate(prompt, max_tokens=8, stop_token_ids=(first,), min_tokens=4)
         assert len(run.tokens(key)) >= 4
 
-    def test_equal_seeds_sample_equally_and_other_seeds_differ(self, run: Run) -> None:
+    def test_equal_seeds_sample_equally_and_other_seeds_differ(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 20)
         keys = [run.add(prompt, max_tokens=12, temperature=1.5, seed=seed) for seed in (7, 2**64 - 1, 7)]
         run.finish()
         assert run.tokens(keys[0]) == run.tokens(keys[2]) != run.tokens(keys[1])
 
-    def test_a_seed_samples_the_same_whatever_else_runs(self, run: Run) -> None:
+    def test_a_seed_samples_the_same_whatever_else_runs(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 20)
         alone = run.tokens(run.generate(prompt, max_tokens=8, temperature=1.0, seed=3))
         others = [
@@ -120,14 +120,14 @@ class EngineContract(CrossUserContract):
         assert run.tokens(key) == alone
         assert all(len(run.tokens(other)) == 9 for other in others)
 
-    def test_a_greedy_generation_resumed_goes_on_as_if_nothing_had_happened(self, run: Run) -> None:
+    def test_a_greedy_generation_resumed_goes_on_as_if_nothing_had_happened(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 20)
         whole = run.tokens(run.generate(prompt, max_tokens=10))
         key = run.generate([*prompt, *whole[:6]], max_tokens=10, num_output_tokens=6)
         assert whole[:6] + run.tokens(key) == whole
         assert run.usage(key).num_prompt_tokens == 20
 
-    def test_a_sampled_generation_resumed_keeps_its_length_and_its_seed(self, run: Run) -> None:
+    def test_a_sampled_generation_resumed_keeps_its_length_and_its_seed(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 20)
         whole = run.tokens(run.generate(prompt, max_tokens=10, temperature=1.0, seed=11))
         keys = [
@@ -139,7 +139,7 @@ class EngineContract(CrossUserContract):
         if self.resumes_samples:
             assert whole[:6] + run.tokens(keys[0]) == whole
 
-    def test_logprobs_name_the_sampled_token_and_the_likeliest(self, run: Run) -> None:
+    def test_logprobs_name_the_sampled_token_and_the_likeliest(self, run: EngineRun) -> None:
         key = run.generate(prompt_of(run.engine, 20), max_tokens=3, num_logprobs=1)
         entries = [entry for delta in run.deltas[key] for entry in delta.logprobs or ()]
         assert [entry.token_id for entry in entries] == run.tokens(key)
@@ -152,7 +152,7 @@ class EngineContract(CrossUserContract):
         assert logprobs[0] == TokenLogprobs(entries[0].token_id, entries[0].logprob)
 
     @pytest.mark.parametrize("extra", [-1, 0, 1])
-    def test_usage_of_a_miss_and_of_a_hit_around_a_block_boundary(self, run: Run, extra: int) -> None:
+    def test_usage_of_a_miss_and_of_a_hit_around_a_block_boundary(self, run: EngineRun, extra: int) -> None:
         block = run.engine.card.block_size
         length = 3 * block + extra
         prompt = prompt_of(run.engine, length, extra)
@@ -163,7 +163,7 @@ class EngineContract(CrossUserContract):
         hit = run.generate(prompt, max_tokens=1)
         assert run.usage(hit) == PromptUsage(length, cached, full - cached)
 
-    def test_each_request_is_said_to_have_started_once_before_it_answers(self, run: Run) -> None:
+    def test_each_request_is_said_to_have_started_once_before_it_answers(self, run: EngineRun) -> None:
         keys = [run.add(prompt_of(run.engine, 30 * n, n), max_tokens=3) for n in range(1, 5)]
         started: list[RequestKey] = []
         while run.engine.has_work():
@@ -172,7 +172,7 @@ class EngineContract(CrossUserContract):
             assert {delta.key for delta in frame.deltas} <= set(started)
         assert sorted(started) == keys
 
-    def test_a_longer_prompt_hits_the_blocks_that_it_shares(self, run: Run) -> None:
+    def test_a_longer_prompt_hits_the_blocks_that_it_shares(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 4 * block)
         run.generate(prompt, max_tokens=1)
@@ -181,21 +181,21 @@ class EngineContract(CrossUserContract):
         forked = run.generate([*prompt[: 2 * block + 5], *prompt_of(run.engine, 2 * block, 8)], max_tokens=1)
         assert run.usage(forked).num_cached_tokens == 2 * block
 
-    def test_decoded_blocks_are_cached(self, run: Run) -> None:
+    def test_decoded_blocks_are_cached(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, block)
         key = run.generate(prompt, max_tokens=block + 1)
         again = run.generate([*prompt, *run.tokens(key)], max_tokens=1)
         assert run.usage(again).num_cached_tokens == 2 * block
 
-    def test_namespaces_never_share(self, run: Run) -> None:
+    def test_namespaces_never_share(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 3 * run.engine.card.block_size + 1)
         run.generate(prompt, max_tokens=1)
         other = run.generate(prompt, max_tokens=1, root=OTHER_ROOT)
         assert run.usage(other).num_cached_tokens == 0
         assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens > 0
 
-    def test_stored_blocks_bear_the_hashes_that_routers_compute(self, run: Run) -> None:
+    def test_stored_blocks_bear_the_hashes_that_routers_compute(self, run: EngineRun) -> None:
         """Of the prompt and of what was decoded, with their positions, and the prompt's end marked."""
         block = run.engine.card.block_size
         prompt = prompt_of(run.engine, 2 * block + 3)
@@ -213,7 +213,7 @@ class EngineContract(CrossUserContract):
         }
         assert ends == {1}
 
-    def test_the_prompt_ends_where_it_ended_before_it_was_resumed(self, run: Run) -> None:
+    def test_the_prompt_ends_where_it_ended_before_it_was_resumed(self, run: EngineRun) -> None:
         block = run.engine.card.block_size
         tokens = prompt_of(run.engine, 4 * block + 1)
         run.generate(tokens, max_tokens=3 * block, num_output_tokens=2 * block)
@@ -224,7 +224,7 @@ class EngineContract(CrossUserContract):
         ]
         assert ends == [1]
 
-    def test_a_reset_forgets_everything_and_says_so(self, run: Run) -> None:
+    def test_a_reset_forgets_everything_and_says_so(self, run: EngineRun) -> None:
         prompt = prompt_of(run.engine, 100)
         run.generate(prompt, max_tokens=1)
         assert run.balance.held
@@ -234,7 +234,7 @@ class EngineContract(CrossUserContract):
         assert not run.balance.held
         assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens == 0
 
-    def test_a_reset_is_refused_while_a_request_holds_blocks(self, run: Run) -> None:
+    def test_a_reset_is_refused_while_a_request_holds_blocks(self, run: EngineRun) -> None:
         key = run.add(prompt_of(run.engine, 100), max_tokens=50)
         run.step()
         assert not run.engine.reset_prefix_cache()
@@ -242,7 +242,7 @@ class EngineContract(CrossUserContract):
         assert run.finish_reason(key) is FinishReason.LENGTH
 
     @pytest.mark.timeout(120)
-    def test_events_balance_after_a_storm(self, run: Run) -> None:
+    def test_events_balance_after_a_storm(self, run: EngineRun) -> None:
         """Evictions, aborts and resets: what the events leave is what the engine counts."""
         rng = random.Random(5)
         shared = [prompt_of(run.engine, 200, n) for n in range(3)]
@@ -270,7 +270,7 @@ class EngineContract(CrossUserContract):
         assert run.balance.removed, "the storm was too small for this cache"
         assert frame.load.num_used_blocks == frame.load.num_running == frame.load.num_waiting == 0
 
-    def test_load_is_counted_while_requests_run_and_zero_after_the_drain(self, run: Run) -> None:
+    def test_load_is_counted_while_requests_run_and_zero_after_the_drain(self, run: EngineRun) -> None:
         keys = [run.add(prompt_of(run.engine, 40, n), max_tokens=6) for n in range(3)]
         load = run.step().load
         assert load.num_running + load.num_waiting == 3
@@ -283,12 +283,12 @@ class EngineContract(CrossUserContract):
         ) * 4
         assert all(len(run.tokens(key)) == 6 for key in keys)
 
-    def test_computed_tokens_are_counted_by_kind(self, run: Run) -> None:
+    def test_computed_tokens_are_counted_by_kind(self, run: EngineRun) -> None:
         run.generate(prompt_of(run.engine, 50), max_tokens=5)
         assert sum(frame.num_prefill_tokens for frame in run.frames) == 50
         assert sum(frame.num_decode_tokens for frame in run.frames) == 4
 
-    def test_lower_priority_numbers_go_first(self, run: Run) -> None:
+    def test_lower_priority_numbers_go_first(self, run: EngineRun) -> None:
         room = run.engine.card.num_blocks * run.engine.card.block_size
         length = room * 2 // 3
         keys = [
@@ -300,7 +300,7 @@ class EngineContract(CrossUserContract):
             order.extend(delta.key for delta in run.step().deltas if delta.finish_reason is not None)
         assert order.index(keys[2]) < order.index(keys[1])
 
-    def test_what_can_never_run_is_refused(self, run: Run) -> None:
+    def test_what_can_never_run_is_refused(self, run: EngineRun) -> None:
         card = run.engine.card
         refused: list[tuple[RefusalCode, list[int], dict[str, Any]]] = [
             (RefusalCode.CONTEXT_LENGTH_EXCEEDED, prompt_of(run.engine, card.context_length), {}),
@@ -316,11 +316,11 @@ class EngineContract(CrossUserContract):
             assert caught.value.code is code
         assert not run.engine.has_work()
 
-    def test_a_logit_bias_decides(self, run: Run) -> None:
+    def test_a_logit_bias_decides(self, run: EngineRun) -> None:
         key = run.generate(prompt_of(run.engine, 10), max_tokens=3, logit_bias=((77, 1000.0),))
         assert not self.has_a_model or run.tokens(key) == [77] * 3
 
-    def test_media_are_refused_by_an_engine_that_reads_text_only(self, run: Run) -> None:
+    def test_media_are_refused_by_an_engine_that_reads_text_only(self, run: EngineRun) -> None:
         if not self.has_a_model:
             pytest.skip("the simulated engine reads anything")
         with pytest.raises(RequestRefused):

@@ -21,7 +21,7 @@ from tests.replicas.builders import ROOT, EventBalance, engine_request
 MAX_STEPS = 20_000
 
 
-class Run:
+class EngineRun:
     """Drives an engine and keeps what it said."""
 
     def __init__(self, engine: Engine) -> None:
@@ -81,9 +81,9 @@ class Run:
 
 
 @pytest.fixture
-def run(engine: Engine) -> Iterator[Run]:
+def run(engine: Engine) -> Iterator[EngineRun]:
     """An empty engine; whatever a test leaves in it is taken out again."""
-    run = Run(engine)
+    run = EngineRun(engine)
     yield run
     for key in run.deltas:
         engine.abort(key)

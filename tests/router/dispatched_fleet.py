@@ -13,9 +13,9 @@ from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
 from replicas.protocol.frames import FinishReason, SamplingParams, Submit, TokenDelta
 from replicas.protocol.status import Adapter, ReplicaId
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.generation_run import GenerationRun
 from router.dispatch.outlook import NOTHING_COMING
 from router.dispatch.retries import RetryPolicy
-from router.dispatch.run import Run
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
@@ -132,7 +132,7 @@ async def generate(
     fleet: DispatchedFleet,
     generation: Generation = GENERATION,
     *,
-    after_first: Callable[[Run], Awaitable[None]] | None = None,
+    after_first: Callable[[GenerationRun], Awaitable[None]] | None = None,
 ) -> list[TokenDelta]:
     """Run to the end. `after_first` is awaited once, after the first batch."""
     deltas: list[TokenDelta] = []

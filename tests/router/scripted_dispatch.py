@@ -8,7 +8,7 @@ from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, Toke
 from replicas.protocol.status import ReplicaId
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.generation import Generation
-from router.observation.trace_points import NO_TRACE, RunTrace
+from router.observation.trace_points import NO_TRACE, GenerationTrace
 from router.routing.decision import Decision, DecisionReason
 from router.routing.table import Preview
 
@@ -74,7 +74,7 @@ class ScriptedDispatcher:
         self.num_waiting = 0
         self.run_type = ScriptedRun
 
-    def run(self, generation: Generation, trace: RunTrace = NO_TRACE) -> "ScriptedRun":
+    def run(self, generation: Generation, trace: GenerationTrace = NO_TRACE) -> "ScriptedRun":
         self.generations.append(generation)
         return self.run_type(self, list(self.script(generation)))
 

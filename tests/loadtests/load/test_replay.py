@@ -7,7 +7,7 @@ from loadtests.load.replay import Replay, Target
 from loadtests.reports.report import RequestRecord, make_report
 from loadtests.workloads import TraceRequest, Workload
 from loadtests.workloads.prompts import Prompts
-from tests.loadtests.scripted_server import DONE, EVENT, HEAD, USAGE, Answer, chunk, scripted_server, whole
+from tests.loadtests.scripted_server import DONE, EVENT, HEAD, USAGE, Reply, chunk, scripted_server, whole
 
 
 def workload(count: int, *, seconds_apart: float) -> Workload:
@@ -111,7 +111,7 @@ async def gibberish(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None
         (gibberish, "unreadable answer"),
     ],
 )
-async def test_what_goes_wrong_is_named_and_is_no_good_request(bad: Answer, error: str) -> None:
+async def test_what_goes_wrong_is_named_and_is_no_good_request(bad: Reply, error: str) -> None:
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await (bad if body["user"] in ("user-1", "user-4") else whole)(body, writer)
 

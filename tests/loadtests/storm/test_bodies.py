@@ -9,11 +9,11 @@ import pytest
 from loadtests.storm import bodies as storm_bodies
 from loadtests.storm.bodies import HANG, RESET, StormBodies
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def server_that(answer: Answer) -> AsyncIterator[str]:
+async def server_that(answer: Behaviour) -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await answer(reader, writer)
@@ -41,7 +41,7 @@ async def hang(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize(("answer", "outcome"), [(refuse, "400"), (reset, RESET), (hang, HANG)])
 async def test_an_outcome_is_counted_as_what_it_is(
-    answer: Answer, outcome: str, monkeypatch: pytest.MonkeyPatch
+    answer: Behaviour, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storm_bodies, "PAUSE_SECONDS", 0.01)
     async with server_that(answer) as url:

@@ -91,13 +91,13 @@ class TestVllmEngineInAProcess:
         assert any("libtorch" in each.path for each in psutil.Process(engine.pid).memory_maps())
 
 
-@pytest.mark.parametrize("kind", get_args(parent.Question) + get_args(parent.Answer))
+@pytest.mark.parametrize("kind", get_args(parent.ToChild) + get_args(parent.FromChild))
 @given(data=st.data())
 @few
 def test_every_field_of_every_message_survives_the_pipe(kind: type, data: st.DataObject) -> None:
     special = {ReplicaConfig: st.just(config(engine="vllm", engine_args={"seed": 1}, port=9))}
     message = data.draw(filled(kind, special))
-    decoder = parent.QUESTIONS if kind in get_args(parent.Question) else parent.ANSWERS
+    decoder = parent.QUESTIONS if kind in get_args(parent.ToChild) else parent.ANSWERS
     assert decoder.decode(parent.ENCODER.encode(message)) == message
 
 

@@ -15,7 +15,7 @@ from replicas.protocol.events import BlockStored
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ModelCard
 from tests.replicas.builders import ROOT
-from tests.replicas.engine_contract import Run, prompt_of, run
+from tests.replicas.engine_contract import EngineRun, prompt_of, run
 from tests.replicas.vllm_engine.conftest import vllm_config
 from tests.replicas.vllm_engine.lora import write_adapter
 
@@ -46,13 +46,13 @@ def choices(card: ModelCard) -> list[str | None]:
     return [None, *(adapter.name for adapter in card.adapters)]
 
 
-def test_the_card_names_the_adapters(run: Run, adapters: Mapping[str, str]) -> None:
+def test_the_card_names_the_adapters(run: EngineRun, adapters: Mapping[str, str]) -> None:
     card = run.engine.card
     assert [adapter.name for adapter in card.adapters] == sorted(adapters)
     assert len({adapter.fingerprint for adapter in card.adapters}) == 2
 
 
-def test_adapters_and_the_model_answer_each_as_itself_alone_or_together(run: Run) -> None:
+def test_adapters_and_the_model_answer_each_as_itself_alone_or_together(run: EngineRun) -> None:
     card = run.engine.card
     prompt = prompt_of(run.engine, 70)
     alone = {
@@ -70,7 +70,7 @@ def test_adapters_and_the_model_answer_each_as_itself_alone_or_together(run: Run
 
 
 @pytest.mark.parametrize("salt", [None, "ours alone"])
-def test_blocks_of_an_adapter_bear_the_hashes_that_routers_compute(run: Run, salt: str | None) -> None:
+def test_blocks_of_an_adapter_bear_the_hashes_that_routers_compute(run: EngineRun, salt: str | None) -> None:
     """Of the prompt and of what was decoded, while requests of the others run in the same steps."""
     card = run.engine.card
     prompt = prompt_of(run.engine, 2 * card.block_size + 3)
@@ -96,7 +96,7 @@ def test_blocks_of_an_adapter_bear_the_hashes_that_routers_compute(run: Run, sal
     assert sorted(stored) == sorted(expected)
 
 
-def test_an_adapter_finds_its_own_blocks_and_those_of_nobody_else(run: Run) -> None:
+def test_an_adapter_finds_its_own_blocks_and_those_of_nobody_else(run: EngineRun) -> None:
     card = run.engine.card
     prompt = prompt_of(run.engine, 3 * card.block_size + 1)
     for name in choices(card):
@@ -109,13 +109,13 @@ def test_an_adapter_finds_its_own_blocks_and_those_of_nobody_else(run: Run) -> N
         )
 
 
-def test_not_even_under_one_root_do_adapters_and_the_model_share_a_block(run: Run) -> None:
+def test_not_even_under_one_root_do_adapters_and_the_model_share_a_block(run: EngineRun) -> None:
     prompt = prompt_of(run.engine, 100)
     for name in choices(run.engine.card):
         assert run.usage(run.generate(prompt, adapter=name, root=ROOT)).num_cached_tokens == 0
 
 
-def test_an_adapter_that_is_not_there_is_refused_by_name(run: Run) -> None:
+def test_an_adapter_that_is_not_there_is_refused_by_name(run: EngineRun) -> None:
     with pytest.raises(RequestRefused) as caught:
         run.add(prompt_of(run.engine, 20), adapter="absent")
     assert caught.value.code is RefusalCode.INVALID_REQUEST

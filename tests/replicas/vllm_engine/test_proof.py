@@ -9,7 +9,7 @@ from replicas.errors import StartupError
 from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from tests.replicas.builders import OTHER_ROOT
-from tests.replicas.engine_contract import Run, run
+from tests.replicas.engine_contract import EngineRun, run
 
 if TYPE_CHECKING:
     from replicas.vllm_engine.engine import VllmEngine
@@ -24,7 +24,7 @@ def engine(adapted_engine: "VllmEngine") -> "VllmEngine":
     return adapted_engine
 
 
-def test_a_translation_with_another_root_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_translation_with_another_root_is_refused(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from replicas.vllm_engine import translation
 
     monkeypatch.setattr(translation, "_root", lambda extra_keys: OTHER_ROOT)
@@ -32,7 +32,9 @@ def test_a_translation_with_another_root_is_refused(run: Run, monkeypatch: pytes
         prove_hashes(run.engine, random.Random(1))
 
 
-def test_a_translation_that_loses_the_chain_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_translation_that_loses_the_chain_is_refused(
+    run: EngineRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from replicas.vllm_engine import hash_map
 
     def unchained(root: BlockHash, token_ids: Any, block_size: int, **named: Any) -> list[BlockHash]:
@@ -45,14 +47,14 @@ def test_a_translation_that_loses_the_chain_is_refused(run: Run, monkeypatch: py
 
 
 def test_a_translation_that_reports_nothing_is_refused(
-    run: Run, engine: "VllmEngine", monkeypatch: pytest.MonkeyPatch
+    run: EngineRun, engine: "VllmEngine", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.core, "take_events", list)
     with pytest.raises(StartupError, match="did not report block 0"):
         prove_hashes(run.engine, random.Random(1))
 
 
-def test_the_proof_runs_with_every_adapter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_runs_with_every_adapter(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
     add = run.engine.add
 
@@ -74,7 +76,7 @@ def test_the_proof_runs_with_every_adapter(run: Run, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_mapping_that_is_broken_for_adapters_alone_is_refused_by_the_proof(
-    run: Run, monkeypatch: pytest.MonkeyPatch, root: Any, sentence: str
+    run: EngineRun, monkeypatch: pytest.MonkeyPatch, root: Any, sentence: str
 ) -> None:
     from replicas.vllm_engine import translation
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.replicas.engine_contract import Run, prompt_of, run
+from tests.replicas.engine_contract import EngineRun, prompt_of, run
 
 __all__ = ["run"]
 
 pytestmark = pytest.mark.vllm
 
 
-def test_it_draws_what_it_would_have_drawn_with_its_prompt_in_one_step(run: Run) -> None:
+def test_it_draws_what_it_would_have_drawn_with_its_prompt_in_one_step(run: EngineRun) -> None:
     prompt = prompt_of(run.engine, 600)
     in_pieces = run.generate(prompt, max_tokens=8, temperature=1.0, seed=11)
     at_once = run.generate(prompt, max_tokens=8, temperature=1.0, seed=11)

@@ -14,7 +14,7 @@ from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import PromptUsage, StepFrame, UserTag
 from tests.replicas.builders import OTHER_ROOT, ROOT
-from tests.replicas.engine_contract import Run, prompt_of
+from tests.replicas.engine_contract import EngineRun, prompt_of
 from tests.replicas.vllm_engine.conftest import vllm_config
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def build_tiered(disk: Path | None = None, adapters: Mapping[str, str] | None = 
     return build_engine(config)[0]
 
 
-class TieredRun(Run):
+class TieredRun(EngineRun):
     """Counts copies by tier."""
 
     def __init__(self, engine: Any) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from replicas.protocol.frames import RefusalCode, TokenDelta, UserTag
 from replicas.protocol.status import Adapter, ReplicaId
+from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryPolicy
-from router.dispatch.run import Run
 from router.errors import (
     NoReplicaAvailable,
 )
@@ -178,7 +178,7 @@ async def test_adapter_and_user_are_the_same_wherever_a_generation_is_tried_or_r
         replica.script.step_seconds = 0.003
     able[0].script.refusal = RefusalCode.OVERLOADED
 
-    async def die(run: Run) -> None:
+    async def die(run: GenerationRun) -> None:
         await fleet.replicas[run.replica_id].kill()
 
     assert_complete(await generate(fleet, ADAPTED, after_first=die), num_choices=1)

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from replicas.protocol.frames import RefusalCode, TokenDelta
+from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryPolicy
-from router.dispatch.run import Run
 from router.dispatch.suspects import STORM_DEATHS
 from router.errors import (
     ContextLengthExceeded,
@@ -62,7 +62,7 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
 
-    async def die(run: Run) -> None:
+    async def die(run: GenerationRun) -> None:
         dying = fleet.replicas[run.replica_id]
         if death == "kill":
             await dying.kill()
@@ -82,7 +82,7 @@ async def test_every_attempt_announces_what_is_missing_of_the_prompt_under_an_id
     for replica in replicas:
         replica.script.step_seconds = 0.01
 
-    async def kill(run: Run) -> None:
+    async def kill(run: GenerationRun) -> None:
         await fleet.serving_replica().kill()
 
     deltas = await generate(fleet, after_first=kill)
@@ -133,7 +133,7 @@ async def test_when_no_replica_is_left_to_resume_on_the_generation_has_failed(fl
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
 
-    async def kill_all(run: Run) -> None:
+    async def kill_all(run: GenerationRun) -> None:
         for replica in fleet.replicas.values():
             await replica.kill()
 

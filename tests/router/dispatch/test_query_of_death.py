@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from replicas.protocol.frames import RefusalCode, TokenDelta
-from router.dispatch.run import Run
+from router.dispatch.generation_run import GenerationRun
 from router.errors import GenerationFailed
 from router.generation import Generation
 from tests.router.dispatched_fleet import (
@@ -171,7 +171,7 @@ async def test_a_suspect_that_survives_is_suspected_no_more(fleet: DispatchedFle
     for number in range(3):
         (await fleet.add(f"r{number}")).script.step_seconds = 0.01
 
-    async def kill(run: Run) -> None:
+    async def kill(run: GenerationRun) -> None:
         await fleet.replicas[run.replica_id].kill()
 
     deltas: list[TokenDelta] = await generate(fleet, after_first=kill)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from replicas.protocol.status import Adapter
+from router.dispatch.generation_run import GenerationRun
 from router.dispatch.outlook import Outlook
 from router.dispatch.retries import RetryPolicy
-from router.dispatch.run import Run
 from router.dispatch.waiting_room import WaitingRoom
 from router.errors import GenerationFailed, NoReplicaAvailable
 from router.generation import Generation
@@ -152,7 +152,7 @@ async def test_an_answer_that_has_begun_waits_as_well_and_goes_on(fleet: Dispatc
     fleet.outlook = Outlook(is_coming=True)
     use(fleet, wait_seconds=50, max_waiting=0)
 
-    async def kill(run: Run) -> None:
+    async def kill(run: GenerationRun) -> None:
         await fleet.replicas[run.replica_id].kill()
 
     task = asyncio.create_task(generate(fleet, changed(GENERATION, num_choices=3), after_first=kill))
@@ -166,7 +166,7 @@ async def test_an_answer_that_has_begun_and_waits_in_vain_has_failed(fleet: Disp
     fleet.outlook = Outlook(is_coming=True)
     use(fleet, wait_seconds=0.3)
 
-    async def kill(run: Run) -> None:
+    async def kill(run: GenerationRun) -> None:
         await fleet.replicas[run.replica_id].kill()
 
     with pytest.raises(GenerationFailed):

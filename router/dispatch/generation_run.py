@@ -1,4 +1,4 @@
-"""Run: one generation from its routing decision to its last token, whatever dies under it.
+"""GenerationRun: one generation from its routing decision to its last token, whatever dies under it.
 
 Owns attempts: where a generation runs now, what it has produced so far, and where it goes when that
 replica is lost or refuses. Knows no HTTP, no text, no gRPC, and not how a replica is chosen.
@@ -32,12 +32,12 @@ from router.errors import (
     RouterError,
 )
 from router.generation import Generation
-from router.observation.trace_points import AttemptTrace, RunTrace
+from router.observation.trace_points import AttemptTrace, GenerationTrace
 from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
 
 
-class Run:
+class GenerationRun:
     """Iterate for batches of deltas; `delta.key.choice` says whose. Ends when every choice has ended."""
 
     decision: Decision
@@ -45,7 +45,7 @@ class Run:
     decision_seconds: float
     """How long the table took for it."""
 
-    def __init__(self, state: DispatchState, generation: Generation, trace: RunTrace) -> None:
+    def __init__(self, state: DispatchState, generation: Generation, trace: GenerationTrace) -> None:
         assert generation.num_choices >= 1
         self._state = state
         self._generation = generation
@@ -72,7 +72,7 @@ class Run:
         """Deltas that have come and were not yet asked for."""
         return sum(attempt.inflight.num_waiting for attempt in self._attempts)
 
-    async def __aenter__(self) -> "Run":
+    async def __aenter__(self) -> "GenerationRun":
         self._state.num_running += 1
         try:
             while (seconds := self._place()) is not None:
@@ -87,7 +87,7 @@ class Run:
     ) -> None:
         self._close()
 
-    def __aiter__(self) -> "Run":
+    def __aiter__(self) -> "GenerationRun":
         return self
 
     async def __anext__(self) -> Sequence[TokenDelta]:

@@ -1,4 +1,4 @@
-"""Answer: what a request asked for, ready to run, and the text that has come of it so far.
+"""ApiRequest: what a request of a client asks for, ready to run, and the text that has come of it so far.
 
 Owns the state of each choice. Two dialects write it out in their own way; neither HTTP nor routing is
 known here.
@@ -93,7 +93,7 @@ class Dialect(Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class ApiRequest:
     model: ServedModel
     prompts: list[Prompt]
     stream: bool
