@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 TURN_SECONDS = 0.002
-"""A piece takes about this long, and at least one step of its job."""
+"""A piece takes about this long, and at least one step of its work."""
 
 
 class Turns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    def job(self) -> "Job":
-        return Job(self)
+    def long_work(self) -> "LongWork":
+        return LongWork(self)
 
     @asynccontextmanager
     async def piece(self) -> AsyncIterator[None]:
@@ -28,7 +28,7 @@ class Turns:
             await asyncio.sleep(0)
 
 
-class Job:
+class LongWork:
     """Work of many steps; `give_way` belongs after each of them."""
 
     __slots__ = ("_began", "_turns")

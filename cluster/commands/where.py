@@ -36,7 +36,7 @@ class IndexEntry(NamedTuple):
     block_hash: bytes
 
 
-class Place(NamedTuple):
+class Holding(NamedTuple):
     """What one replica's set says: `num_tokens` of the prompt lie there, as far as the chain has no hole."""
 
     model: str
@@ -72,7 +72,7 @@ def where(
     return 0
 
 
-def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Place]:
+def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Holding]:
     """At every live replica of one model, or of all. Raises RedisError."""
     places = []
     members = [BLOCKS_MARKER, *(entry.block_hash for entry in entries)]
@@ -86,11 +86,11 @@ def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> li
                     epoch = decode_record(replica_id, record_fields(values)).epoch
                     key = blocks_key(name, replica_id, epoch)
                     has_set, *held = map(bool, client.smismember(key, members))
-                    places.append(Place(name, replica_id, has_set, sum(held), _depth(entries, held)))
+                    places.append(Holding(name, replica_id, has_set, sum(held), _depth(entries, held)))
     return places
 
 
-def render(places: Sequence[Place], num_asked: int, *, has_depth: bool) -> str:
+def render(places: Sequence[Holding], num_asked: int, *, has_depth: bool) -> str:
     """`has_depth` is whether a prompt was asked for, and not a single block."""
     rows = [("MODEL", "REPLICA", "INDEX ENTRIES", *(("DEPTH",) if has_depth else ()))]
     for place in places:

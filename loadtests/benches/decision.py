@@ -52,7 +52,7 @@ STAGES = ("hash", "bucket", "overlap", "decide", "reserve+predict", "release")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HeldPrompt:
     token_ids: list[int]
     holders: tuple[ReplicaId, ...]
     """They hold the first NUM_HELD tokens."""
@@ -63,10 +63,10 @@ def random_hashes(rng: random.Random, count: int) -> list[BlockHash]:
     return [BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)]
 
 
-def prompts(kind: str, replica_ids: Sequence[ReplicaId], count: int, rng: random.Random) -> list[Prompt]:
+def prompts(kind: str, replica_ids: Sequence[ReplicaId], count: int, rng: random.Random) -> list[HeldPrompt]:
     shared = rng.choices(range(150_000), k=NUM_EVERYWHERE) if kind == "hot" else []
     return [
-        Prompt(
+        HeldPrompt(
             shared + rng.choices(range(150_000), k=NUM_TOKENS - len(shared)),
             () if kind == "cold" else (rng.choice(replica_ids),),
         )
@@ -75,7 +75,7 @@ def prompts(kind: str, replica_ids: Sequence[ReplicaId], count: int, rng: random
 
 
 def filled_table(
-    asked: Sequence[Prompt], kind: str, num_replicas: int, num_hashes: int, block_size: int
+    asked: Sequence[HeldPrompt], kind: str, num_replicas: int, num_hashes: int, block_size: int
 ) -> RoutingTable:
     """Busy replicas, whose caches hold what the prompts say and `num_hashes` others together."""
     rng = random.Random(num_replicas)
@@ -114,7 +114,7 @@ def timed(stage: Callable[[], object], times: list[float]) -> None:
     times.append((time.thread_time() - started) / BATCH)
 
 
-def practised_hasher(batch: Sequence[Prompt], block_size: int) -> ChainHasher:
+def practised_hasher(batch: Sequence[HeldPrompt], block_size: int) -> ChainHasher:
     """It has hashed what somebody holds, so often that it knows it whole."""
     hasher = ChainHasher()
     for _ in range(8):
@@ -124,7 +124,7 @@ def practised_hasher(batch: Sequence[Prompt], block_size: int) -> ChainHasher:
     return hasher
 
 
-def measure_batch(table: RoutingTable, batch: Sequence[Prompt], block_size: int) -> list[float]:
+def measure_batch(table: RoutingTable, batch: Sequence[HeldPrompt], block_size: int) -> list[float]:
     """CPU seconds per prompt of each stage, and of the whole."""
     hasher = practised_hasher(batch, block_size)
     replicas = Replicas(table.replica_ids(MODEL), table.load)

@@ -38,7 +38,7 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PromptMix:
     """Chat prompts of about 1,000 tokens: `system_words` shared by a tenant, `user_words` never repeated."""
 
     name: str
@@ -48,12 +48,12 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("shared system prompts (50 tenants, 80 % of the prompt)", 50, 800, 190),
-    Workload("no reuse at all", 0, 0, 990),
+    PromptMix("shared system prompts (50 tenants, 80 % of the prompt)", 50, 800, 190),
+    PromptMix("no reuse at all", 0, 0, 990),
 )
 
 
-def bodies(workload: Workload, count: int, *, stream: bool, max_tokens: int, seed: int) -> list[bytes]:
+def bodies(workload: PromptMix, count: int, *, stream: bool, max_tokens: int, seed: int) -> list[bytes]:
     rng = random.Random(seed)
     systems = [" ".join(rng.choices(WORDS, k=workload.system_words)) for _ in range(workload.num_tenants)]
     made = []
@@ -128,7 +128,7 @@ async def straight_loop(
 
 
 async def measure(
-    stack: LocalStack, workload: Workload, *, concurrency: int, stream: bool, max_tokens: int, count: int
+    stack: LocalStack, workload: PromptMix, *, concurrency: int, stream: bool, max_tokens: int, count: int
 ) -> None:
     requests = bodies(workload, count + count // 5, stream=stream, max_tokens=max_tokens, seed=concurrency)
     await closed_loop(stack, requests[count:], concurrency)

@@ -24,7 +24,7 @@ Default = TypeVar("Default", int, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """Where requests go."""
 
     host: str
@@ -37,7 +37,7 @@ class Replay:
     """One run. `records` grows while it is under way; `num_sent` counts what has been started."""
 
     def __init__(
-        self, target: Target, workload: Workload, prompts: Prompts, *, timeout_seconds: float
+        self, target: Endpoint, workload: Workload, prompts: Prompts, *, timeout_seconds: float
     ) -> None:
         self.records: dict[int, RequestRecord] = {}
         self.num_sent = 0
@@ -130,7 +130,7 @@ def _number(value: object, default: Default) -> int | Default:
 class _Connections:
     """Idle connections, the youngest first. One that was not left in peace is never used again."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Endpoint) -> None:
         self._target = target
         self._idle: list[tuple[Connection, float]] = []
 

@@ -21,7 +21,7 @@ import uvloop
 
 from cluster.errors import ClusterError
 from loadtests.arguments import count, positive, share
-from loadtests.load.replay import Replay, Target, show_progress
+from loadtests.load.replay import Endpoint, Replay, show_progress
 from loadtests.reports.report import RequestRecord, Slo, make_report
 from loadtests.reports.run_file import Run, RunFileError, RunInfo, Surroundings, surroundings, write_run
 from loadtests.reports.table import render
@@ -304,11 +304,11 @@ def _headers(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
-def _target(url: str, api_key: str | None) -> Target:
+def _target(url: str, api_key: str | None) -> Endpoint:
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None:
         raise ReplayError(f"a URL looks like http://host:port, not {url}")
-    return Target(
+    return Endpoint(
         parts.hostname, parts.port or 80, _headers(api_key), parts.path.rstrip("/") + "/v1/completions"
     )
 

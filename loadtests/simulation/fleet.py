@@ -14,7 +14,7 @@ from loadtests.reports.report import RequestRecord
 from loadtests.simulation.host import Feed, HostReport, VirtualHost
 from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
-from loadtests.simulation.request import PreparedRequest, VirtualRequest
+from loadtests.simulation.request import HashedRequest, VirtualRequest
 from loadtests.simulation.router import VirtualRouter
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
@@ -37,7 +37,7 @@ NUM_LOOKS = 8
 class _Run:
     """A request on its way. `virtual` is its present attempt, if it has one."""
 
-    prepared: PreparedRequest
+    prepared: HashedRequest
     router: VirtualRouter
     virtual: VirtualRequest | None = None
     routed: RoutedRequest | None = None
@@ -107,7 +107,7 @@ class VirtualFleet:
         self._decision_seconds = 0.0
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
 
-    def serve(self, requests: Sequence[PreparedRequest], *, num_warm_up: int = 0) -> FleetResult:
+    def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
         """Serve all of them, to the end. Once per fleet."""
         for kill in self._options.kills:
             self._at(kill.at, lambda kill=kill: self._kill(kill))  # type: ignore[misc]

@@ -16,7 +16,7 @@ from cluster.errors import ClusterError
 from loadtests.reports.report import Slo, make_report
 from loadtests.simulation.fleet import VirtualFleet
 from loadtests.simulation.options import FleetOptions
-from loadtests.simulation.request import PreparedRequest, prepare
+from loadtests.simulation.request import HashedRequest, prepare
 from loadtests.simulation.summary import Summary, summarise
 from loadtests.workloads import (
     GENERATORS,
@@ -86,7 +86,7 @@ def _run(job: Job) -> Summary:
 
 
 @functools.lru_cache(maxsize=2)
-def _prepared(source: Source) -> list[PreparedRequest]:
+def _prepared(source: Source) -> list[HashedRequest]:
     return prepare(load(source))
 
 

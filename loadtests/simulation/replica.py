@@ -38,7 +38,7 @@ class LoadReport:
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What a step, or a run of decoding steps, has brought."""
 
     first_tokens: list[VirtualRequest]
@@ -95,7 +95,7 @@ class VirtualReplica:
             step.decode_seconds = self._decode_seconds(step.num_steps)
             step.ends_at = step.started_at + step.decode_seconds
 
-    def advance(self, now: float) -> Outcome:
+    def advance(self, now: float) -> StepOutcome:
         """The step has ended; the next one begins."""
         step = self._step
         assert step is not None and step.ends_at == now
@@ -269,7 +269,7 @@ class VirtualReplica:
 
     # A step ends.
 
-    def _finish(self, step: Step) -> Outcome:
+    def _finish(self, step: Step) -> StepOutcome:
         first_tokens: list[VirtualRequest] = []
         finished: list[VirtualRequest] = []
         num_decoded = self._decoding.num_requests * step.num_steps
@@ -298,7 +298,7 @@ class VirtualReplica:
             self._release(request)
         self.num_computed_tokens += num_prefilled
         self._measure(step, num_prefilled, num_decoded)
-        return Outcome(first_tokens, finished, self.pool.take_events(), self.report())
+        return StepOutcome(first_tokens, finished, self.pool.take_events(), self.report())
 
     def _measure(self, step: Step, num_prefilled: int, num_decoded: int) -> None:
         seconds = step.ends_at - step.started_at

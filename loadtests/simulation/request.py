@@ -1,4 +1,4 @@
-"""PreparedRequest and VirtualRequest: a trace's request as routers see it, and as a replica serves it.
+"""HashedRequest and VirtualRequest: a trace's request as routers see it, and as a replica serves it.
 
 Owns how the ids of a trace become block hashes and buckets. Knows no time, no pool and no policy.
 """
@@ -21,7 +21,7 @@ _OUTPUT_BLOCKS_PER_REQUEST = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class HashedRequest:
     """`number` is its place in the workload; `block_hashes` are those of the prompt's full blocks."""
 
     number: int
@@ -31,11 +31,11 @@ class PreparedRequest:
     user: UserTag
 
 
-def prepare(workload: Workload) -> list[PreparedRequest]:
+def prepare(workload: Workload) -> list[HashedRequest]:
     """The workload with the hashes and buckets that routers would compute; the same for every policy."""
     hashes: dict[int, BlockHash] = {}
     return [
-        PreparedRequest(
+        HashedRequest(
             number=number,
             trace=trace,
             block_hashes=tuple(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from loadtests.simulation.host import Feed, VirtualHost
 from loadtests.simulation.options import FleetOptions
-from loadtests.simulation.request import PreparedRequest
+from loadtests.simulation.request import HashedRequest
 from replicas.protocol.status import ModelCard, ReplicaId
 from router.routing.decision import RoutingRequest
 from router.routing.overlap import ChangeOutcome
@@ -67,7 +67,7 @@ class VirtualRouter:
         self._came.setdefault(host.replica_id, []).append(host.num_received)
 
     def route(
-        self, request: PreparedRequest, num_output_tokens: int, exclude: Collection[ReplicaId]
+        self, request: HashedRequest, num_output_tokens: int, exclude: Collection[ReplicaId]
     ) -> RoutedRequest:
         """By what is known since the last `catch_up`. Raises NoReplicaAvailable."""
         num_tokens = request.trace.num_input_tokens + num_output_tokens

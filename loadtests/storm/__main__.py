@@ -32,7 +32,7 @@ from loadtests.stacks.fresh_cluster import fresh_cluster
 from loadtests.storm.bodies import StormBodies
 from loadtests.storm.clients import StormClients
 from loadtests.storm.faults import Faults, Freezer, RunningCluster, wait_healthy
-from loadtests.storm.verdict import Fault, Request, Verdict, describe, explain_wrong, judge, ttfts
+from loadtests.storm.verdict import Fault, StormRequest, Verdict, describe, explain_wrong, judge, ttfts
 
 CALM_SECONDS = 15.0
 REST_SECONDS = (1.0, 3.0)
@@ -219,8 +219,8 @@ def _left_behind(cluster: RunningCluster, at_rest: AtRest) -> list[str]:
 
 
 def print_report(
-    calm: Sequence[Request],
-    storm: Sequence[Request],
+    calm: Sequence[StormRequest],
+    storm: Sequence[StormRequest],
     faults: Sequence[Fault],
     verdict: Verdict,
     references: Sequence[str],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from loadtests.load.streaming import Connection, StreamCut
-from loadtests.storm.verdict import Failure, Request
+from loadtests.storm.verdict import Failure, StormRequest
 from loadtests.workloads.prompts import SAMPLE_WORDS
 
 PATH = "/v1/chat/completions"
@@ -39,7 +39,7 @@ class StormClients:
         self.patience_seconds = patience_seconds
         self.bodies = bodies_of(model, num_prompts, num_tokens, seed)
         self.references: list[str] = []
-        self.requests: list[Request] = []
+        self.requests: list[StormRequest] = []
         self._zero = time.monotonic()
 
     def now(self) -> float:
@@ -72,7 +72,7 @@ class StormClients:
             elif request.failure is not None:
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def ask(self, client: int, number: int, *, is_retry: bool) -> Request:
+    async def ask(self, client: int, number: int, *, is_retry: bool) -> StormRequest:
         """One attempt on a connection of its own; it never raises for what the other side does."""
         connection = Connection(self._host, self._port, keeps_events=True)
         sent, answer, failure, detail = self.now(), None, None, ""
@@ -98,7 +98,7 @@ class StormClients:
         ttft = answer.ttft if answer is not None and text else None
         if answer is not None and "x-kvasir-replica" in answer.headers:
             detail = f"{detail} ({answer.headers['x-kvasir-replica']})".strip()
-        return Request(client, number, sent, self.now(), text, ttft, failure, detail, is_retry)
+        return StormRequest(client, number, sent, self.now(), text, ttft, failure, detail, is_retry)
 
 
 def read_events(events: Sequence[bytes]) -> tuple[str, str]:

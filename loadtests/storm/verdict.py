@@ -22,7 +22,7 @@ class Failure(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StormRequest:
     """One attempt of a client. `text` is what came, whole or not."""
 
     client: int
@@ -57,10 +57,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    wrong: tuple[Request, ...]
-    failed: tuple[Request, ...]
+    wrong: tuple[StormRequest, ...]
+    failed: tuple[StormRequest, ...]
     """Those that no killed router excuses."""
-    of_killed_routers: tuple[Request, ...]
+    of_killed_routers: tuple[StormRequest, ...]
     unhealed: tuple[Fault, ...]
     left_behind: tuple[str, ...]
     hung_bodies: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def judge(
-    requests: Sequence[Request],
+    requests: Sequence[StormRequest],
     references: Sequence[str],
     faults: Sequence[Fault],
     left_behind: Sequence[str] = (),
@@ -91,20 +91,20 @@ def judge(
     )
 
 
-def is_wrong(request: Request, reference: str) -> bool:
+def is_wrong(request: StormRequest, reference: str) -> bool:
     if request.failure is None:
         return request.text != reference
     return not reference.startswith(request.text)
 
 
-def is_of_killed_router(request: Request, kills: Sequence[float]) -> bool:
+def is_of_killed_router(request: StormRequest, kills: Sequence[float]) -> bool:
     """A reset of a request that was under way at the kill. What is sent again must not fail."""
     if not request.was_cut or request.is_retry:
         return False
     return any(request.sent <= kill <= request.ended <= kill + RESET_SECONDS for kill in kills)
 
 
-def ttfts(requests: Sequence[Request], faults: Sequence[Fault] = ()) -> list[float]:
+def ttfts(requests: Sequence[StormRequest], faults: Sequence[Fault] = ()) -> list[float]:
     """Of answers that overlap none of the faults, each of which lasts until all is well again."""
     return [
         request.ttft
@@ -113,12 +113,12 @@ def ttfts(requests: Sequence[Request], faults: Sequence[Fault] = ()) -> list[flo
     ]
 
 
-def _overlap(request: Request, fault: Fault) -> bool:
+def _overlap(request: StormRequest, fault: Fault) -> bool:
     healthy = float("inf") if fault.healthy is None else fault.healthy
     return request.sent <= max(healthy, fault.ended) and request.ended >= fault.began
 
 
-def describe(request: Request) -> str:
+def describe(request: StormRequest) -> str:
     what = request.failure.value if request.failure else "answered"
     return (
         f"client {request.client}, prompt {request.prompt}, sent {request.sent:.2f} s,"
@@ -126,7 +126,7 @@ def describe(request: Request) -> str:
     )
 
 
-def explain_wrong(request: Request, reference: str, faults: Sequence[Fault]) -> str:
+def explain_wrong(request: StormRequest, reference: str, faults: Sequence[Fault]) -> str:
     """Where the texts part, and what was done to the cluster meanwhile."""
     same = 0
     for ours, theirs in zip(request.text, reference, strict=False):

@@ -35,7 +35,7 @@ def worst_bodies(size: int, *, model: str = "toy") -> Iterator[WorstBody]:
         yield WorstBody("a huge number", route, prefix + b'"seed":' + b"9" * size + b"}")
 
 
-Shape = Callable[[int], bytes]
+BodyShape = Callable[[int], bytes]
 """Size → fields of an object, as JSON."""
 
 
@@ -51,16 +51,16 @@ def _nested(depth: int, size: int) -> bytes:
     return _list_of(b"[" * depth + b"]" * depth, size)
 
 
-def _message(content: Callable[[int], bytes]) -> Shape:
+def _message(content: Callable[[int], bytes]) -> BodyShape:
     return lambda size: b'"messages":[{"role":"user","content":"' + content(size) + b'"}]'
 
 
-def _beside(name: bytes, value: Callable[[int], bytes]) -> Shape:
+def _beside(name: bytes, value: Callable[[int], bytes]) -> BodyShape:
     """A message that is harmless, and a field that is not."""
     return lambda size: b'"messages":[' + HI + b'],"' + name + b'":' + value(size)
 
 
-def _tools(parameters: Callable[[int], bytes]) -> Shape:
+def _tools(parameters: Callable[[int], bytes]) -> BodyShape:
     return _beside(
         b"tools",
         lambda size: (
@@ -71,7 +71,7 @@ def _tools(parameters: Callable[[int], bytes]) -> Shape:
     )
 
 
-def _prompt(value: Callable[[int], bytes]) -> Shape:
+def _prompt(value: Callable[[int], bytes]) -> BodyShape:
     return lambda size: b'"prompt":' + value(size)
 
 
@@ -112,7 +112,7 @@ VALUES: Mapping[str, Callable[[int], bytes]] = {
     ),
 }
 
-SHAPES: Mapping[str, Mapping[str, Shape]] = {
+SHAPES: Mapping[str, Mapping[str, BodyShape]] = {
     CHAT: {
         **{f"text: {name}": _message(_text(piece)) for name, piece in TEXTS.items()},
         **{f"tools: {name}": _tools(value) for name, value in VALUES.items()},

@@ -27,7 +27,7 @@ from replicas.engine_process.parent import (
     Built,
     Close,
     Done,
-    Failed,
+    EngineFailed,
     FromChild,
     NotBuilt,
     Refused,
@@ -111,7 +111,7 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
     loop = EngineLoop(
         engine,
         lambda frame, seconds: send(Stepped(frame, has_work=True, seconds=seconds)),
-        lambda error: send(Failed(repr(error), "".join(traceback.format_exception(error)))),
+        lambda error: send(EngineFailed(repr(error), "".join(traceback.format_exception(error)))),
     )
     loop.start()
     while (message := _next(connection)) != Close():
@@ -143,7 +143,7 @@ def _answer(engine: Engine, question: ToChild) -> FromChild:
     except RequestRefused as refused:
         return Refused(engine.has_work(), refused.code, refused.message)
     except Exception as error:  # the parent raises in its stead
-        return Failed(repr(error), traceback.format_exc())
+        return EngineFailed(repr(error), traceback.format_exc())
     return Done(engine.has_work())
 
 

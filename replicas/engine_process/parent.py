@@ -104,7 +104,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine raised what it must not."""
 
     summary: str
@@ -112,7 +112,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToChild: TypeAlias = Build | Add | AbortChoice | Step | ResetPrefixCache | StartLoop | Take | Close
-FromChild: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | Failed
+FromChild: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()
 QUESTIONS: "msgspec.msgpack.Decoder[ToChild]" = msgspec.msgpack.Decoder(ToChild)
@@ -227,7 +227,7 @@ class EngineProcess:
             answer = ANSWERS.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise EngineDied(self._obituary()) from error
-        if isinstance(answer, Failed):
+        if isinstance(answer, EngineFailed):
             died = EngineDied(answer.summary)
             died.add_note(answer.traceback)
             raise died

@@ -43,7 +43,7 @@ SERVICE_NAME = "kvasir.v2.Replica"
 MAX_SERVER_FRAME_BYTES = 32 << 20
 """A router reads no larger frame; the channel allows more, for descriptions."""
 
-Message = TypeVar("Message")
+Kind = TypeVar("Kind")
 
 
 class DescribeRequest(Struct, frozen=True):
@@ -95,10 +95,10 @@ class _Addressed(Struct, frozen=True, array_like=True):
 encode = msgspec.msgpack.Encoder().encode
 
 
-def _decoder(kind: type[Message]) -> Callable[[bytes | Raw], Message]:
+def _decoder(kind: type[Kind]) -> Callable[[bytes | Raw], Kind]:
     decode = msgspec.msgpack.Decoder(kind).decode
 
-    def decoded(encoded: bytes | Raw) -> Message:
+    def decoded(encoded: bytes | Raw) -> Kind:
         try:
             return decode(encoded)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -38,7 +38,7 @@ def sign_seconds(number: int) -> float:
     return _SIGN_SECONDS[min(number, len(_SIGN_SECONDS) - 1)]
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """What an answer has to know of the connection that it goes to."""
 
     @property
@@ -66,9 +66,9 @@ class Watcher(Protocol):
     def half_closed(self) -> None: ...
 
 
-def connection_of(scope: Scope) -> Connection | None:
+def connection_of(scope: Scope) -> ClientConnection | None:
     """None where somebody else's server runs the application."""
-    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    connection: ClientConnection | None = scope.get("extensions", {}).get(CONNECTION)
     return connection
 
 
@@ -210,7 +210,7 @@ class WhileConnected:
     def __init__(
         self,
         receive: Receive,
-        connection: Connection | None,
+        connection: ClientConnection | None,
         *,
         beat: Callable[[], Awaitable[None]],
         beat_seconds: float,

@@ -151,14 +151,14 @@ class LiveRoutes:
         rows = [live_view.node_data(node) for node in nodes]
         frontier = live_view.frontier(nodes)
         depths = {}
-        job = self._context.turns.job()
+        work = self._context.turns.long_work()
         for node in frontier:
-            held = self._fleet.overlaps(node.root.place.model, node.chain())
+            held = self._fleet.overlaps(node.root.namespace.model, node.chain())
             depths[node.number] = {replica_id: held[replica_id] * node.block_size for replica_id in held}
-            await job.give_way()
+            await work.give_way()
         for row in sorted(rows, key=lambda row: -row["end"]):
             live_view.add_holders(row, depths)
-            await job.give_way()
+            await work.give_way()
         return {
             "now": self._context.wall_clock(),
             "nodes": rows,

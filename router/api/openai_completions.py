@@ -83,7 +83,7 @@ async def _make_prompts(
     num_choices = request.n or 1
     prompts: list[Prompt] = []
     rules = TokenRules.of(request, model)
-    job = context.turns.job()
+    work = context.turns.long_work()
     async for token_ids, echo in encoded:
         first_index = len(prompts) * num_choices
         sampling = sampling_params(
@@ -110,7 +110,7 @@ async def _make_prompts(
         )
         prompt.echo = echo
         prompts.append(prompt)
-        await job.give_way()
+        await work.give_way()
     return prompts
 
 

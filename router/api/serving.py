@@ -15,8 +15,8 @@ from replicas.protocol.frames import TokenDelta
 from router.api.api_request import ApiRequest, Prompt
 from router.api.context import ApiContext, Runs
 from router.api.http import (
+    ClientConnection,
     ClientGone,
-    Connection,
     Header,
     WhileConnected,
     client_request_id,
@@ -105,7 +105,7 @@ class _Exchange:
     """One request's answer on its way out."""
 
     def __init__(
-        self, context: ApiContext, send: Send, connection: Connection | None, trace: RequestTrace
+        self, context: ApiContext, send: Send, connection: ClientConnection | None, trace: RequestTrace
     ) -> None:
         self.request_id = trace.request_id
         self.trace = trace
@@ -303,7 +303,7 @@ def _served(prompt: Prompt) -> ServedPrompt:
     )
 
 
-async def _wait_for_reader(connection: Connection, run: Runs) -> None:
+async def _wait_for_reader(connection: ClientConnection, run: Runs) -> None:
     """The generation goes on meanwhile, but not for ever: what waits takes memory."""
     while connection.is_backed_up:
         if run.num_waiting > MAX_WAITING_DELTAS:

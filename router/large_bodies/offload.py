@@ -22,11 +22,11 @@ from router.large_bodies.offload_process import (
     LENGTH,
     LOAD,
     PREPARE,
-    Load,
+    LoadTextSide,
 )
 from router.large_bodies.offload_queue import OffloadQueue, QueueFull
 from router.prompt.catalog import ModelCatalog
-from router.prompt.template import Verdict
+from router.prompt.template import TemplateVerdict
 
 PLACES = 2
 MOST_WAITING = 64
@@ -70,7 +70,7 @@ class Offload:
         self._max_prompts = max_prompts
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._verdicts: dict[Digest, Verdict] = {}
+        self._verdicts: dict[Digest, TemplateVerdict] = {}
         self._starting = asyncio.Lock()
         self._queue = OffloadQueue(
             num_places=PLACES,
@@ -95,7 +95,7 @@ class Offload:
                 raise RuntimeError(f"a request body could not be prepared:\n{outcome.traceback}")
         return outcome
 
-    async def try_out(self, digest: bytes, bundle: TokenizerBundle) -> Verdict:
+    async def try_out(self, digest: bytes, bundle: TokenizerBundle) -> TemplateVerdict:
         """Whether the bundle's chat template comes to an end. Its bodies can be prepared from then on."""
         async with self._starting:
             return await self._load(Digest(digest), bundle)
@@ -164,20 +164,20 @@ class Offload:
     def _is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    async def _load(self, digest: Digest, bundle: TokenizerBundle) -> Verdict:
+    async def _load(self, digest: Digest, bundle: TokenizerBundle) -> TemplateVerdict:
         """Once per digest and process."""
         if not self._is_running():
             self._forget()
             await self._start()
         verdict = self._verdicts.get(digest)
         if verdict is None:
-            load = msgspec.msgpack.encode(Load(digest, dict(bundle.files)))
+            load = msgspec.msgpack.encode(LoadTextSide(digest, dict(bundle.files)))
             try:
                 answer = await self._ask(LOAD, load)
             except _Hung as error:
                 self._forget()
                 raise self._refused() from error
-            verdict = self._verdicts[digest] = msgspec.msgpack.decode(answer, type=Verdict)
+            verdict = self._verdicts[digest] = msgspec.msgpack.decode(answer, type=TemplateVerdict)
         return verdict
 
     async def _start(self) -> None:

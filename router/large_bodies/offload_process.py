@@ -29,7 +29,7 @@ from router.api.prepared import Bounds, CrashedJob, Digest, Job, ModelWindow, Ou
 from router.api.preparing import prepare
 from router.errors import UnknownModel
 from router.prompt.quoting import Quoter
-from router.prompt.template import ChatTemplate, Verdict
+from router.prompt.template import ChatTemplate, TemplateVerdict
 from router.prompt.tokenizer import Tokenizer, TokenizerError
 
 LOAD, PREPARE = b"L", b"P"
@@ -75,7 +75,7 @@ class _Names:
         return sorted(name for name, window in self._windows.items() if not window.is_adapter)
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadTextSide(msgspec.Struct, frozen=True):
     digest: Digest
     files: dict[str, bytes]
 
@@ -113,7 +113,7 @@ class _Preparer:
 
     def _load(self, peer: socket.socket, control: socket.socket) -> None:
         """Answers with a Verdict. The template is tried out by a child, and never run here."""
-        load = msgspec.msgpack.decode(receive(peer), type=Load)
+        load = msgspec.msgpack.decode(receive(peer), type=LoadTextSide)
         bundle = TokenizerBundle(load.files)
         ours, theirs = socket.socketpair()
         with ours:
@@ -122,8 +122,10 @@ class _Preparer:
             try:
                 answer = receive(ours)
             except (OSError, EOFError):
-                answer = msgspec.msgpack.encode(Verdict(complaint=_NEVER_ENDS.format(bounds=self._bounds)))
-        verdict = msgspec.msgpack.decode(answer, type=Verdict)
+                answer = msgspec.msgpack.encode(
+                    TemplateVerdict(complaint=_NEVER_ENDS.format(bounds=self._bounds))
+                )
+        verdict = msgspec.msgpack.decode(answer, type=TemplateVerdict)
         with suppress(TokenizerError):  # the router finds out by itself
             tokenizer = Tokenizer(bundle)
             template = ChatTemplate.from_bundle(bundle, verdict=verdict)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
 from router.observation.recent import Origins, Recent, RecentDecision, Slot
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
-from router.observation.sightings import Known, Place, Sighting, Sightings
+from router.observation.sightings import Known, NamespaceName, Sighting, Sightings
 
 KEY_CHARACTERS = 24
 """So much of a prompt_cache_key is kept."""
@@ -79,7 +79,9 @@ class Live:
         return self.sightings.see(
             Sighting(
                 root=generation.submit.root,
-                place=Place(generation.model, None if adapter is None else adapter.name, generation.tenant),
+                namespace=NamespaceName(
+                    generation.model, None if adapter is None else adapter.name, generation.tenant
+                ),
                 block_hashes=generation.block_hashes,
                 block_size=block_size,
                 user=generation.submit.user,

@@ -120,13 +120,13 @@ def node_data(node: Node) -> dict[str, Any]:
 
 
 def _place(root: Root) -> dict[str, Any]:
-    place = root.place
+    namespace = root.namespace
     return {
         # Not the root itself: it is a key.
         "root": hashlib.blake2b(root.block_hash, digest_size=4).hexdigest(),
-        "model": place.model,
-        "adapter": place.adapter,
-        "tenant": place.tenant,
+        "model": namespace.model,
+        "adapter": namespace.adapter,
+        "tenant": namespace.tenant,
     }
 
 

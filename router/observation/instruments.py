@@ -19,7 +19,7 @@ class Number:
         self.value: float = 0
 
 
-class Distribution:
+class HistogramSeries:
     """One series of a histogram. `counts` has one entry per bound and one for what lies beyond."""
 
     __slots__ = ("bounds", "counts", "lines", "total")
@@ -80,14 +80,14 @@ class Distributions:
         self.bounds = bounds
         self.labels = labels
         self._head = _head("histogram", name, help_text)
-        self._series: dict[tuple[str, ...], Distribution] = {}
+        self._series: dict[tuple[str, ...], HistogramSeries] = {}
         if not labels:
             self.of()
 
-    def of(self, *values: str) -> Distribution:
+    def of(self, *values: str) -> HistogramSeries:
         distribution = self._series.get(values)
         if distribution is None:
-            distribution = self._series[values] = Distribution(self.bounds, tuple(self._lines(values)))
+            distribution = self._series[values] = HistogramSeries(self.bounds, tuple(self._lines(values)))
         return distribution
 
     def text(self) -> str:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from replicas.protocol.frames import PromptUsage
 from router.errors import ErrorKind, HeadFault
-from router.observation.instruments import Distribution, Distributions, Number, Numbers
+from router.observation.instruments import Distributions, HistogramSeries, Number, Numbers
 from router.observation.part_metrics import PartMetrics
 from router.observation.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.observation.tenant_labels import TenantLabels
@@ -337,11 +337,11 @@ class RouterMetrics(Collector):
 
 @dataclass(slots=True, kw_only=True)
 class _ModelSeries:
-    ttft: Distribution
-    e2e: Distribution
-    tpot: Distribution
-    itl: Distribution
-    prepare: Distribution
+    ttft: HistogramSeries
+    e2e: HistogramSeries
+    tpot: HistogramSeries
+    itl: HistogramSeries
+    prepare: HistogramSeries
     prompt_tokens: Number
     computed_tokens: Number
     own_tokens: Number
@@ -352,7 +352,7 @@ class _ModelSeries:
     slower_tier_tokens: Number
     output_tokens: Number
     overlap_tokens: Number
-    overlap_error: Distribution
+    overlap_error: HistogramSeries
 
     def count(self, usage: PromptUsage) -> None:
         cached, own, cross_user = usage.num_cached_tokens, usage.num_own_tokens, usage.num_cross_user_tokens
@@ -373,7 +373,7 @@ class _TenantSeries:
     cached_tokens: Number
     cross_user_tokens: Number
     output_tokens: Number
-    ttft: Distribution
+    ttft: HistogramSeries
 
     def count(self, usage: PromptUsage) -> None:
         self.prompt_tokens.value += usage.num_prompt_tokens

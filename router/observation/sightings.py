@@ -35,7 +35,7 @@ MAX_USERS = 12
 MAX_BEGINNINGS = 4096
 
 
-class Place(msgspec.Struct, frozen=True):
+class NamespaceName(msgspec.Struct, frozen=True):
     """A namespace, in words: what the chains of one root belong to."""
 
     model: str
@@ -48,7 +48,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
     that is too short; times are seconds of one clock, `decided_at` before `ended_at`."""
 
     root: BlockHash
-    place: Place
+    namespace: NamespaceName
     block_hashes: Sequence[BlockHash]
     block_size: int
     user: UserTag
@@ -172,7 +172,7 @@ class Node:
 @dataclass(slots=True, eq=False)
 class Root:
     block_hash: BlockHash
-    place: Place
+    namespace: NamespaceName
     children: dict[bytes, Node] = field(default_factory=dict)
 
 
@@ -233,7 +233,7 @@ class Sightings:
         packed = b"".join(islice(sighting.block_hashes, self._max_blocks))
         root = self._roots.get(sighting.root)
         if root is None:
-            root = Root(sighting.root, sighting.place)
+            root = Root(sighting.root, sighting.namespace)
         path = list(self._walk(root, packed))
         known = self._known(path, sighting)
         end = path[-1].end if path else 0

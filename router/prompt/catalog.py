@@ -19,7 +19,7 @@ from router.generation import DEFAULT_TENANT
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
-from router.prompt.template import ChatTemplate, Verdict
+from router.prompt.template import ChatTemplate, TemplateVerdict
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,12 @@ class ModelCatalog:
         self._complaints: set[str] = set()
 
     def add(
-        self, card: ModelCard, bundle: TokenizerBundle, *, created: int = 0, verdict: Verdict | None = None
+        self,
+        card: ModelCard,
+        bundle: TokenizerBundle,
+        *,
+        created: int = 0,
+        verdict: TemplateVerdict | None = None,
     ) -> None:
         """Serve `card` under its name, in place of an earlier card. Takes seconds for a large
         vocabulary: call it in a thread. Raises TokenizerError. Without a verdict on it the chat template is

@@ -36,7 +36,7 @@ class TooMuchWork(Exception):
     """The conversation takes more than may be done while others wait."""
 
 
-class Refusal(ValueError):
+class TemplateRefusal(ValueError):
     """The template has called `raise_exception`."""
 
 
@@ -65,7 +65,7 @@ class FastEngine:
         self._environment.fuel = fuel
         try:
             return self._environment.render_template("chat", **variables)
-        except Refusal:
+        except TemplateRefusal:
             raise
         except (minijinja.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise TooMuchWork from error
@@ -175,4 +175,4 @@ def _raise_exception(message: str) -> str:
 
 
 def _raise_plainly(message: str) -> str:
-    raise Refusal(message)
+    raise TemplateRefusal(message)

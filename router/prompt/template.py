@@ -21,7 +21,7 @@ from replicas.protocol.status import TokenizerBundle
 from router.prompt.engines import (
     FUEL,
     Clock,
-    Refusal,
+    TemplateRefusal,
     TooMuchWork,
     compile_fast,
     compile_reference,
@@ -51,17 +51,17 @@ class TemplateError(ValueError):
     """The template is missing or refused this conversation. The message is fit for the client."""
 
 
-class Trial(msgspec.Struct, frozen=True):
+class TemplateTrial(msgspec.Struct, frozen=True):
     """What came of trying a template out: the engine that renders it, and whether its work has a bound."""
 
     engine: str
     is_bounded: bool
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class TemplateVerdict(msgspec.Struct, frozen=True):
     """Of all templates of a model, by name; or what is wrong with one of them."""
 
-    trials: dict[str, Trial] = {}
+    trials: dict[str, TemplateTrial] = {}
     complaint: str | None = None
 
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str],
         clock: Clock = datetime.now,
-        verdict: Verdict | None = None,
+        verdict: TemplateVerdict | None = None,
     ) -> None:
         self._special_tokens = dict(special_tokens)
         self._complaint = MISSING if verdict is None or verdict.complaint is None else verdict.complaint
@@ -89,14 +89,14 @@ class ChatTemplate:
 
     @classmethod
     def from_bundle(
-        cls, bundle: TokenizerBundle, clock: Clock = datetime.now, *, verdict: Verdict | None = None
+        cls, bundle: TokenizerBundle, clock: Clock = datetime.now, *, verdict: TemplateVerdict | None = None
     ) -> "ChatTemplate":
         config = _tokenizer_config(bundle)
         return cls(_sources(bundle, config), _special_tokens(config), clock, verdict)
 
     @property
-    def verdict(self) -> Verdict:
-        return Verdict({name: template.trial for name, template in self._templates.items()})
+    def verdict(self) -> TemplateVerdict:
+        return TemplateVerdict({name: template.trial for name, template in self._templates.items()})
 
     @property
     def is_missing(self) -> bool:
@@ -156,7 +156,7 @@ class ChatTemplate:
 
 
 class _CompiledTemplate:
-    def __init__(self, source: str, trial: Trial, clock: Clock) -> None:
+    def __init__(self, source: str, trial: TemplateTrial, clock: Clock) -> None:
         self.trial = trial
         self._reference = compile_reference(source, clock)
         self._fast = compile_fast(source, clock) if trial.engine == MINIJINJA else None
@@ -166,7 +166,7 @@ class _CompiledTemplate:
             raise TooMuchWork
         try:
             return self._fast.render_within(FUEL, variables)
-        except Refusal as error:
+        except TemplateRefusal as error:
             raise _refused(str(error)) from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -187,11 +187,11 @@ def _refused(message: str | None) -> TemplateError:
     return TemplateError(f"the chat template refused these messages: {message}")
 
 
-def _try_out(source: str, special_tokens: Mapping[str, str]) -> Trial:
+def _try_out(source: str, special_tokens: Mapping[str, str]) -> TemplateTrial:
     fast = compile_fast(source, datetime.now)
     if fast is None or not render_alike(source, special_tokens):
-        return Trial(JINJA2, is_bounded=False)
-    return Trial(MINIJINJA, is_bounded(source))
+        return TemplateTrial(JINJA2, is_bounded=False)
+    return TemplateTrial(MINIJINJA, is_bounded(source))
 
 
 def _tokenizer_config(bundle: TokenizerBundle) -> Mapping[str, Any]:

@@ -37,13 +37,13 @@ async def test_one_job_of_many_does_one_piece_in_a_pass() -> None:
     turns, passes = Turns(), Passes()
 
     async def work() -> None:
-        job = turns.job()
+        long = turns.long_work()
         for _ in range(NUM_STEPS):
             passes.did()
             until = time.monotonic() + STEP_SECONDS
             while time.monotonic() < until:
                 pass
-            await job.give_way()
+            await long.give_way()
 
     watching = asyncio.create_task(passes.run())
     async with asyncio.TaskGroup() as tasks:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.load.replay import Replay, Target
+from loadtests.load.replay import Endpoint, Replay
 from loadtests.reports.report import RequestRecord, make_report
 from loadtests.workloads import TraceRequest, Workload
 from loadtests.workloads.prompts import Prompts
@@ -23,7 +23,7 @@ async def replay(
 ) -> list[RequestRecord]:
     prompts = Prompts("toy", 16, 1, list(range(300, 364)))
     asked = workload(count, seconds_apart=seconds_apart)
-    run = Replay(Target("127.0.0.1", port, {}), asked, prompts, timeout_seconds=timeout_seconds)
+    run = Replay(Endpoint("127.0.0.1", port, {}), asked, prompts, timeout_seconds=timeout_seconds)
     await run.run()
     return [run.records[number] for number in range(count)]
 

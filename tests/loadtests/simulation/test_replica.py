@@ -3,7 +3,7 @@
 import pytest
 
 from loadtests.simulation.replica import VirtualReplica
-from loadtests.simulation.request import ROOT, PreparedRequest, VirtualRequest, prepare
+from loadtests.simulation.request import ROOT, HashedRequest, VirtualRequest, prepare
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.workloads import Workload
 from replicas.engine import EngineRequest, expand
@@ -18,7 +18,7 @@ Timeline = dict[int, tuple[float, float, int]]
 """Number of a request: when its first token came, when its last one did, and its cached tokens."""
 
 
-def virtual_request(prepared: PreparedRequest) -> VirtualRequest:
+def virtual_request(prepared: HashedRequest) -> VirtualRequest:
     return VirtualRequest(
         prepared.number,
         num_prompt_tokens=prepared.trace.num_input_tokens,
@@ -92,7 +92,7 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
     return timeline, num_preempted
 
 
-def engine_request(prepared: PreparedRequest, block_tokens: int) -> EngineRequest:
+def engine_request(prepared: HashedRequest, block_tokens: int) -> EngineRequest:
     """Equal blocks get equal tokens, and each block those of its own id."""
     token_ids = [block_id for block_id in prepared.trace.prefix_ids for _ in range(block_tokens)]
     submit = Submit(

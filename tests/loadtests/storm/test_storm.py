@@ -12,7 +12,7 @@ import pytest
 
 from loadtests.storm.clients import StormClients, read_events
 from loadtests.storm.faults import Freezer
-from loadtests.storm.verdict import ROUTER_KILL, Failure, Fault, Request, explain_wrong, judge, ttfts
+from loadtests.storm.verdict import ROUTER_KILL, Failure, Fault, StormRequest, explain_wrong, judge, ttfts
 from tests.loadtests.scripted_server import DONE, HEAD, chunk, scripted_server
 
 REFERENCES = ["one two three", "four five six"]
@@ -25,8 +25,8 @@ def request(
     ended: float = 12.0,
     failure: Failure | None = None,
     is_retry: bool = False,
-) -> Request:
-    return Request(1, 0, sent, ended, text, sent + 0.1, failure, "", is_retry)
+) -> StormRequest:
+    return StormRequest(1, 0, sent, ended, text, sent + 0.1, failure, "", is_retry)
 
 
 def fault(name: str, began: float, healthy: float | None = 20.0) -> Fault:

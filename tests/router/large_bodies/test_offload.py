@@ -16,7 +16,7 @@ from router.errors import InvalidRequest, RouterBusy
 from router.large_bodies import offload as offload_module
 from router.large_bodies.offload import Offload
 from router.prompt.catalog import ModelCatalog, bundle_digest
-from router.prompt.template import Trial
+from router.prompt.template import TemplateTrial
 from tests.router import tiny_model
 from tests.router.http_server import http_server
 from tests.router.scripted_dispatch import says
@@ -69,7 +69,7 @@ async def test_a_template_without_an_end_costs_a_model_its_chats_and_nobody_anyt
 async def test_a_good_template_is_tried_out_elsewhere_and_not_again(quick: Offload) -> None:
     bundle = tiny_model.bundle()
     verdict = await quick.try_out(bundle_digest(bundle), bundle)
-    assert verdict.trials == {"default": Trial("minijinja", is_bounded=True)}
+    assert verdict.trials == {"default": TemplateTrial("minijinja", is_bounded=True)}
 
 
 @pytest.mark.parametrize(

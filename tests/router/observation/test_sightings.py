@@ -14,9 +14,9 @@ from replicas.protocol.status import ReplicaId
 from router.observation.sightings import (
     MAX_USERS,
     Known,
+    NamespaceName,
     Node,
     PackedHashes,
-    Place,
     Sighting,
     Sightings,
     Uses,
@@ -45,7 +45,7 @@ def sighting(symbols: str, now: float, **fields: Any) -> Sighting:
     root = ROOTS[fields.pop("root", 0)]
     num_cached, num_cross = fields.pop("cached", 0), fields.pop("cross", 0)
     values: dict[str, Any] = {
-        "place": Place("toy", None, "default"),
+        "namespace": NamespaceName("toy", None, "default"),
         "user": NO_USER,
         "key": None,
         "replica_id": ReplicaId("r0"),
@@ -239,7 +239,7 @@ def test_a_nodes_chain_stays_what_it_is_while_it_is_cut_and_forgotten() -> None:
     for number, symbols in enumerate(("xxz", "xxxxyyz", "zz", "zy", "yx")):
         sightings.see(sighting(symbols, 2 + number))
         assert list(node.chain()) == chain(ROOTS[0], "xxxxyyyy")
-        assert node.root.place == Place("toy", None, "default")
+        assert node.root.namespace == NamespaceName("toy", None, "default")
     assert node.start == 6
     assert node not in sightings.recent(99)
 
