@@ -31,7 +31,8 @@ from router.dispatch.overdue import OverdueWatch
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.index_mirror import IndexMirror
-from router.fleet.membership import Membership, RegistrySource
+from router.fleet.membership import Membership
+from router.fleet.registry_source import RegistrySource
 from router.live_page.fleet_source import FleetSource
 from router.observation.access_log import log_request
 from router.observation.loop_lag import LoopLag

@@ -27,8 +27,6 @@ from loadtests.reports.report import Slo
 from loadtests.reports.run_file import Run, RunFileError, read_run, write_run
 from loadtests.stacks.fresh_cluster import FreshCluster, fresh_cluster
 
-__all__ = ["LoadtestError", "run"]
-
 BUSY_PERCENT = 30.0
 INTERRUPTED = 130
 HTML, MARKDOWN, LOGS = "report.html", "report.md", "logs"

@@ -26,18 +26,6 @@ from replicas.protocol.status import TokenizerBundle
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointHeaders",
-    "files_fingerprint",
-    "fingerprint",
-    "load_checkpoint",
-    "load_headers",
-    "tokenizer_bundle",
-    "weight_files",
-]
-
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")

@@ -1,7 +1,7 @@
 """Membership: who is in the fleet just now, with one open stream to each.
 
 Owns the clients and who stands in the routing table. Does not know requests; what it is told comes
-from a source (`replica_sources.py`) and from the streams themselves, which know of a death first.
+from a source (`registry_source.py`) and from the streams themselves, which know of a death first.
 
     registry            stream               then
     lease, same epoch   up                   routed to
@@ -25,21 +25,12 @@ from replicas.protocol.call_tokens import Audience, Caller, Role
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
+from router.dispatch.inflight import ReplicaLost
 from router.dispatch.outlook import Outlook
-from router.fleet.replica_client import ReplicaClient, ReplicaLost
-from router.fleet.replica_sources import RegistrySource, ReplicaRecords, ReplicaSource, StaticSource
+from router.fleet.registry_source import ReplicaRecords, ReplicaSource
+from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic
 from router.routing.table import RoutingTable
-
-__all__ = [
-    "Member",
-    "Membership",
-    "MembershipStatistics",
-    "RegistrySource",
-    "ReplicaRecords",
-    "ReplicaSource",
-    "StaticSource",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from router.dispatch.inflight import Inflight, Mailbox, ReplicaLost
 from router.fleet.replica_channel import ReplicaChannel
 from router.fleet.replica_words import ReplicaWords, Traffic
 
-__all__ = ["Description", "Inflight", "Mailbox", "ReplicaClient", "ReplicaLost"]
-
 MAX_FRAME_BYTES = 1 << 20
 """Of submits in one ClientFrame: many long prompts in one turn become several frames."""
 

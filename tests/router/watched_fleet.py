@@ -15,7 +15,8 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.errors import NoReplicaAvailable, UnknownModel
-from router.fleet.membership import Membership, RegistrySource, ReplicaSource
+from router.fleet.membership import Membership
+from router.fleet.registry_source import RegistrySource, ReplicaSource
 from router.routing.cost import CostParameters
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutingTable

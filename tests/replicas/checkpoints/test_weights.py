@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replicas.checkpoints.model_config import read_model_config
-from replicas.checkpoints.weights import CheckpointError, fingerprint, load_checkpoint, tokenizer_bundle
+from replicas.checkpoints.model_config import CheckpointError, read_model_config
+from replicas.checkpoints.weights import fingerprint, load_checkpoint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.loadable import complaint
 from replicas.torch_engine.model import Decoder

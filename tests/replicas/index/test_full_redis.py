@@ -18,7 +18,7 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord, events_key
 from replicas.protocol.status import ReplicaId, ReplicaState
 from replicas.registration import Registration
-from router.fleet.replica_sources import RegistrySource
+from router.fleet.registry_source import RegistrySource
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, read_record, read_set
 from tests.replicas.waiting import until

@@ -22,7 +22,7 @@ from replicas.protocol.blocks import (
 from replicas.protocol.call_tokens import METADATA_KEY, Audience, Caller, Role
 from replicas.protocol.cluster_secret import Purpose, derive
 from replicas.protocol.frames import SamplingParams, Submit
-from replicas.serving.server import SERVICE_NAME
+from replicas.protocol.wire import SERVICE_NAME
 from tests.replicas.mirror import connect, read_changes, read_set
 from tests.replicas.router_client import RouterClient
 from tests.replicas.whole_replica import MODEL, REPLICA, config, until

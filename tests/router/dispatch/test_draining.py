@@ -17,8 +17,9 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import Abort, RefusalCode
 from replicas.protocol.status import ReplicaId, ReplicaState
 from router.dispatch.dispatcher import Dispatcher
-from router.fleet.membership import Membership, RegistrySource
-from router.fleet.replica_client import ReplicaLost
+from router.dispatch.inflight import ReplicaLost
+from router.fleet.membership import Membership
+from router.fleet.registry_source import RegistrySource
 from router.generation import Generation
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable

@@ -17,7 +17,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 from router.fleet.index_mirror import IndexMirror
-from router.fleet.membership import RegistrySource
+from router.fleet.registry_source import RegistrySource
 from router.routing.overlap import PrefixIndex
 from tests.router.scripted_replica import eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
@@ -128,7 +128,7 @@ async def test_no_load_of_one_replica_keeps_the_others_from_being_decided_on(
 async def test_more_names_than_one_look_takes_do_not_hide_who_is_known(
     world: World, registry: Registry, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.replica_sources.MAX_NAMES_PER_LOOK", 8)
+    monkeypatch.setattr("router.fleet.registry_source.MAX_NAMES_PER_LOOK", 8)
     await registry.put(await start("r0"))
     await world.wait_routed("r0")
     await registry.redis.sadd(keys.replicas_key("toy"), *(f"a{number}" for number in range(50)))

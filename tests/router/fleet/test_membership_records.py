@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from replicas.protocol.keys import replica_key, replicas_key
-from replicas.protocol.status import Adapter, Epoch, ReplicaId, ReplicaState
-from router.fleet.membership import RegistrySource, StaticSource
-from router.fleet.replica_sources import forget
+from replicas.protocol.status import Adapter, ReplicaId, ReplicaState
+from router.fleet.registry_source import RegistrySource, forget
 from tests.router.scripted_replica import CARD, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching, world
 
@@ -169,29 +168,3 @@ async def test_an_id_that_registers_again_at_the_last_moment_stays(registry: Reg
     await registry.end_lease(replica)
     await forget(registry.redis, "toy", replica.replica_id)
     assert await registry.redis.smembers(replicas_key("toy")) == set()
-
-
-async def test_a_static_list_of_addresses_needs_no_registry(start: Start, free_port: int) -> None:
-    replica = await start()
-    addresses = [replica.address, f"127.0.0.1:{free_port}"]
-    async with watching(StaticSource(addresses, POLL_SECONDS)) as world:
-        await world.wait_routed("r0")
-        await start("r1", port=free_port)
-        await world.wait_routed("r0", "r1")
-        await replica.kill()
-        await world.wait_routed("r1")
-        await eventually(lambda: len(world.membership.members()) == 1)
-
-
-async def test_a_static_replica_that_restarts_comes_back_under_its_new_epoch(start: Start) -> None:
-    replica = await start()
-    async with watching(StaticSource([replica.address], POLL_SECONDS)) as world:
-        await world.wait_routed("r0")
-        await replica.kill()
-        replica.epoch = Epoch("e1")
-        await replica.start()
-        await eventually(
-            lambda: (
-                [member.record.epoch for member in world.membership.members() if member.is_routed] == ["e1"]
-            )
-        )

@@ -9,7 +9,7 @@ import pytest
 from replicas.host import ReplicaHost
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.status import ReplicaId
-from router.fleet.membership import ReplicaRecords
+from router.fleet.registry_source import ReplicaRecords
 from tests.replicas.whole_replica import MODEL, config
 from tests.router.scripted_replica import eventually
 from tests.router.watched_fleet import World, watching

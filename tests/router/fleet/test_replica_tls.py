@@ -12,8 +12,9 @@ import pytest
 from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles, server_credentials
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
-from router.fleet.membership import RegistrySource
-from router.fleet.replica_client import ReplicaClient, ReplicaLost
+from router.dispatch.inflight import ReplicaLost
+from router.fleet.registry_source import RegistrySource
+from router.fleet.replica_client import ReplicaClient
 from tests.certificates import REPLICA_NAME, Authority, copied
 from tests.own_log import own_records
 from tests.router.scripted_replica import ScriptedReplica, asking, eventually, token_at

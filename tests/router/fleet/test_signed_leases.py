@@ -26,8 +26,8 @@ from replicas.protocol.keys import (
 from replicas.protocol.lease_seal import REASONS, LeaseRefused, LeaseSeal
 from replicas.protocol.status import Adapter, Epoch, ReplicaId, ReplicaState
 from replicas.registration import Registration
-from router.fleet import replica_sources
-from router.fleet.membership import RegistrySource
+from router.fleet import registry_source
+from router.fleet.registry_source import RegistrySource
 from tests.router.scripted_replica import CARD, eventually
 from tests.router.watched_fleet import POLL_SECONDS, Registry, Start, World, registry, start, watching
 
@@ -243,7 +243,7 @@ async def test_an_earlier_heartbeat_is_not_believed_while_a_later_one_is_fresh(
     assert source.num_refused["old"] == 1
     assert not await look(replace(RECORD, epoch=Epoch("e9"), order=6, beat=100))
     assert await look(replace(RECORD, epoch=Epoch("e1"), order=8, beat=1))
-    now += replica_sources.OLD_SECONDS
+    now += registry_source.OLD_SECONDS
     assert await look(replace(RECORD, epoch=Epoch("e2"), order=1, beat=1))  # Redis came back empty
     await views.aclose()  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from replicas.protocol.status import ModelCard, TokenizerBundle
-from router.fleet.membership import RegistrySource
+from router.fleet.registry_source import RegistrySource
 from router.live_page.fleet_source import NOT_CONNECTED, FleetSource
 from router.live_page.live_view import MAX_COMPLAINT, LiveReplica, replicas_data
 from tests.own_log import own_records

@@ -1,7 +1,6 @@
-"""Where replicas are found: the registry in Redis, or a fixed list of addresses.
+"""RegistrySource: which replicas hold a lease in Redis, looked up again and again.
 
-Owns the reading of leases. Does not know routing tables or streams: a view is what the source
-believes now, and `membership.py` decides what follows from it.
+Owns the reading of leases. A view is what the registry says now; `membership.py` decides what follows.
 """
 
 import asyncio
@@ -18,7 +17,6 @@ from redis.exceptions import RedisError, ResponseError, WatchError
 
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
-from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import (
     MODELS_KEY,
     RECORD_FIELDS,
@@ -31,8 +29,7 @@ from replicas.protocol.keys import (
     replicas_key,
 )
 from replicas.protocol.lease_seal import MALFORMED, OLD, REASONS, LeaseRefused, LeaseSeal
-from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
-from router.fleet.replica_client import ReplicaClient, ReplicaLost
+from replicas.protocol.status import Epoch, ReplicaId
 
 logger = logging.getLogger(__name__)
 
@@ -241,56 +238,6 @@ async def forget(redis: "Redis", model: str, replica_id: ReplicaId) -> None:
         pipeline.srem(replicas_key(model), replica_id)
         with contextlib.suppress(WatchError):
             await pipeline.execute()
-
-
-class StaticSource:
-    """Replicas at known addresses, without a registry: a replica that answers is alive."""
-
-    def __init__(self, addresses: Sequence[str], poll_seconds: float = 2.0) -> None:
-        self._addresses = tuple(dict.fromkeys(addresses))
-        self._poll_seconds = poll_seconds
-        self.num_refused: Mapping[str, int] = {}
-
-    async def views(self) -> AsyncIterator[ReplicaRecords]:
-        async with contextlib.AsyncExitStack() as stack:
-            clients: list[ReplicaClient] = []
-            for address in self._addresses:
-                # Only ever describes; who it is comes with the answer.
-                client = ReplicaClient(ReplicaId(address), address, lambda *_: None)
-                stack.push_async_callback(client.close)
-                clients.append(client)
-            while True:
-                raise_if_cancelled()
-                yield await self._look(clients)
-                await asyncio.sleep(self._poll_seconds)
-
-    async def _look(self, clients: Sequence[ReplicaClient]) -> ReplicaRecords:
-        async with asyncio.TaskGroup() as tasks:
-            looks = [tasks.create_task(self._describe(client)) for client in clients]
-        view: dict[str, dict[ReplicaId, ReplicaRecord]] = {}
-        for look in looks:
-            if (found := look.result()) is not None:
-                model, record = found
-                view.setdefault(model, {})[record.replica_id] = record
-        return view
-
-    async def _describe(self, client: ReplicaClient) -> tuple[str, ReplicaRecord] | None:
-        try:
-            card, _, replica_id, epoch = await client.describe(
-                include_tokenizer=False, timeout_seconds=TIMEOUT_SECONDS
-            )
-        except ReplicaLost:
-            return None
-        record = ReplicaRecord(
-            replica_id=replica_id,
-            epoch=epoch,
-            address=client.address,
-            state=ReplicaState.READY,
-            card_digest=card.digest(),
-            last_change=0,
-            load=LoadSnapshot(),
-        )
-        return card.name, record
 
 
 async def _answer(question: Awaitable[object]) -> object:
