@@ -19,7 +19,7 @@ from loadtests.workloads.generators import (
     short_prompts,
     zipf_b2b,
 )
-from loadtests.workloads.ideal import IdealHits, ideal_hit_rate, ideal_hits
+from loadtests.workloads.ideal import IdealHits, ideal_hits
 from loadtests.workloads.traces import read_trace
 from loadtests.workloads.workload import (
     Message,
@@ -66,7 +66,6 @@ __all__ = [
     "cross_user",
     "first_requests",
     "first_seconds",
-    "ideal_hit_rate",
     "ideal_hits",
     "key_per_request",
     "mixed",
@@ -78,7 +77,6 @@ __all__ = [
     "read_trace",
     "same_head",
     "scale",
-    "shared_prefix",
     "short_prompts",
     "shrink",
     "without_keys",

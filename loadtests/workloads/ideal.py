@@ -45,7 +45,3 @@ def ideal_hits(workload: Workload, *, hit_tokens: int | None = None, warm_up: in
             writers[prefix_id] = request.user
     total = sum(request.num_input_tokens for request in workload.requests[warm_up:])
     return IdealHits(num_cached / total, num_cross_user / total) if total else IdealHits(0.0, 0.0)
-
-
-def ideal_hit_rate(workload: Workload, *, hit_tokens: int | None = None) -> float:
-    return ideal_hits(workload, hit_tokens=hit_tokens).token_hit_rate
