@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import tokenizers
 
@@ -20,8 +19,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.hardware import HARDWARE
-
-TOY_MODEL = Path(__file__).parent / "toy_model"
+from replicas.toy_model import checkpoint_directory
 
 REPLACEMENT = "\ufffd"
 
@@ -49,7 +47,7 @@ def _build_vllm(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
 
 def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     """The checkpoint lends its vocabulary, its tokenizer and its name; nothing is computed with it."""
-    directory = Path(config.model) if config.model is not None else TOY_MODEL
+    directory = checkpoint_directory(config.model)
     check_simulation(config)
     hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed
     model = read_model_config(directory)

@@ -16,8 +16,9 @@ from replicas.checkpoints.model_config import (
 )
 from replicas.checkpoints.weights import tokenizer_bundle, weight_files
 from replicas.config import ReplicaConfig
-from replicas.engines import TOY_MODEL, check_simulation, check_vllm_is_here, read_tokenizer
+from replicas.engines import check_simulation, check_vllm_is_here, read_tokenizer
 from replicas.errors import StartupError
+from replicas.toy_model import checkpoint_directory
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 def complaint(config: ReplicaConfig) -> str | None:
     """One sentence, the one that the replica would have ended with; None if nothing speaks against it."""
     try:
-        _check(config, Path(config.model) if config.model is not None else TOY_MODEL)
+        _check(config, checkpoint_directory(config.model))
     except Exception as error:  # as at a replica's start, where nothing that an engine raises is let through
         logger.info("the model of %s would not load", config.replica_id, exc_info=True)
         return str(error) or repr(error)

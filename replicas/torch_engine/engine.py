@@ -22,8 +22,8 @@ from replicas.torch_engine.attention import KVPool, kv_bytes_per_block
 from replicas.torch_engine.model import Decoder
 from replicas.torch_engine.runner import ModelRunner
 from replicas.torch_engine.sampler import Sampler
+from replicas.toy_model import checkpoint_directory
 
-_TOY_MODEL = Path(__file__).parent.parent / "toy_model"
 _CPU_CACHE_BYTES = 128 * 2**20
 _FREE_GPU_MEMORY_RATIO = 0.85
 _SENSIBLE_CONTEXT = 256
@@ -41,7 +41,7 @@ class TorchEngine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if checkpoint is None:
-            checkpoint = load_checkpoint(Path(config.model) if config.model is not None else _TOY_MODEL)
+            checkpoint = load_checkpoint(checkpoint_directory(config.model))
         self._bundle = checkpoint.bundle()
         device = _device(config.device)
         dtype = _dtype(config.dtype, checkpoint.config, device)

@@ -1,7 +1,7 @@
 """The toy model that ships with Kvasir: where its files are.
 
-Owns the checkpoint, the text that it is made from and the script that makes it. Does not know
-engines: to the rest of the project this is one more checkpoint directory.
+Owns the checkpoint, the text that it is made from and the script that makes it. To the rest of the project
+this is one more checkpoint directory.
 """
 
 from pathlib import Path
@@ -10,3 +10,8 @@ from pathlib import Path
 def toy_model_path() -> Path:
     """The checkpoint directory: config, weights, tokenizer, chat template."""
     return Path(__file__).resolve().parent
+
+
+def checkpoint_directory(model: str | None) -> Path:
+    """Where a replica's checkpoint lies, from its setting `model`."""
+    return toy_model_path() if model is None else Path(model)

@@ -49,7 +49,7 @@ from replicas.protocol.frames import (
 )
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
-from replicas.toy_model import toy_model_path
+from replicas.toy_model import checkpoint_directory
 from replicas.vllm_engine import cpu_generator
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
@@ -101,7 +101,7 @@ class VllmEngine:
 
     def __init__(self, config: ReplicaConfig) -> None:
         _check_environment()
-        directory = Path(config.model) if config.model is not None else toy_model_path()
+        directory = checkpoint_directory(config.model)
         name = config.model_name or directory.resolve().name
         adapters = read_adapters(config.adapters or {}, name, trust_code=config.trust_code)
         self._bundle = tokenizer_bundle(directory)
