@@ -68,15 +68,15 @@ class Engine(Protocol):
         """Give back memory and devices. Nothing may be called afterwards."""
 
 
-def expand(submit: Submit, request_id: int) -> list[EngineRequest]:
-    """The choices of a Submit as engine requests, under the replica's own `request_id`.
+def expand(submit: Submit, serial: int) -> list[EngineRequest]:
+    """The choices of a Submit as engine requests, under the `serial` that the replica gave it.
 
     The first choice prefills; the others find its blocks in the cache, in the same step even.
     """
     token_ids = submit.token_ids()
-    return [EngineRequest(key, submit, token_ids) for key in keys_of(request_id, submit)]
+    return [EngineRequest(key, submit, token_ids) for key in keys_of(serial, submit)]
 
 
-def keys_of(request_id: int, submit: Submit) -> list[RequestKey]:
+def keys_of(serial: int, submit: Submit) -> list[RequestKey]:
     """Of its choices."""
-    return [RequestKey(request_id, choice) for choice in range(submit.num_choices)]
+    return [RequestKey(serial, choice) for choice in range(submit.num_choices)]

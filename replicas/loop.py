@@ -41,7 +41,7 @@ OnDeath = Callable[[BaseException], None]
 class _Add:
     """All choices of one request in one message, so that no step counts only some of them."""
 
-    request_id: int
+    serial: int
     submit: Submit
 
 
@@ -108,8 +108,8 @@ class EngineLoop:
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
         self._live: set[RequestKey] = set()
-        self._last_request_id = 0
-        self._last_counted_id = 0
+        self._last_serial = 0
+        self._last_counted_serial = 0
         self._load = LoadSnapshot(num_total_blocks=engine.card.num_blocks)
         self._meter = SpeedMeter()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -117,14 +117,14 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request_id: int, submit: Submit) -> bool:
+    def submit(self, serial: int, submit: Submit) -> bool:
         """Give a request's choices to the engine: False if it has ended and took none. From any thread.
 
-        Ids are the replica's own and ascend: a frame's `last_request_id` says how far its load counts them.
+        Serials ascend: a frame's `last_serial` says how far its load counts them.
         """
         with self._door:
             if not self._ended:
-                self._inbox.put(_Add(request_id, submit))
+                self._inbox.put(_Add(serial, submit))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:
@@ -189,8 +189,8 @@ class EngineLoop:
                 return has_news
             has_news = True
             match message:
-                case _Add(request_id, submit):
-                    for request in expand(submit, request_id):
+                case _Add(serial, submit):
+                    for request in expand(submit, serial):
                         self._add(request)
                 case _Abort(key):
                     self._live.discard(key)
@@ -199,7 +199,7 @@ class EngineLoop:
                     return None
 
     def _add(self, request: EngineRequest) -> None:
-        self._last_request_id = request.key.request_id
+        self._last_serial = request.key.number
         try:
             self._engine.add(request)
         except RequestRefused as refused:
@@ -213,11 +213,11 @@ class EngineLoop:
         frame = self._engine.step()
         seconds = self._clock() - started
         self._meter.observe(frame, seconds)
-        self._load, self._last_counted_id = self._meter.fill(frame.load), self._last_request_id
+        self._load, self._last_counted_serial = self._meter.fill(frame.load), self._last_serial
         for delta in frame.deltas:
             if delta.finish_reason is not None:
                 self._live.discard(delta.key)
-        self._on_frame(replace(frame, load=self._load, last_request_id=self._last_counted_id), seconds)
+        self._on_frame(replace(frame, load=self._load, last_serial=self._last_counted_serial), seconds)
 
     def _bury(self, death: BaseException) -> None:
         keys = list(self._live)
@@ -225,12 +225,12 @@ class EngineLoop:
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, _Add):
-                keys += keys_of(message.request_id, message.submit)
+                keys += keys_of(message.serial, message.submit)
         self._emit_errors(keys, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
         self._on_death(death)
 
     def _emit_errors(self, keys: Sequence[RequestKey], refusal: Refusal) -> None:
         if keys:
             deltas = [TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal) for key in keys]
-            frame = StepFrame(deltas=deltas, load=self._load, last_request_id=self._last_counted_id)
+            frame = StepFrame(deltas=deltas, load=self._load, last_serial=self._last_counted_serial)
             self._on_frame(frame, 0.0)

@@ -70,7 +70,7 @@ def _run(
     """The tokens that the engine adds to the prompt, and all events meanwhile."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
     try:
-        (request,) = expand(Submit(0, pack_token_ids(prompt), sampling, root, adapter=adapter), request_id=0)
+        (request,) = expand(Submit(0, pack_token_ids(prompt), sampling, root, adapter=adapter), serial=0)
         engine.add(request)
     except RequestRefused as refused:
         raise StartupError(f"the engine refuses the probe prompt: {refused.message}") from refused

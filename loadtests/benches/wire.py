@@ -55,7 +55,7 @@ def frame_of(num_deltas: int) -> ServerFrame:
 
 def submit_of(num_tokens: int) -> Submit:
     token_ids = [n * 7919 % VOCABULARY for n in range(num_tokens)]
-    return Submit(100_000, pack_token_ids(token_ids), SAMPLING, BlockHash(bytes(16)), origin_id="r" * 20)
+    return Submit(100_000, pack_token_ids(token_ids), SAMPLING, BlockHash(bytes(16)), request_id="r" * 20)
 
 
 def written(submit: Submit) -> bytes:

@@ -116,8 +116,8 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
     loop.start()
     while (message := _next(connection)) != Close():
         match message:
-            case Take(request_id, submit):
-                loop.submit(request_id, submit)
+            case Take(serial, submit):
+                loop.submit(serial, submit)
             case AbortChoice(key):
                 loop.abort(key)
             case _:

@@ -63,9 +63,9 @@ class StartLoop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-    """A request with all its choices, under the replica's own id."""
+    """A request with all its choices, under the serial that the replica gave it."""
 
-    request_id: int
+    serial: int
     submit: Submit
 
 

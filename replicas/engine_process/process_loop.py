@@ -59,12 +59,12 @@ class ProcessLoop:
         self._reader.start()
         self._writer.start()
 
-    def submit(self, request_id: int, submit: Submit) -> bool:
+    def submit(self, serial: int, submit: Submit) -> bool:
         """Give a request's choices to the engine: False if it has ended and took none. From any thread."""
         with self._door:
             if not self._ended:
-                self._live.update(keys_of(request_id, submit))
-                self._outbox.put(Take(request_id, submit))
+                self._live.update(keys_of(serial, submit))
+                self._outbox.put(Take(serial, submit))
             return not self._ended
 
     def abort(self, key: RequestKey) -> None:

@@ -51,7 +51,7 @@ class SpanTracing(Tracing):
             SpanKind.SERVER,
             {
                 **self._attributes,
-                "kvasir.request_id": submit.origin_id,
+                "kvasir.request_id": submit.request_id,
                 "gen_ai.request.choice.count": submit.num_choices,
                 "gen_ai.request.max_tokens": submit.sampling.max_tokens,
                 "kvasir.resumed_tokens": submit.num_output_tokens,

@@ -39,9 +39,9 @@ Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 
 
 class RequestKey(NamedTuple):
-    """One choice of one request. Ids are the sender's own: unique per stream, reused never."""
+    """One choice of one request. `number` is the submit id on a stream, and the serial inside a replica."""
 
-    request_id: Uint64
+    number: Uint64
     choice: Uint32
 
 
@@ -96,7 +96,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
 
 class Submit(Struct, frozen=True, omit_defaults=True):
-    """Run one prompt.
+    """Run one prompt. `submit_id` counts the submits of a stream, from 1.
 
     `packed_tokens` is what `pack_token_ids` makes of the prompt: it is packed once in the router and unpacked
     once beside the engine. `root` is the namespace root of its block chain. The last `num_output_tokens` of
@@ -106,14 +106,14 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
-    has counted it; 0 is not known. `origin_id` is the request's id at the router, for logs; `trace_parent`
+    has counted it; 0 is not known. `request_id` is that of the client's request, for logs; `trace_parent`
     names the span that this submit belongs to, as W3C's traceparent does, and `trace_state` is the tracestate
     that comes with it. None of them changes what is done.
 
     Raises ValueError for tokens that are torn, and for more announced blocks than tokens.
     """
 
-    request_id: Uint64
+    submit_id: Uint64
     packed_tokens: bytes
     sampling: SamplingParams
     root: Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -128,7 +128,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     ] = ()
     announcement_id: Uint64 = 0
     num_expected_tokens: Uint32 = 0
-    origin_id: str = ""
+    request_id: str = ""
     trace_parent: str = ""
     trace_state: str = ""
 
@@ -152,7 +152,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
 class Abort(Struct, frozen=True, array_like=True):
     """Stop one choice, or every choice of the request (`choice` None). Unknown requests are ignored."""
 
-    request_id: Uint64
+    submit_id: Uint64
     choice: Uint32 | None = None
 
 
@@ -224,7 +224,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     `num_prefill_tokens` and `num_decode_tokens` are what the step computed, for measuring its speed.
     `started` are the requests that it was the first to compute anything of, `num_preemptions` counts those
     whose blocks it took.
-    `load` counts every request whose id is at most `last_request_id`, as far as it still lives, and no
+    `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
     other; the loop sets it, not the engine.
     """
 
@@ -233,7 +233,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     load: LoadSnapshot = LoadSnapshot()
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    last_request_id: int = 0
+    last_serial: int = 0
     started: list[RequestKey] = field(default_factory=list)
     num_preemptions: int = 0
 

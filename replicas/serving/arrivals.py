@@ -44,27 +44,27 @@ class Arrivals:
         """Those that the engine has not counted yet, each choice for itself."""
         return self._num_requests
 
-    def add(self, request_id: int, *, num_requests: int, num_tokens: int) -> None:
+    def add(self, serial: int, *, num_requests: int, num_tokens: int) -> None:
         """The engine has been given a request that would compute `num_tokens` of its prompt."""
-        self._arrivals[request_id] = _Arrival(num_requests, num_tokens)
+        self._arrivals[serial] = _Arrival(num_requests, num_tokens)
         self._num_requests += num_requests
         self._num_tokens += num_tokens
         self._load = None
 
-    def remove(self, request_id: int) -> None:
+    def remove(self, serial: int) -> None:
         """It has ended, or the engine has counted it. Unknown ones are ignored."""
-        arrival = self._arrivals.pop(request_id, None)
+        arrival = self._arrivals.pop(serial, None)
         if arrival is not None:
             self._num_requests -= arrival.num_requests
             self._num_tokens -= arrival.num_tokens
             self._load = None
 
-    def take(self, load: LoadSnapshot, last_request_id: int) -> None:
-        """The engine's own load, which counts the requests up to `last_request_id`."""
+    def take(self, load: LoadSnapshot, last_serial: int) -> None:
+        """The engine's own load, which counts the requests up to `last_serial`."""
         self._counted = load
         self._load = None
         while self._arrivals:
             oldest = next(iter(self._arrivals))
-            if oldest > last_request_id:
+            if oldest > last_serial:
                 break
             self.remove(oldest)

@@ -50,20 +50,20 @@ class Intake:
             and self._num_tokens + num_tokens <= self._max_tokens
         )
 
-    def take(self, request_id: int, submit: Submit) -> None:
-        demand = self._held[request_id] = _demand(submit)
+    def take(self, serial: int, submit: Submit) -> None:
+        demand = self._held[serial] = _demand(submit)
         self._num_sequences += demand.num_sequences
         self._num_tokens += demand.num_prompt_tokens + demand.num_sequences * demand.num_output_tokens
 
-    def end_sequence(self, request_id: int) -> None:
+    def end_sequence(self, serial: int) -> None:
         """One of the request's has ended; the prompt's tokens are held until the last one has."""
-        held = self._held[request_id]
+        held = self._held[serial]
         held.num_sequences -= 1
         self._num_sequences -= 1
         self._num_tokens -= held.num_output_tokens
         if held.num_sequences == 0:
             self._num_tokens -= held.num_prompt_tokens
-            del self._held[request_id]
+            del self._held[serial]
 
 
 def _demand(submit: Submit) -> _Held:

@@ -25,13 +25,13 @@ MATERIAL_TOKENS = 256
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that runs: the router's own id for it, and the choices that have not ended.
+    """A request that runs: the router's submit id of it, and the choices that have not ended.
 
     `announcement_id` is set while what it will store is announced.
     """
 
     stream: "RouterStream"
-    wire_id: int
+    submit_id: int
     choices: set[int]
     announcement_id: int | None = None
     trace: SubmitTrace = NO_TRACE
@@ -47,7 +47,7 @@ class RouterStream:
 
     load: LoadSnapshot
     clock: Callable[[], float]
-    open_ids: dict[int, int] = field(default_factory=dict)  # the router's request id -> the replica's own
+    serials: dict[int, int] = field(default_factory=dict)  # of the open requests, by submit id
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     overflowed: asyncio.Event = field(default_factory=asyncio.Event)
     knows_draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,6 +1,6 @@
 """ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, Drain, health.
 
-Owns the streams and the mapping between each router's request ids and the engine's. Decides nothing
+Owns the streams and what each router's submit ids are among the replica's serials. Decides nothing
 about scheduling, and does not know Redis.
 
 A request lives here from its Submit until every choice has had its last delta, was aborted, or its
@@ -63,7 +63,7 @@ HASHES_PER_BLOCK_LIST = 65_536
 class EngineInbox(Protocol):
     """What the server needs of the engine loop."""
 
-    def submit(self, request_id: int, submit: Submit) -> bool: ...
+    def submit(self, serial: int, submit: Submit) -> bool: ...
 
     def abort(self, key: RequestKey) -> None: ...
 
@@ -123,7 +123,7 @@ class ReplicaServer:
         self._intake = intake
         self._tracing = tracing or Tracing()
         self._clock = clock
-        self._request_ids = itertools.count(1)
+        self._serials = itertools.count(1)
         self._num_frames = 0
         self._open: dict[int, OpenRequest] = {}
         self._streams: list[RouterStream] = []
@@ -193,22 +193,22 @@ class ReplicaServer:
 
     def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
-        self._arrivals.take(frame.load, frame.last_request_id)
+        self._arrivals.take(frame.load, frame.last_serial)
         self._num_frames += 1
-        for request_id, _ in frame.started:
-            if (begun := self._open.get(request_id)) is not None:
+        for serial, _ in frame.started:
+            if (begun := self._open.get(serial)) is not None:
                 begun.trace.started(self._num_frames, step_seconds)
         self._waits.take(frame, step_seconds)
         for delta in frame.deltas:
-            request_id, choice = delta.key
-            request = self._open.get(request_id)
+            serial, choice = delta.key
+            request = self._open.get(serial)
             if request is None or choice not in request.choices:
                 continue  # aborted while this was on its way
             self._end_announcement(request)
             request.trace.delta(delta, self._num_frames)
             request.stream.put(
                 TokenDelta(
-                    RequestKey(request.wire_id, choice),
+                    RequestKey(request.submit_id, choice),
                     delta.token_ids,
                     delta.finish_reason,
                     delta.usage,
@@ -217,7 +217,7 @@ class ReplicaServer:
                 )
             )
             if delta.finish_reason is not None:
-                self._end_choice(request_id, request, choice)
+                self._end_choice(serial, request, choice)
         self._offer_load()
 
     async def serve(self, frames: AsyncIterator[bytes], context: Any) -> None:
@@ -310,29 +310,29 @@ class ReplicaServer:
         if refusal is not None:
             self._refuse(stream, submit, refusal)
             return
-        request_id = next(self._request_ids)
-        if not self._inbox.submit(request_id, submit):
+        serial = next(self._serials)
+        if not self._inbox.submit(serial, submit):
             self._refuse(stream, submit, Refusal(RefusalCode.ENGINE_FAILED, ENGINE_FAILED))
             return
         stream.submitted()
         num_tokens = submit.num_expected_tokens or submit.num_tokens
-        self._waits.begin(request_id)
-        self._intake.take(request_id, submit)
-        self._arrivals.add(request_id, num_requests=submit.num_choices, num_tokens=num_tokens)
+        self._waits.begin(serial)
+        self._intake.take(serial, submit)
+        self._arrivals.add(serial, num_requests=submit.num_choices, num_tokens=num_tokens)
         choices = set(range(submit.num_choices))
         trace = self._tracing.taken(submit, self._num_frames)
-        request = self._open[request_id] = OpenRequest(stream, submit.request_id, choices, trace=trace)
-        logger.debug("a request was taken request_id=%s id=%d", submit.origin_id, request_id)
-        stream.open_ids[submit.request_id] = request_id
+        request = self._open[serial] = OpenRequest(stream, submit.submit_id, choices, trace=trace)
+        logger.debug("a request was taken request_id=%s serial=%d", submit.request_id, serial)
+        stream.serials[submit.submit_id] = serial
         self._idle.clear()
         self._announce(request, submit)
         self._offer_load()
 
     def _refusal(self, stream: RouterStream, submit: Submit) -> Refusal | None:
-        if submit.request_id in stream.open_ids:
+        if submit.submit_id in stream.serials:
             # Nobody could tell the two apart, so the one that runs ends with the one that came.
-            self._abort(stream, Abort(submit.request_id))
-            return Refusal(RefusalCode.INVALID_REQUEST, f"request id {submit.request_id} is in use")
+            self._abort(stream, Abort(submit.submit_id))
+            return Refusal(RefusalCode.INVALID_REQUEST, f"submit id {submit.submit_id} is in use")
         if self._is_draining or stream.knows_draining.is_set():
             return Refusal(RefusalCode.DRAINING, "this replica is draining")
         if submit.num_choices > MAX_CHOICES:
@@ -347,27 +347,27 @@ class ReplicaServer:
     def _refuse(self, stream: RouterStream, submit: Submit, refusal: Refusal) -> None:
         self._metrics.refusals.labels(refusal.code.value).inc()
         self._tracing.refused(submit, refusal.code.value)
-        logger.debug("a request was refused request_id=%s code=%s", submit.origin_id, refusal.code.value)
+        logger.debug("a request was refused request_id=%s code=%s", submit.request_id, refusal.code.value)
         stream.submitted()
         for choice in range(min(submit.num_choices, MAX_CHOICES)):
-            key = RequestKey(submit.request_id, choice)
+            key = RequestKey(submit.submit_id, choice)
             stream.put(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))
         stream.offer_load(self.load)
 
     def _abort(self, stream: RouterStream, abort: Abort) -> None:
-        request_id = stream.open_ids.get(abort.request_id)
-        if request_id is None:
+        serial = stream.serials.get(abort.submit_id)
+        if serial is None:
             return  # it has ended meanwhile
         self._metrics.aborts.inc()
-        request = self._open[request_id]
+        request = self._open[serial]
         choices = request.choices if abort.choice is None else request.choices & {abort.choice}
         for choice in list(choices):
-            self._inbox.abort(RequestKey(request_id, choice))
-            self._end_choice(request_id, request, choice)
+            self._inbox.abort(RequestKey(serial, choice))
+            self._end_choice(serial, request, choice)
 
     def _abort_all(self, stream: RouterStream) -> None:
-        for wire_id in list(stream.open_ids):
-            self._abort(stream, Abort(wire_id))
+        for submit_id in list(stream.serials):
+            self._abort(stream, Abort(submit_id))
 
     def _offer_load(self) -> None:
         for stream in self._streams:
@@ -383,15 +383,15 @@ class ReplicaServer:
             self._announcer.end(request.announcement_id)
             request.announcement_id = None
 
-    def _end_choice(self, request_id: int, request: OpenRequest, choice: int) -> None:
+    def _end_choice(self, serial: int, request: OpenRequest, choice: int) -> None:
         request.choices.discard(choice)
-        self._intake.end_sequence(request_id)
+        self._intake.end_sequence(serial)
         if not request.choices:
             self._end_announcement(request)
             request.trace.end(self._num_frames)
-            self._waits.end(request_id)
-            self._arrivals.remove(request_id)
-            del self._open[request_id]
-            del request.stream.open_ids[request.wire_id]
+            self._waits.end(serial)
+            self._arrivals.remove(serial)
+            del self._open[serial]
+            del request.stream.serials[request.submit_id]
             if not self._open:
                 self._idle.set()

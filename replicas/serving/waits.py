@@ -16,24 +16,24 @@ class Waits:
         self._queued: dict[int, float] = {}
         self._silent: dict[int, float] = {}
 
-    def begin(self, request_id: int) -> None:
+    def begin(self, serial: int) -> None:
         """The request has been given to the engine."""
-        self._queued[request_id] = self._silent[request_id] = self._clock()
+        self._queued[serial] = self._silent[serial] = self._clock()
 
     def take(self, frame: StepFrame, step_seconds: float) -> None:
         """A frame of a step that took so long. Of several choices the first counts."""
         now = self._clock()
-        for request_id, _ in frame.started:
-            taken = self._queued.pop(request_id, None)
+        for serial, _ in frame.started:
+            taken = self._queued.pop(serial, None)
             if taken is not None:
                 # The engine takes requests up to the moment when a step begins; clocks are read around it.
                 self._metrics.queue_seconds.observe(max(0.0, now - step_seconds - taken))
         for delta in frame.deltas:
-            taken = self._silent.pop(delta.key.request_id, None)
+            taken = self._silent.pop(delta.key.number, None)
             if taken is not None and delta.refusal is None:
                 self._metrics.ttft_seconds.observe(now - taken)
 
-    def end(self, request_id: int) -> None:
+    def end(self, serial: int) -> None:
         """The request has ended, whatever came of it."""
-        self._queued.pop(request_id, None)
-        self._silent.pop(request_id, None)
+        self._queued.pop(serial, None)
+        self._silent.pop(serial, None)

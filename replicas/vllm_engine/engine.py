@@ -373,7 +373,7 @@ def _check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
 
 
 def _name(key: RequestKey) -> str:
-    return f"{key.request_id}-{key.choice}"
+    return f"{key.number}-{key.choice}"
 
 
 def _finish(reason: str | None) -> tuple[FinishReason | None, Refusal | None]:

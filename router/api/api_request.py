@@ -122,7 +122,7 @@ def make_prompt(
         model=card.name,
         token_ids=token_ids,
         submit=Submit(
-            request_id=0,
+            submit_id=0,
             packed_tokens=packed_tokens,
             sampling=sampling,
             root=root,

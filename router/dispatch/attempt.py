@@ -68,7 +68,7 @@ class Attempt:
         return Presence(
             num_uncached_tokens=self.routed.num_uncached_tokens,
             num_tokens_out=self.inflight.num_tokens // len(self.choices),
-            is_heard=self.inflight.request_id <= self.client.num_heard_submits,
+            is_heard=self.inflight.submit_id <= self.client.num_heard_submits,
             is_on_trial=self.trial is not None,
         )
 
@@ -81,7 +81,7 @@ class Attempt:
         """Stop what still runs there, and give reservation and prediction back. Called once."""
         if self.trial is not None:
             self.trial.close()
-        self.client.abort(self.inflight.request_id)
+        self.client.abort(self.inflight.submit_id)
         self.routed.close()
         self.trace.end()
 

@@ -121,7 +121,7 @@ class GenerationRun:
         if attempt is None:
             self._num_unplaced -= 1
         else:
-            attempt.client.abort(attempt.inflight.request_id, attempt.choices.index(choice))
+            attempt.client.abort(attempt.inflight.submit_id, attempt.choices.index(choice))
         self._close_choice(state)
 
     # What arrives.
@@ -154,7 +154,7 @@ class GenerationRun:
         if attempt.trial is not None and (finish is not None or attempt.has_survived):
             self._state.survived(attempt)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
-            key = RequestKey(delta.key.request_id, index)
+            key = RequestKey(delta.key.number, index)
             delta = replace(delta, key=key, usage=None if choice.has_usage else delta.usage)
         choice.has_usage = choice.has_usage or delta.usage is not None
         batch.append(delta)
@@ -252,7 +252,7 @@ class GenerationRun:
                 raise
             self._placement.patience.excluded.add(replica_id)
             return
-        routed.sent(inflight.request_id)
+        routed.sent(inflight.submit_id)
         self._placement.submitted(is_visible=self._visible)
         self.decision, self.decision_seconds = routed.decision, self._placement.routing_seconds
         suspected = self._placement.suspected
@@ -294,7 +294,7 @@ class GenerationRun:
             announced_hashes=routed.announcement.block_hashes,
             announcement_id=routed.announcement.announcement_id,
             num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
-            origin_id=self._trace.request_id,
+            request_id=self._trace.request_id,
             trace_parent=trace.trace_parent,
             trace_state=trace.trace_state,
         )

@@ -40,10 +40,10 @@ class Inflight:
     Ids count the stream's submits from 1, in the order in which they are sent.
     """
 
-    __slots__ = ("_deltas", "_mailbox", "lost", "num_tokens", "open_choices", "request_id")
+    __slots__ = ("_deltas", "_mailbox", "lost", "num_tokens", "open_choices", "submit_id")
 
-    def __init__(self, request_id: int, num_choices: int, mailbox: Mailbox) -> None:
-        self.request_id = request_id
+    def __init__(self, submit_id: int, num_choices: int, mailbox: Mailbox) -> None:
+        self.submit_id = submit_id
         self.lost: ReplicaLost | None = None
         self.num_tokens = 0  # that have arrived, over all choices
         self.open_choices = set(range(num_choices))

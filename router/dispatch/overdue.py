@@ -45,7 +45,7 @@ class OverdueWatch:
         latest = table.loads.latest(client.replica_id)
         if latest is None:
             return
-        attempts = {attempt.inflight.request_id: attempt for attempt in state.attempts_at(client)}
+        attempts = {attempt.inflight.submit_id: attempt for attempt in state.attempts_at(client)}
         tokens = {number: attempt.inflight.num_tokens for number, attempt in attempts.items()}
         pulse = self._pulses.setdefault(client, Pulse(self._seconds))
         hangs, overdue = pulse.look(latest[0], client.num_deltas, tokens, state.clock())

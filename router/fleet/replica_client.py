@@ -98,25 +98,25 @@ class ReplicaClient:
         """
         if self.lost is not None:
             raise self.lost
-        request_id = self._num_submits + 1
-        encoded = encode_submit(replace(submit, request_id=request_id))
-        self._num_submits = request_id
+        submit_id = self._num_submits + 1
+        encoded = encode_submit(replace(submit, submit_id=submit_id))
+        self._num_submits = submit_id
         self._traffic.num_submits += 1
-        inflight = Inflight(request_id, submit.num_choices, mailbox if mailbox is not None else Mailbox())
-        self._inflight[request_id] = inflight
+        inflight = Inflight(submit_id, submit.num_choices, mailbox if mailbox is not None else Mailbox())
+        self._inflight[submit_id] = inflight
         self._submits.append(encoded)
         self._outbox_filled.set()
         return inflight
 
-    def abort(self, request_id: int, choice: int | None = None) -> None:
+    def abort(self, submit_id: int, choice: int | None = None) -> None:
         """Stop a choice, or all of them; nothing more is delivered for it. What has ended is ignored."""
-        inflight = self._inflight.get(request_id)
+        inflight = self._inflight.get(submit_id)
         if inflight is None:
             return
         if choice is None or inflight.close_choice(choice):
-            del self._inflight[request_id]
+            del self._inflight[submit_id]
         self._traffic.num_aborts += 1
-        self._aborts.append(Abort(request_id, choice))
+        self._aborts.append(Abort(submit_id, choice))
         self._outbox_filled.set()
 
     async def describe(self, *, include_tokenizer: bool, timeout_seconds: float = 10.0) -> Description:
@@ -194,20 +194,20 @@ class ReplicaClient:
         self.num_deltas += len(message.deltas)
         inflights = self._inflight
         for heard in message.deltas:
-            request_id, choice = heard.key
-            inflight = inflights.get(request_id)
+            submit_id, choice = heard.key
+            inflight = inflights.get(submit_id)
             if inflight is None or choice not in inflight.open_choices:
-                if not 0 < request_id <= self._num_submits:
-                    self._words.stranger(request_id)
+                if not 0 < submit_id <= self._num_submits:
+                    self._words.stranger(submit_id)
                 continue  # aborted; this delta crossed the abort on its way
             try:
                 delta = self._words.delta(heard)
             except ValueError as error:
-                self.abort(request_id)
+                self.abort(submit_id)
                 inflight.fail(ReplicaLost(f"an answer of it breaks the contract: {error}"))
                 continue
             if delta.finish_reason is not None and inflight.close_choice(choice):
-                del inflights[request_id]
+                del inflights[submit_id]
             inflight.deliver(delta)
 
     async def _write(self, call: Call) -> None:

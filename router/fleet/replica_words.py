@@ -89,9 +89,9 @@ class ReplicaWords:
             self._refuse("delta", error)
             raise
 
-    def stranger(self, request_id: int) -> None:
+    def stranger(self, submit_id: int) -> None:
         """A delta is for a request that it was never sent."""
-        self._refuse("id", ValueError(f"there is no request {request_id}"))
+        self._refuse("id", ValueError(f"there is no submit {submit_id}"))
 
     def _loose_frame(self, encoded: bytes) -> HeardFrame:
         frame = decode_loose_frame(encoded)

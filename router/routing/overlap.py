@@ -247,38 +247,40 @@ class PrefixIndex:
         for replica in self._replicas.values():
             self._drop_announced(replica)
 
-    def predict(self, prediction_id: int, replica_id: ReplicaId, block_hashes: Collection[BlockHash]) -> None:
+    def predict(
+        self, announcement_id: int, replica_id: ReplicaId, block_hashes: Collection[BlockHash]
+    ) -> None:
         """These blocks are about to be computed at the replica: count them until the prediction ends.
 
         `block_hashes` are such as `missing` says. Predictions beyond the limit end the oldest.
         """
-        self._drop(prediction_id)  # ids are made to be unique, but others make them too
-        self._add(prediction_id, self._replica(replica_id), block_hashes, is_own=True, is_announced=False)
+        self._drop(announcement_id)  # ids are made to be unique, but others make them too
+        self._add(announcement_id, self._replica(replica_id), block_hashes, is_own=True, is_announced=False)
 
-    def end_prediction(self, prediction_id: int) -> None:
+    def end_prediction(self, announcement_id: int) -> None:
         """This router has no more to do with it. One that is announced stays until its replica ends it.
 
         Unknown ones (ended by their replica, with it, or by the limit) are ignored.
         """
-        prediction = self._predictions.get(prediction_id)
+        prediction = self._predictions.get(announcement_id)
         if prediction is not None:
             prediction.is_own = False
             if not prediction.is_announced:
-                self._drop(prediction_id)
+                self._drop(announcement_id)
 
     def _announce(self, replica: _Replica, announcement: Announcement) -> None:
-        prediction_id, block_hashes = announcement.announcement_id, announcement.block_hashes
-        own = replica.predictions.get(prediction_id)
+        announcement_id, block_hashes = announcement.announcement_id, announcement.block_hashes
+        own = replica.predictions.get(announcement_id)
         if own is not None and own.block_hashes == set(block_hashes):
             own.is_announced = True
             return
-        self._drop(prediction_id)
+        self._drop(announcement_id)
         is_own = own is not None and own.is_own
-        self._add(prediction_id, replica, block_hashes, is_own=is_own, is_announced=True)
+        self._add(announcement_id, replica, block_hashes, is_own=is_own, is_announced=True)
 
     def _add(
         self,
-        prediction_id: int,
+        announcement_id: int,
         replica: _Replica,
         block_hashes: Collection[BlockHash],
         *,
@@ -291,19 +293,19 @@ class PrefixIndex:
         while self._num_predicted_blocks + len(hashes) > self._max_predicted_blocks:
             self._drop(next(iter(self._predictions)))
         prediction = _Prediction(replica, hashes, is_own, is_announced)
-        self._predictions[prediction_id] = replica.predictions[prediction_id] = prediction
+        self._predictions[announcement_id] = replica.predictions[announcement_id] = prediction
         self._num_predicted_blocks += len(hashes)
         predicted = replica.predicted
         for block_hash in hashes:
             predicted[block_hash] = predicted.get(block_hash, 0) + 1
             self._predicted[block_hash] = self._predicted.get(block_hash, 0) | replica.bit
 
-    def _drop(self, prediction_id: int) -> None:
-        prediction = self._predictions.pop(prediction_id, None)
+    def _drop(self, announcement_id: int) -> None:
+        prediction = self._predictions.pop(announcement_id, None)
         if prediction is None:
             return
         replica = prediction.replica
-        del replica.predictions[prediction_id]
+        del replica.predictions[announcement_id]
         self._num_predicted_blocks -= len(prediction.block_hashes)
         for block_hash in prediction.block_hashes:
             count = replica.predicted[block_hash] - 1
@@ -313,26 +315,26 @@ class PrefixIndex:
                 self._unpredict(replica, block_hash)
 
     def _drop_all(self, replica: _Replica) -> None:
-        for prediction_id in list(replica.predictions):
-            self._drop(prediction_id)
+        for announcement_id in list(replica.predictions):
+            self._drop(announcement_id)
 
     def _drop_announced(self, replica: _Replica) -> None:
-        for prediction_id, prediction in list(replica.predictions.items()):
+        for announcement_id, prediction in list(replica.predictions.items()):
             prediction.is_announced = False
             if not prediction.is_own:
-                self._drop(prediction_id)
+                self._drop(announcement_id)
 
     def _cancel(self, replica: _Replica, block_hash: BlockHash) -> None:
         """The block is gone: whatever foretold it is no longer believed."""
         if block_hash not in replica.predicted:
             return
         self._unpredict(replica, block_hash)
-        for prediction_id, prediction in list(replica.predictions.items()):
+        for announcement_id, prediction in list(replica.predictions.items()):
             if block_hash in prediction.block_hashes:
                 prediction.block_hashes.remove(block_hash)
                 self._num_predicted_blocks -= 1
                 if not prediction.block_hashes:
-                    self._drop(prediction_id)
+                    self._drop(announcement_id)
 
     def _unpredict(self, replica: _Replica, block_hash: BlockHash) -> None:
         del replica.predicted[block_hash]

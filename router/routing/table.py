@@ -335,7 +335,7 @@ class RoutingTable:
         decision: Decision,
     ) -> RoutedRequest:
         # 64 bits, and never 0, which says that there is none.
-        prediction_id = 1 + (self._first_id + self._num_routed) % (2**64 - 1)
+        announcement_id = 1 + (self._first_id + self._num_routed) % (2**64 - 1)
         self._num_routed += 1
         reservation = self.loads.reserve(
             decision.replica_id,
@@ -343,15 +343,15 @@ class RoutingTable:
             num_tokens=request.num_tokens,
         )
         missing = index.missing(decision.replica_id, block_hashes)
-        index.predict(prediction_id, decision.replica_id, missing)
+        index.predict(announcement_id, decision.replica_id, missing)
 
         def end_prediction(is_computed: bool) -> None:
             if is_computed and self._clock is not None:
-                self._lingering.append((self._clock() + self._linger_seconds, index, prediction_id))
+                self._lingering.append((self._clock() + self._linger_seconds, index, announcement_id))
             else:
-                index.end_prediction(prediction_id)
+                index.end_prediction(announcement_id)
 
-        return RoutedRequest(decision, reservation, Announcement(prediction_id, missing), end_prediction)
+        return RoutedRequest(decision, reservation, Announcement(announcement_id, missing), end_prediction)
 
     def end_lingering(self) -> None:
         """Drop the predictions whose time is over: before each decision, and before somebody counts them."""
@@ -359,8 +359,8 @@ class RoutingTable:
             return
         now = self._clock()
         while self._lingering and self._lingering[0][0] <= now:
-            _, index, prediction_id = self._lingering.popleft()
-            index.end_prediction(prediction_id)
+            _, index, announcement_id = self._lingering.popleft()
+            index.end_prediction(announcement_id)
 
     def _ready(self, fleet: _Model, adapter: Adapter | None) -> Replicas:
         ready = fleet.ready.get(adapter)

@@ -27,7 +27,7 @@ SUBMIT_FIELDS = Submit.__struct_fields__
 def engine_request(
     token_ids: Sequence[int],
     *,
-    request_id: int = 1,
+    serial: int = 1,
     choice: int = 0,
     root: BlockHash = ROOT,
     max_tokens: int = 4,
@@ -37,8 +37,8 @@ def engine_request(
     own = {name: fields.pop(name) for name in SUBMIT_FIELDS if name in fields}
     params = SamplingParams(max_tokens=max_tokens, **fields)
     packed_tokens = pack_token_ids([token_id % 2**32 for token_id in token_ids])  # there are no others
-    submit = Submit(request_id, packed_tokens, params, root, **own)
-    return EngineRequest(RequestKey(request_id, choice), submit, token_ids)
+    submit = Submit(serial, packed_tokens, params, root, **own)
+    return EngineRequest(RequestKey(serial, choice), submit, token_ids)
 
 
 def request(token_ids: Sequence[int], **fields: Any) -> Request:
@@ -165,5 +165,5 @@ class FakeModel:
         return hash((request.submit.root, tuple(request.token_ids[: position + 1])))
 
 
-def tokens_of(deltas: Iterable[TokenDelta], request_id: int) -> list[int]:
-    return [token for delta in deltas if delta.key.request_id == request_id for token in delta.token_ids]
+def tokens_of(deltas: Iterable[TokenDelta], serial: int) -> list[int]:
+    return [token for delta in deltas if delta.key.number == serial for token in delta.token_ids]

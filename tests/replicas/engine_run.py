@@ -34,7 +34,7 @@ class EngineRun:
     def add(self, token_ids: Sequence[int], *, root: BlockHash = ROOT, **fields: Any) -> RequestKey:
         self._next_id += 1
         fields = {"temperature": 0.0, "ignore_eos": True, **fields}
-        request = engine_request(token_ids, request_id=self._next_id, root=root, **fields)
+        request = engine_request(token_ids, serial=self._next_id, root=root, **fields)
         self.engine.add(request)
         self.deltas[request.key] = []
         return request.key

@@ -32,11 +32,11 @@ Plain = dict[str, Any]
 Change = Callable[[random.Random, Plain, ModelCard], None]
 
 
-def fuzzed_submit(rng: random.Random, request_id: int, card: ModelCard) -> Plain:
+def fuzzed_submit(rng: random.Random, submit_id: int, card: ModelCard) -> Plain:
     """A sound request, of which one to four things are not, or may not be."""
     prompt = [rng.randrange(card.vocab_size) for _ in range(rng.randint(1, 60))]
     submit: Plain = {
-        "request_id": request_id,
+        "submit_id": submit_id,
         "packed_tokens": pack_token_ids(prompt),
         "sampling": {"max_tokens": rng.randint(1, 8), "seed": 7},
         "root": rng.randbytes(HASH_BYTES),
@@ -49,9 +49,9 @@ def fuzzed_submit(rng: random.Random, request_id: int, card: ModelCard) -> Plain
 
 def broken_submit(rng: random.Random) -> Plain:
     """One that breaks the contract of the wire, which no router does."""
-    sound = {"request_id": 1, "packed_tokens": bytes(8), "sampling": {"max_tokens": 1}, "root": bytes(16)}
+    sound = {"submit_id": 1, "packed_tokens": bytes(8), "sampling": {"max_tokens": 1}, "root": bytes(16)}
     broken = {
-        "request_id": rng.choice((-1, 1.5, None, "1")),
+        "submit_id": rng.choice((-1, 1.5, None, "1")),
         "packed_tokens": rng.choice((rng.randbytes(4 * rng.randint(0, 9) + rng.randint(1, 3)), [1, 2], "12")),
         "sampling": rng.choice(
             ({}, [], {"max_tokens": -1}, {"max_tokens": 1, "seed": -1}, {"max_tokens": 1.5})
@@ -130,7 +130,7 @@ def _names(rng: random.Random, submit: Plain, card: ModelCard) -> None:
     if rng.random() < 0.5:
         submit["adapter"] = rng.choice(("", "nobody", "\0", "../../etc", "x" * 10_000))
     submit["user"] = rng.randbytes(rng.randint(0, 16))
-    submit["origin_id"] = rng.choice(("", "a\nb", "%s %d {}", "x" * 10_000))
+    submit["request_id"] = rng.choice(("", "a\nb", "%s %d {}", "x" * 10_000))
     submit["trace_parent"] = rng.choice(
         ("", "00-zz-zz-01", "x" * 1000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01")
     )

@@ -22,10 +22,10 @@ ROOT = BlockHash(bytes(16))
 
 
 def submit(
-    request_id: int, token_ids: Sequence[int] = (1, 2, 3, 4, 5), *, max_tokens: int = 3, num_choices: int = 1
+    submit_id: int, token_ids: Sequence[int] = (1, 2, 3, 4, 5), *, max_tokens: int = 3, num_choices: int = 1
 ) -> Submit:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Submit(request_id, pack_token_ids(token_ids), sampling, ROOT, num_choices=num_choices)
+    return Submit(submit_id, pack_token_ids(token_ids), sampling, ROOT, num_choices=num_choices)
 
 
 class RouterClient:

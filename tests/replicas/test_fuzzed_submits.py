@@ -45,24 +45,24 @@ ENGINES = [
 ]
 
 
-def reference(request_id: int) -> Submit:
+def reference(submit_id: int) -> Submit:
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    prompt = [5 + (7 * n + request_id % 3) % 250 for n in range(70)]
-    return Submit(request_id, pack_token_ids(prompt), sampling, ROOT)
+    prompt = [5 + (7 * n + submit_id % 3) % 250 for n in range(70)]
+    return Submit(submit_id, pack_token_ids(prompt), sampling, ROOT)
 
 
-async def answers(client: RouterClient, request_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    found = await client.finish(*((request_id, 0) for request_id in request_ids))
+async def answers(client: RouterClient, submit_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    found = await client.finish(*((submit_id, 0) for submit_id in submit_ids))
     return [
-        tuple(token for delta in found[RequestKey(request_id, 0)] for token in delta.token_ids)
-        for request_id in request_ids
+        tuple(token for delta in found[RequestKey(submit_id, 0)] for token in delta.token_ids)
+        for submit_id in submit_ids
     ]
 
 
 async def all_ends(client: RouterClient, submits: Sequence[Plain]) -> list[RefusalCode | None]:
     """How each choice of each ends; one that goes on and on is aborted, and counts as none."""
     open_keys = {
-        RequestKey(submit["request_id"], choice)
+        RequestKey(submit["submit_id"], choice)
         for submit in submits
         for choice in range(min(submit["num_choices"], MAX_CHOICES))
     }
@@ -80,7 +80,7 @@ async def all_ends(client: RouterClient, submits: Sequence[Plain]) -> list[Refus
                 ends.append(None if delta.refusal is None else delta.refusal.code)
                 open_keys.discard(delta.key)
             elif seen[delta.key] > 20:
-                await client.send(Abort(delta.key.request_id, delta.key.choice))
+                await client.send(Abort(delta.key.number, delta.key.choice))
                 open_keys.discard(delta.key)
     return ends
 

@@ -164,10 +164,10 @@ async def test_a_dead_engine_ends_its_requests_and_the_replica(redis_url: str) -
 async def test_metrics_are_served_and_count(redis_url: str) -> None:
     host = ReplicaHost(config(redis_url, metrics_port=0))
     async with running(host) as client:
-        for request_id, user in ((1, b"ann"), (2, b"bob")):
-            bare = submit(request_id, range(64), max_tokens=4)
+        for submit_id, user in ((1, b"ann"), (2, b"bob")):
+            bare = submit(submit_id, range(64), max_tokens=4)
             await client.send(structs.replace(bare, user=UserTag(user)))
-            await client.finish((request_id, 0))
+            await client.finish((submit_id, 0))
         url = f"http://127.0.0.1:{host.metrics_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -28,7 +28,7 @@ def announcing(bare: Submit, block_size: int, index_stride: int) -> Submit:
     hashes = hash_blocks(bare.root, bare.token_ids(), block_size)
     ends = {*range(index_stride // block_size - 1, len(hashes), index_stride // block_size), len(hashes) - 1}
     kept = tuple(hashes[end] for end in sorted(ends) if end >= 0)
-    return replace(bare, announcement_id=bare.request_id + 1, announced_hashes=kept)
+    return replace(bare, announcement_id=bare.submit_id + 1, announced_hashes=kept)
 
 
 class WatchedEngine:
@@ -80,18 +80,18 @@ async def test_after_a_storm_redis_holds_exactly_what_the_engine_keeps(redis_url
     redis = connect(redis_url)
     async with running(host) as client:
         waiting = set()
-        for request_id in range(200):
+        for submit_id in range(200):
             start = rng.choice([0, 100, 200, 300])
             prompt = [start + n for n in range(rng.randrange(1, 60))] + [rng.randrange(2000)]
-            await client.send(announcing(submit(request_id, prompt, max_tokens=rng.randrange(1, 30)), 4, 8))
+            await client.send(announcing(submit(submit_id, prompt, max_tokens=rng.randrange(1, 30)), 4, 8))
             if rng.random() < 0.3:
-                await client.send(Abort(request_id))
+                await client.send(Abort(submit_id))
             else:
-                waiting.add(request_id)
+                waiting.add(submit_id)
         while waiting:
             frame = await client.read()
             assert frame is not None
-            waiting -= {delta.key.request_id for delta in frame.deltas if delta.finish_reason is not None}
+            waiting -= {delta.key.number for delta in frame.deltas if delta.finish_reason is not None}
 
         async def is_settled() -> bool:
             record = await read_record(redis, MODEL, REPLICA)
@@ -130,13 +130,13 @@ async def test_when_an_announcement_ends_its_blocks_are_there(redis_url: str) ->
     keys: list[tuple[int, int]] = []
     redis = connect(redis_url)
     async with running(host) as client:
-        for request_id in range(1, 150):
+        for submit_id in range(1, 150):
             prompt = [rng.randrange(4) * 500 + n for n in range(rng.randrange(16, 400))]
             num_choices = rng.randrange(1, 4)
-            keys += [(request_id, choice) for choice in range(num_choices)]
-            bare = submit(request_id, prompt, max_tokens=2, num_choices=num_choices)
+            keys += [(submit_id, choice) for choice in range(num_choices)]
+            bare = submit(submit_id, prompt, max_tokens=2, num_choices=num_choices)
             await client.send(announcing(bare, 16, 16))
-            if request_id % 10 == 0:
+            if submit_id % 10 == 0:
                 await asyncio.sleep(0.002)
         await client.finish(*keys)
 

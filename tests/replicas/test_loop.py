@@ -22,9 +22,9 @@ from tests.replicas.scripted_engine import ScriptedEngine
 
 
 def asked(
-    request_id: int, num_tokens: int = 8, *, max_tokens: int = 3, num_choices: int = 1
+    serial: int, num_tokens: int = 8, *, max_tokens: int = 3, num_choices: int = 1
 ) -> tuple[int, Submit]:
-    return request_id, submit(request_id, range(num_tokens), max_tokens=max_tokens, num_choices=num_choices)
+    return serial, submit(serial, range(num_tokens), max_tokens=max_tokens, num_choices=num_choices)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -50,13 +50,13 @@ class Harness:
     def frame(self) -> StepFrame:
         return self.frames.get(timeout=30)
 
-    def deltas_until_finished(self, *request_ids: int) -> dict[int, list[TokenDelta]]:
-        open_ids, found = set(request_ids), {request_id: list[TokenDelta]() for request_id in request_ids}
-        while open_ids:
+    def deltas_until_finished(self, *serials: int) -> dict[int, list[TokenDelta]]:
+        open_serials, found = set(serials), {serial: list[TokenDelta]() for serial in serials}
+        while open_serials:
             for delta in self.frame().deltas:
-                found[delta.key.request_id].append(delta)
+                found[delta.key.number].append(delta)
                 if delta.finish_reason is not None:
-                    open_ids.discard(delta.key.request_id)
+                    open_serials.discard(delta.key.number)
         return found
 
 
@@ -114,9 +114,9 @@ def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
     harness.loop.submit(*asked(2, max_tokens=100))
     harness.engine.gate.set()
     found = harness.deltas_until_finished(1, 2)
-    for request_id in (1, 2):
-        assert found[request_id][-1].finish_reason is FinishReason.ERROR
-        refusal = found[request_id][-1].refusal
+    for serial in (1, 2):
+        assert found[serial][-1].finish_reason is FinishReason.ERROR
+        refusal = found[serial][-1].refusal
         assert refusal is not None
         assert refusal.code is RefusalCode.ENGINE_FAILED
     assert harness.died.wait(30)
@@ -179,7 +179,7 @@ def test_a_frame_says_up_to_which_request_its_load_counts(harness: Harness) -> N
     seen = []
     while not seen or seen[-1][0] < 3:
         frame = harness.frame()
-        seen.append((frame.last_request_id, frame.load.num_running, [delta.key for delta in frame.deltas]))
+        seen.append((frame.last_serial, frame.load.num_running, [delta.key for delta in frame.deltas]))
     assert seen[0] == (1, 1, [RequestKey(1, 0)])
     assert seen[1] == (1, 1, [RequestKey(2, 0)])  # a refusal, with the load of the step before
     assert seen[2][:2] == (3, 3)
@@ -191,5 +191,5 @@ def test_the_frame_of_a_death_counts_no_more_than_the_last_step_did() -> None:
     harness.loop.submit(*asked(2, max_tokens=100))
     frames = [harness.frame(), harness.frame()]
     assert frames[1].deltas[0].finish_reason is FinishReason.ERROR
-    assert frames[1].last_request_id == frames[0].last_request_id
+    assert frames[1].last_serial == frames[0].last_serial
     harness.loop.stop()

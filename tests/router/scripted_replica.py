@@ -219,7 +219,7 @@ class ScriptedReplica:
             for abort in frame.aborts:
                 self.num_aborts += 1
                 for key in [] if self.script.ignores_aborts else list(stream.choices):
-                    if key.request_id == abort.request_id and abort.choice in (None, key.choice):
+                    if key.number == abort.submit_id and abort.choice in (None, key.choice):
                         del stream.choices[key]
             stream.changed.set()
 
@@ -230,7 +230,7 @@ class ScriptedReplica:
         if list(resumed) != [token_at(seed, n) % size for n in range(submit.num_output_tokens)]:
             code = RefusalCode.INVALID_REQUEST
         for choice in range(submit.num_choices):
-            key = RequestKey(submit.request_id, choice)
+            key = RequestKey(submit.submit_id, choice)
             if code is not None:
                 refusal = Refusal(code, f"refused: {code.value}")
                 stream.refusals.append(TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=refusal))

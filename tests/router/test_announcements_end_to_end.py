@@ -261,12 +261,10 @@ async def cut(host: ReplicaHost, rng: random.Random, number: int) -> None:
     """A third router that asks for much and vanishes."""
     async with grpc.aio.insecure_channel(host.address) as channel:
         client = RouterClient(channel)
-        for request_id in range(1, 6):
-            bare = submit(request_id, [number % VOCABULARY] * rng.randrange(64, 700), max_tokens=1000)
+        for submit_id in range(1, 6):
+            bare = submit(submit_id, [number % VOCABULARY] * rng.randrange(64, 700), max_tokens=1000)
             hashes = tuple(hash_blocks(ROOT, bare.token_ids(), BLOCK_SIZE)[::4])
-            await client.send(
-                replace(bare, announcement_id=number * 10 + request_id, announced_hashes=hashes)
-            )
+            await client.send(replace(bare, announcement_id=number * 10 + submit_id, announced_hashes=hashes))
         await asyncio.sleep(rng.random() * 0.01)
 
 

@@ -84,7 +84,7 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
         num_finished = sum(delta.finish_reason is not None for delta in frame.deltas)
         num_preempted += frame.load.num_running < running_before - num_finished
         for delta in frame.deltas:
-            number = delta.key.request_id
+            number = delta.key.number
             if delta.usage is not None:
                 first[number] = (now, delta.usage.num_cached_tokens)
             if delta.finish_reason is not None:

@@ -37,10 +37,8 @@ def test_evictions_and_preemptions_are_counted_as_they_happen() -> None:
         sleep=lambda seconds: None,
     )
     num_removed = 0
-    for request_id, start in ((1, 100), (2, 500)):
-        engine.add(
-            engine_request(range(start, start + 140), request_id=request_id, max_tokens=100, ignore_eos=True)
-        )
+    for serial, start in ((1, 100), (2, 500)):
+        engine.add(engine_request(range(start, start + 140), serial=serial, max_tokens=100, ignore_eos=True))
     while engine.has_work():
         frame = engine.step()
         metrics.observe(frame, 0.0)

@@ -47,7 +47,7 @@ def submit(**fields: Any) -> frames.Submit:
 
 SUBMITS = st.builds(
     submit,
-    request_id=U64,
+    submit_id=U64,
     packed_tokens=TOKENS.map(pack_token_ids),
     sampling=SAMPLINGS,
     root=st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash),
@@ -60,7 +60,7 @@ SUBMITS = st.builds(
     announced_hashes=st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash)).map(tuple),
     announcement_id=U64,
     num_expected_tokens=U32,
-    origin_id=st.text(max_size=5),
+    request_id=st.text(max_size=5),
     trace_parent=st.text(max_size=5),
     trace_state=st.text(max_size=5),
 )
@@ -170,7 +170,7 @@ def test_no_field_of_any_message_is_left_behind(
 
 
 SUBMIT = {
-    "request_id": 1,
+    "submit_id": 1,
     "packed_tokens": bytes(8),
     "sampling": {"max_tokens": 1},
     "root": bytes(HASH_BYTES),
@@ -196,7 +196,7 @@ SUBMIT = {
         {"sampling": {"max_tokens": 1, "stop_token_ids": [0] * (frames.MAX_LISTED + 1)}},
         {"media": [{"content_hash": b"", "start": 2**32, "length": 0}]},
         {"trace_parent": b"bytes"},
-        {"origin_id": None},
+        {"request_id": None},
     ],
 )
 def test_a_submit_that_breaks_the_contract_is_a_value_error(broken: dict[str, object]) -> None:

@@ -7,8 +7,8 @@ from replicas.protocol.frames import PromptUsage, RequestKey, StepFrame
 from tests.replicas.builders import FakeModel, engine_request, scheduler
 
 
-def key(request_id: int) -> RequestKey:
-    return RequestKey(request_id, 0)
+def key(serial: int) -> RequestKey:
+    return RequestKey(serial, 0)
 
 
 def model(**limits: Any) -> FakeModel:
@@ -16,9 +16,9 @@ def model(**limits: Any) -> FakeModel:
 
 
 def plan(model: FakeModel) -> list[tuple[int, int, int, bool]]:
-    """The chunks of the latest step: request id, first token, tokens, whether it samples."""
+    """The chunks of the latest step: serial, first token, tokens, whether it samples."""
     return [
-        (chunk.request.key.request_id, chunk.start, chunk.num_tokens, chunk.samples) for chunk in model.chunks
+        (chunk.request.key.number, chunk.start, chunk.num_tokens, chunk.samples) for chunk in model.chunks
     ]
 
 
@@ -27,11 +27,11 @@ def usage(frame: StepFrame) -> PromptUsage:
     return found
 
 
-def add(model: FakeModel, request_id: int, num_tokens: int, **fields: Any) -> None:
-    """A prompt of its own: no other request id shares a block with it."""
-    start = 100 + 50 * request_id
+def add(model: FakeModel, serial: int, num_tokens: int, **fields: Any) -> None:
+    """A prompt of its own: no other serial shares a block with it."""
+    start = 100 + 50 * serial
     token_ids = [start + position % 50 for position in range(num_tokens)]
-    model.scheduler.add(engine_request(token_ids, request_id=request_id, **fields))
+    model.scheduler.add(engine_request(token_ids, serial=serial, **fields))
 
 
 def stored(frame: StepFrame) -> list[BlockStored]:

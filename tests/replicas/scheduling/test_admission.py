@@ -141,12 +141,12 @@ def test_a_key_that_is_in_use_is_refused_and_its_first_holder_goes_on() -> None:
 
 def test_more_waiting_requests_than_allowed_are_refused_as_overloaded() -> None:
     target = scheduler(**(LIMITS | {"max_waiting": 2}))
-    for request_id in (1, 2):
-        target.add(engine_request([request_id], request_id=request_id))
+    for serial in (1, 2):
+        target.add(engine_request([serial], serial=serial))
     with pytest.raises(RequestRefused) as refused:
-        target.add(engine_request([3], request_id=3))
+        target.add(engine_request([3], serial=3))
     assert refused.value.code is RefusalCode.OVERLOADED
     target.abort(RequestKey(1, 0))
-    target.add(engine_request([3], request_id=3))
+    target.add(engine_request([3], serial=3))
     FakeModel(target).step()
-    target.add(engine_request([4], request_id=4))
+    target.add(engine_request([4], serial=4))

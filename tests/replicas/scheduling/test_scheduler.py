@@ -72,29 +72,29 @@ def test_decoding_requests_get_their_token_before_prompts_share_the_rest() -> No
 
 def test_more_running_requests_than_budget_never_happen() -> None:
     narrow = model(max_batched_tokens=2, max_running=16)
-    for request_id in (1, 2, 3):
-        add(narrow, request_id, 1)
+    for serial in (1, 2, 3):
+        add(narrow, serial, 1)
     narrow.step()
-    assert [request_id for request_id, *_ in plan(narrow)] == [1, 2]
+    assert [serial for serial, *_ in plan(narrow)] == [1, 2]
     narrow.step()
     assert plan(narrow) == [(1, 1, 1, True), (2, 1, 1, True)]
 
 
 def test_no_more_than_max_running_requests_run() -> None:
     two = model(max_running=2)
-    for request_id in (1, 2, 3):
-        add(two, request_id, 4, max_tokens=request_id)
+    for serial in (1, 2, 3):
+        add(two, serial, 4, max_tokens=serial)
     frame = two.step()
     assert (frame.load.num_running, frame.load.num_waiting) == (1, 1)
     two.step()
-    assert [request_id for request_id, *_ in plan(two)] == [2, 3]
+    assert [serial for serial, *_ in plan(two)] == [2, 3]
 
 
 def test_lower_priority_numbers_go_first_then_who_came_first() -> None:
     ranked = model(max_running=1)
-    for request_id, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
-        add(ranked, request_id, 4, priority=priority, max_tokens=1)
-    assert [delta.key.request_id for delta in ranked.run()] == [4, 2, 1, 3]
+    for serial, priority in ((1, 5), (2, 0), (3, 5), (4, -1)):
+        add(ranked, serial, 4, priority=priority, max_tokens=1)
+    assert [delta.key.number for delta in ranked.run()] == [4, 2, 1, 3]
 
 
 def test_a_waiting_request_that_does_not_fit_holds_back_those_behind_it() -> None:
@@ -133,25 +133,25 @@ class TestPrefixHits:
         ):
             warm = model(block_size=16, max_batched_tokens=512)
             prompt = list(range(100, 180))
-            warm.scheduler.add(engine_request(prompt, request_id=1, max_tokens=1))
+            warm.scheduler.add(engine_request(prompt, serial=1, max_tokens=1))
             assert usage(warm.step()) == PromptUsage(80, 0, 80)
-            warm.scheduler.add(engine_request(prompt[:num_tokens], request_id=2, max_tokens=1))
+            warm.scheduler.add(engine_request(prompt[:num_tokens], serial=2, max_tokens=1))
             frame = warm.step()
             assert usage(frame) == PromptUsage(num_tokens, num_cached, num_written)
             assert frame.num_prefill_tokens == num_tokens - num_cached
 
     def test_a_longer_prompt_hits_what_the_shorter_one_and_its_answer_filled(self) -> None:
         turns = model(block_size=4)
-        turns.scheduler.add(engine_request(range(100, 110), request_id=1, max_tokens=8))
+        turns.scheduler.add(engine_request(range(100, 110), serial=1, max_tokens=8))
         answer = tokens_of(turns.run(), 1)
-        turns.scheduler.add(engine_request([*range(100, 110), *answer, 7, 8, 9], request_id=2, max_tokens=1))
+        turns.scheduler.add(engine_request([*range(100, 110), *answer, 7, 8, 9], serial=2, max_tokens=1))
         # 10 + 8 tokens, of which the last has no KV: 17 computed, four full blocks.
         assert usage(turns.step()) == PromptUsage(21, 16, 4)
 
     def test_twins_in_one_step_compute_the_shared_prefix_once(self) -> None:
         twins = model(max_batched_tokens=64)
-        for request_id in (1, 2, 3):
-            twins.scheduler.add(engine_request(range(100, 118), request_id=request_id, max_tokens=2))
+        for serial in (1, 2, 3):
+            twins.scheduler.add(engine_request(range(100, 118), serial=serial, max_tokens=2))
         frame = twins.step()
         assert plan(twins) == [(1, 0, 18, True), (2, 16, 2, True), (3, 16, 2, True)]
         assert [delta.usage for delta in frame.deltas] == [
@@ -160,21 +160,21 @@ class TestPrefixHits:
             PromptUsage(18, 16, 0),
         ]
         assert frame.load.num_used_blocks == 7
-        tokens = [tokens_of(twins.run(), request_id) for request_id in (1, 2, 3)]
+        tokens = [tokens_of(twins.run(), serial) for serial in (1, 2, 3)]
         assert tokens[0] == tokens[1] == tokens[2]
 
     def test_a_twin_of_a_half_computed_prompt_hits_what_is_there(self) -> None:
         twins = model(max_batched_tokens=16)
-        twins.scheduler.add(engine_request(range(100, 124), request_id=1))
+        twins.scheduler.add(engine_request(range(100, 124), serial=1))
         twins.step()
-        twins.scheduler.add(engine_request(range(100, 124), request_id=2))
+        twins.scheduler.add(engine_request(range(100, 124), serial=2))
         twins.step()
         assert plan(twins) == [(1, 16, 8, True), (2, 20, 4, True)]
 
     def test_another_root_never_shares(self) -> None:
         tenants = model()
-        tenants.scheduler.add(engine_request(range(100, 120), request_id=1, max_tokens=1))
-        tenants.scheduler.add(engine_request(range(100, 120), request_id=2, root=OTHER_ROOT, max_tokens=1))
+        tenants.scheduler.add(engine_request(range(100, 120), serial=1, max_tokens=1))
+        tenants.scheduler.add(engine_request(range(100, 120), serial=2, root=OTHER_ROOT, max_tokens=1))
         frame = tenants.step()
         assert [delta.usage for delta in frame.deltas] == [PromptUsage(20, 0, 20)] * 2
 

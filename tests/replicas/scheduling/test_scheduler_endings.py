@@ -25,7 +25,7 @@ class TestPreemption:
         frame = crowd.step()
         assert plan(crowd) == [(1, 20, 1, True)]
         assert (frame.load.num_running, frame.load.num_waiting) == (1, 2)
-        assert [request.key.request_id for request in crowd.scheduler._waiting] == [2, 3]
+        assert [request.key.number for request in crowd.scheduler._waiting] == [2, 3]
 
     def test_the_lowest_priority_makes_room_even_if_it_came_first(self) -> None:
         crowd = model(num_blocks=11)
@@ -58,17 +58,17 @@ class TestPreemption:
         crowd.scheduler.abort(key(1))
         crowd.step()
         # 20 prompt tokens and one sampled: four or five of its five blocks are still there.
-        [(request_id, start, num_tokens, samples)] = plan(crowd)
-        assert (request_id, samples) == (2, True)
+        [(serial, start, num_tokens, samples)] = plan(crowd)
+        assert (serial, samples) == (2, True)
         assert start >= 16 and start + num_tokens == 21
 
     def test_preemption_changes_neither_tokens_nor_usage(self) -> None:
         crowd = self.crowded()
         deltas = crowd.run()
-        for request_id in (1, 2):
+        for serial in (1, 2):
             alone = model()
-            add(alone, request_id, 20, max_tokens=12)
-            assert tokens_of(deltas, request_id) == tokens_of(alone.run(), request_id)
+            add(alone, serial, 20, max_tokens=12)
+            assert tokens_of(deltas, serial) == tokens_of(alone.run(), serial)
         assert [delta.usage for delta in deltas if delta.usage] == [PromptUsage(20, 0, 20)] * 2
 
     def test_a_preemption_is_counted_and_starts_nothing_anew(self) -> None:
@@ -142,16 +142,16 @@ class TestStopping:
     def test_resumed_output_is_no_part_of_the_prompt(self) -> None:
         elsewhere = model()
         prompt = list(range(100, 110))
-        elsewhere.scheduler.add(engine_request(prompt, request_id=1, max_tokens=12))
+        elsewhere.scheduler.add(engine_request(prompt, serial=1, max_tokens=12))
         all_tokens = tokens_of(elsewhere.run(), 1)
         for num_output_tokens in (1, 5, 11):
             here = model()
             submitted = prompt + all_tokens[:num_output_tokens]
             fields: dict[str, Any] = {"num_output_tokens": num_output_tokens, "max_tokens": 12}
-            here.scheduler.add(engine_request(submitted, request_id=1, **fields))
+            here.scheduler.add(engine_request(submitted, serial=1, **fields))
             assert usage(here.step()) == PromptUsage(10, 0, 8)
             assert tokens_of(here.run(), 1) == all_tokens[num_output_tokens:]
-            here.scheduler.add(engine_request(submitted, request_id=2, **fields))
+            here.scheduler.add(engine_request(submitted, serial=2, **fields))
             num_hit = (len(submitted) - 1) // 4 * 4
             assert usage(here.step()) == PromptUsage(10, min(num_hit, 10), 0)
 
@@ -192,8 +192,8 @@ class TestAbort:
 
     def test_a_twin_outlives_the_abort_of_the_request_whose_blocks_it_hits(self) -> None:
         twins = model(max_batched_tokens=64)
-        for request_id in (1, 2):
-            twins.scheduler.add(engine_request(range(100, 118), request_id=request_id, max_tokens=6))
+        for serial in (1, 2):
+            twins.scheduler.add(engine_request(range(100, 118), serial=serial, max_tokens=6))
         twins.step()
         twins.scheduler.abort(key(1))
         assert twins.scheduler.load().num_used_blocks == 5

@@ -26,7 +26,7 @@ def alone(request: EngineRequest) -> list[int]:
     """What the request would be answered with nobody else around, in an ample cache."""
     model = FakeModel(scheduler(num_blocks=400, block_size=4, max_batched_tokens=4096))
     model.scheduler.add(request)
-    return tokens_of(model.run(), request.key.request_id)
+    return tokens_of(model.run(), request.key.number)
 
 
 def check_nothing_left(model: FakeModel) -> None:
@@ -56,20 +56,20 @@ def test_after_a_storm_of_requests_and_aborts_everything_is_given_back(seed: int
     stems = [[rng.randrange(10, 1000) for _ in range(12)] for _ in range(3)]
     alive: list[RequestKey] = []
     num_refused = num_aborted = 0
-    for request_id in range(120):
+    for serial in range(120):
         tail = [rng.randrange(10, 1000) for _ in range(rng.randrange(6))]
         prompt = rng.choice(stems)[: rng.randrange(13)] + tail
         try:
             model.scheduler.add(
                 engine_request(
                     prompt,
-                    request_id=request_id,
+                    serial=serial,
                     root=rng.choice([ROOT, ROOT, OTHER_ROOT]),
                     priority=rng.randrange(3),
                     max_tokens=rng.randrange(1, 12),
                 )
             )
-            alive.append(RequestKey(request_id, 0))
+            alive.append(RequestKey(serial, 0))
         except RequestRefused as refused:
             assert refused.code in RefusalCode
             num_refused += 1
@@ -94,13 +94,13 @@ def workloads(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [
         {
             "token_ids": draw(prompts()),
-            "request_id": request_id,
+            "serial": serial,
             "root": draw(st.sampled_from([ROOT, ROOT, OTHER_ROOT])),
             "priority": draw(st.integers(0, 2)),
             "max_tokens": draw(st.integers(1, 12)),
             "arrives_at": draw(st.integers(0, 8)),
         }
-        for request_id in range(draw(st.integers(1, 7)))
+        for serial in range(draw(st.integers(1, 7)))
     ]
 
 
@@ -172,7 +172,7 @@ def test_every_token_is_computed_once_in_order_and_answers_are_those_given_alone
     for request in requests:
         key = request.key
         expected = alone(request)[: capacity + 1 - len(request.token_ids)]
-        assert tokens_of(model.deltas, key.request_id) == expected
+        assert tokens_of(model.deltas, key.number) == expected
         assert coverage.num_sampled[key] == len(expected)
         # All but the last output token has been computed.
         assert coverage.computed_until[key] == len(request.token_ids) + len(expected) - 1

@@ -32,7 +32,7 @@ def test_what_is_held_is_the_sum_of_what_has_not_ended(work: list[tuple[int, int
         for key in list(sequences)[:num_ends]:
             intake.end_sequence(key[0])
             del sequences[key]
-            if not any(request_id == key[0] for request_id, _ in sequences):
+            if not any(serial == key[0] for serial, _ in sequences):
                 del prompts[key[0]]
         assert intake.num_sequences == len(sequences)
         assert intake.num_tokens == sum(sequences.values()) + sum(prompts.values())
@@ -43,4 +43,4 @@ def test_a_request_that_is_alone_is_never_too_much() -> None:
     large = submit(1, range(1000), num_choices=128)
     assert intake.has_room(large)
     intake.take(1, large)
-    assert not intake.has_room(replace(large, request_id=2, num_choices=1, packed_tokens=bytes(4)))
+    assert not intake.has_room(replace(large, submit_id=2, num_choices=1, packed_tokens=bytes(4)))

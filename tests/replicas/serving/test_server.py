@@ -34,7 +34,7 @@ from tests.replicas.waiting import until
 
 __all__ = ["channel", "client", "harness"]
 
-SUBMIT = {"request_id": 1, "packed_tokens": b"abcd", "sampling": {"max_tokens": 1}, "root": bytes(16)}
+SUBMIT = {"submit_id": 1, "packed_tokens": b"abcd", "sampling": {"max_tokens": 1}, "root": bytes(16)}
 
 
 async def test_a_stream_serves_many_requests_under_the_routers_own_ids(client: RouterClient) -> None:
@@ -75,7 +75,7 @@ async def test_deltas_that_wait_together_go_out_as_one_message(
     while frame is not None and not frame.deltas:
         frame = await client.read()
     assert frame is not None
-    assert {delta.key.request_id for delta in frame.deltas} == {1, 2, 3}
+    assert {delta.key.number for delta in frame.deltas} == {1, 2, 3}
 
 
 async def test_what_routers_send_and_get_is_counted(client: RouterClient, harness: Harness) -> None:
@@ -208,7 +208,7 @@ async def test_requests_beyond_what_the_replica_takes_are_refused_as_overload(
     client: RouterClient, harness: Harness
 ) -> None:
     harness.engine.gate.clear()
-    await client.send(*(submit(request_id) for request_id in range(301)))
+    await client.send(*(submit(submit_id) for submit_id in range(301)))
     found = await client.finish((300, 0))
     refusal = found[RequestKey(300, 0)][-1].refusal
     assert refusal is not None
@@ -254,7 +254,7 @@ async def test_a_router_that_does_not_read_is_cut_off_and_its_requests_are_freed
     client: RouterClient, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_stream, "MAX_OUTBOX_WEIGHT", 5_000)
-    await client.send(*(submit(request_id, max_tokens=10**6) for request_id in range(100)))
+    await client.send(*(submit(submit_id, max_tokens=10**6) for submit_id in range(100)))
     await harness.until_engine_is_empty()  # only reached if they were aborted: a million tokens each
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while True:

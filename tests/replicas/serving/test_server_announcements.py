@@ -20,8 +20,8 @@ __all__ = ["channel", "client", "harness"]
 HASHES = tuple(BlockHash(bytes([n]) * 16) for n in range(3))
 
 
-def announcing(request_id: int, announcement_id: int, **fields: Any) -> Submit:
-    bare = submit(request_id, range(fields.pop("num_tokens", 5)), **fields)
+def announcing(submit_id: int, announcement_id: int, **fields: Any) -> Submit:
+    bare = submit(submit_id, range(fields.pop("num_tokens", 5)), **fields)
     return replace(bare, announcement_id=announcement_id, announced_hashes=HASHES)
 
 
@@ -101,13 +101,13 @@ async def test_in_a_storm_no_announcement_outlives_its_request(
         if rng.random() < 0.04:
             clients[which].call.cancel()
             clients[which] = RouterClient(channel)
-        request_id = step + 1
+        submit_id = step + 1
         fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 50), "num_choices": rng.randrange(1, 4)}
         if rng.random() < 0.1:
             fields["num_tokens"] = 300
-        await clients[which].send(announcing(request_id, request_id, **fields))
+        await clients[which].send(announcing(submit_id, submit_id, **fields))
         if rng.random() < 0.5:
-            await clients[which].send(Abort(rng.randrange(1, request_id + 1)))
+            await clients[which].send(Abort(rng.randrange(1, submit_id + 1)))
         if rng.random() < 0.1:
             harness.engine.gate.clear()
         if rng.random() < 0.3:
@@ -130,7 +130,7 @@ async def test_each_frame_counts_exactly_the_submits_that_it_says(
     while len(finished) < 300:
         assert frame is not None
         ends = [delta for delta in frame.deltas if delta.finish_reason is not None]
-        finished |= {ordinals[delta.key.request_id] for delta in ends}
+        finished |= {ordinals[delta.key.number] for delta in ends}
         num_refused += sum(delta.refusal is not None for delta in ends)
         assert frame.num_counted_submits <= len(ordinals)
         num_gone = sum(ordinal <= frame.num_counted_submits for ordinal in finished)
@@ -138,13 +138,13 @@ async def test_each_frame_counts_exactly_the_submits_that_it_says(
         assert num_there == frame.num_counted_submits - num_gone
         if len(ordinals) < 300:
             for _ in range(rng.randrange(4)):
-                request_id = len(ordinals) + 1
-                ordinals[request_id] = request_id
+                submit_id = len(ordinals) + 1
+                ordinals[submit_id] = submit_id
                 kind = rng.random()
                 num_choices = MAX_CHOICES + 1 if kind < 0.05 else 1  # refused by the server
                 prompt = range(300 if kind > 0.95 else 5)  # refused by the engine
                 max_tokens = rng.randrange(1, 6)
-                await client.send(submit(request_id, prompt, max_tokens=max_tokens, num_choices=num_choices))
+                await client.send(submit(submit_id, prompt, max_tokens=max_tokens, num_choices=num_choices))
         frame = await client.read()
     while frame is not None and frame.num_counted_submits < len(ordinals):
         frame = await client.read()

@@ -25,8 +25,8 @@ def clocked() -> Clocked:
     return Clocked()
 
 
-def token(request_id: int, choice: int = 0) -> TokenDelta:
-    return TokenDelta(RequestKey(request_id, choice), (7,))
+def token(serial: int, choice: int = 0) -> TokenDelta:
+    return TokenDelta(RequestKey(serial, choice), (7,))
 
 
 def test_a_request_waits_until_the_step_begins_that_starts_it(clocked: Clocked) -> None:

@@ -82,7 +82,7 @@ def test_it_keeps_the_engine_contract() -> None:
     assert frames[-1].deltas[0].finish_reason is FinishReason.LENGTH
     assert frames[-1].load.num_used_blocks == 0 and frames[-1].load.num_cached_blocks == 2
     with pytest.raises(RequestRefused):
-        served.add(engine_request([1000], request_id=2))
+        served.add(engine_request([1000], serial=2))
     served.add(engine_request(range(100, 140)))
     served.step()
     assert not served.reset_prefix_cache()
@@ -97,7 +97,7 @@ def test_choices_of_one_submit_share_the_prompt_and_differ_in_their_answers() ->
     submit = Submit(
         1, pack_token_ids(range(100, 150)), SamplingParams(max_tokens=8, seed=5), ROOT, num_choices=3
     )
-    for choice in expand(submit, request_id=1):
+    for choice in expand(submit, serial=1):
         served.add(choice)
     frames = run(served)
     assert [delta.usage for delta in frames[0].deltas] == [
@@ -208,8 +208,8 @@ def test_it_sleeps_once_a_step_for_the_steps_price_and_not_at_all_when_instant_o
 def test_a_hit_is_cheaper_than_a_miss() -> None:
     naps = Naps()
     priced = engine(H100, naps)
-    for request_id in (1, 2):
-        priced.add(engine_request(range(100, 500), request_id=request_id, max_tokens=1))
+    for serial in (1, 2):
+        priced.add(engine_request(range(100, 500), serial=serial, max_tokens=1))
         run(priced)
     assert naps.seconds[0] - naps.seconds[1] == pytest.approx(
         384 * 3.08e-5 + 9.4e-10 * (400**2 - 16 * 784) / 2
@@ -223,6 +223,6 @@ def test_every_hardware_has_a_price_list() -> None:
 
 def test_separate_roots_never_share() -> None:
     served = engine()
-    for request_id, root in ((1, ROOT), (2, BlockHash(b"x" * 16))):
-        served.add(engine_request(range(100, 150), request_id=request_id, root=root, max_tokens=1))
+    for serial, root in ((1, ROOT), (2, BlockHash(b"x" * 16))):
+        served.add(engine_request(range(100, 150), serial=serial, root=root, max_tokens=1))
     assert [delta.usage for delta in served.step().deltas] == [PromptUsage(50, 0, 48)] * 2

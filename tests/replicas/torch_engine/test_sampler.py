@@ -22,7 +22,7 @@ def request_of(
     index: int = 0, *, prompt: Sequence[int] = (0,), output: Sequence[int] = (), **sampling: Any
 ) -> Request:
     fields = {"max_tokens": 100, "num_output_tokens": len(output), **sampling}
-    return Request(engine_request([*prompt, *output], request_id=index, **fields), index)
+    return Request(engine_request([*prompt, *output], serial=index, **fields), index)
 
 
 def sample(request: Request, logits: torch.Tensor) -> int:

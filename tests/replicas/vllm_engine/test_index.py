@@ -113,12 +113,12 @@ def requests(engine: "VllmEngine", rng: random.Random) -> Iterator[Submit]:
     shared = [prompt_of(engine, 160, n) for n in range(4)]
     namespaces = roots(engine.card)
     plain = [key for key in namespaces if key[0] is None]
-    for request_id in range(1, NUM_REQUESTS + 1):
+    for submit_id in range(1, NUM_REQUESTS + 1):
         tail = prompt_of(engine, rng.randrange(1, 40), rng.randrange(10**6))
-        is_mixed = request_id // REQUESTS_PER_ROUND % 5 == 0
+        is_mixed = submit_id // REQUESTS_PER_ROUND % 5 == 0
         adapter, salt = rng.choice(list(namespaces) if is_mixed else plain)
         yield Submit(
-            request_id,
+            submit_id,
             pack_token_ids([*rng.choice(shared)[: rng.randrange(160)], *tail]),
             SamplingParams(
                 max_tokens=rng.choices((1, 2, 40), (80, 15, 5))[0], temperature=0.0, ignore_eos=True
@@ -132,15 +132,15 @@ def requests(engine: "VllmEngine", rng: random.Random) -> Iterator[Submit]:
 
 async def play_round(client: RouterClient, submits: list[Submit], rng: random.Random) -> None:
     """Submit them a few at a time, abort some, and read until all the others have ended."""
-    aborted = {submit.request_id for submit in submits[:-1] if rng.random() < 0.15}
+    aborted = {submit.submit_id for submit in submits[:-1] if rng.random() < 0.15}
     for at in range(0, len(submits), 10):
         part = submits[at : at + 10]
         await client.send(*part)
-        await client.send(*(Abort(submit.request_id) for submit in part if submit.request_id in aborted))
+        await client.send(*(Abort(submit.submit_id) for submit in part if submit.submit_id in aborted))
     open_keys = {
-        RequestKey(submit.request_id, choice)
+        RequestKey(submit.submit_id, choice)
         for submit in submits
-        if submit.request_id not in aborted
+        if submit.submit_id not in aborted
         for choice in range(submit.num_choices)
     }
     while open_keys:

@@ -51,8 +51,8 @@ def first_usage(**numbers: object) -> Lie:
     return every_delta(lie)
 
 
-def stray(request_id: int, choice: int = 0) -> Lie:
-    return lambda frame: frame[DELTAS_AT].append([[request_id, choice], [1]])
+def stray(submit_id: int, choice: int = 0) -> Lie:
+    return lambda frame: frame[DELTAS_AT].append([[submit_id, choice], [1]])
 
 
 USAGE = {"num_prompt_tokens": 10, "num_cached_tokens": 0, "num_written_tokens": 0}

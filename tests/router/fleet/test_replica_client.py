@@ -85,7 +85,7 @@ async def test_what_the_protocol_cannot_carry_fails_alone(client: ReplicaClient)
     assert tokens_of(await collect(running)) == [token_at(9, n) for n in range(5)]
     assert client.num_inflight == 0
     following = client.submit(asking([1], max_tokens=1))
-    assert (running.request_id, following.request_id) == (1, 2)  # ids count what was sent
+    assert (running.submit_id, following.submit_id) == (1, 2)  # ids count what was sent
     await collect(following)
 
 
@@ -114,7 +114,7 @@ async def test_an_abort_reaches_the_replica_and_nothing_more_is_delivered(
     replica.script.step_seconds = 0.005
     inflight = client.submit(asking([1], max_tokens=100_000))
     await inflight.batch()
-    client.abort(inflight.request_id)
+    client.abort(inflight.submit_id)
     inflight.take()
     await eventually(lambda: replica.num_live == 0 and replica.num_aborts == 1)
     assert inflight.take() == []
@@ -127,7 +127,7 @@ async def test_aborting_one_choice_leaves_the_others_running(
     replica.script.step_seconds = 0.002
     inflight = client.submit(asking([1], max_tokens=50, seed=3, num_choices=2))
     deltas = await inflight.batch()
-    client.abort(inflight.request_id, choice=0)
+    client.abort(inflight.submit_id, choice=0)
     deltas += inflight.take()
     num_tokens_of_aborted = len(tokens_of(deltas, choice=0))
     deltas += await collect(inflight)
@@ -144,7 +144,7 @@ async def test_deltas_that_cross_an_abort_are_not_delivered(
     replica.script.step_seconds = 0.002
     inflight = client.submit(asking([1], max_tokens=30, num_choices=2))
     await inflight.batch()
-    client.abort(inflight.request_id, choice)
+    client.abort(inflight.submit_id, choice)
     inflight.take()
     await eventually(lambda: replica.num_live == 0)
     await collect(client.submit(asking([1], max_tokens=1)))
@@ -155,7 +155,7 @@ async def test_deltas_that_cross_an_abort_are_not_delivered(
 async def test_aborting_what_has_ended_sends_nothing(client: ReplicaClient, replica: ScriptedReplica) -> None:
     inflight = client.submit(asking([1], max_tokens=1))
     await collect(inflight)
-    client.abort(inflight.request_id)
+    client.abort(inflight.submit_id)
     await collect(client.submit(asking([1], max_tokens=1)))
     assert replica.num_aborts == 0
 

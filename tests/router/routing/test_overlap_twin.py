@@ -189,17 +189,17 @@ class IndexAndTwin(RuleBasedStateMachine):
         for replica_id in ("a", "b", "c"):
             self.twin.forget_announcements(ReplicaId(replica_id))
 
-    @rule(prediction_id=IDS, replica_id=REPLICAS, hashes=HASHES)
-    def predict(self, prediction_id: int, replica_id: ReplicaId, hashes: list[BlockHash]) -> None:
-        self.index.predict(prediction_id, replica_id, hashes)
-        self.twin.predictions[prediction_id] = NaivePrediction(replica_id, set(hashes), is_own=True)
+    @rule(announcement_id=IDS, replica_id=REPLICAS, hashes=HASHES)
+    def predict(self, announcement_id: int, replica_id: ReplicaId, hashes: list[BlockHash]) -> None:
+        self.index.predict(announcement_id, replica_id, hashes)
+        self.twin.predictions[announcement_id] = NaivePrediction(replica_id, set(hashes), is_own=True)
         self.twin.prune()
 
-    @rule(prediction_id=IDS)
-    def end_prediction(self, prediction_id: int) -> None:
-        self.index.end_prediction(prediction_id)
-        if prediction_id in self.twin.predictions:
-            self.twin.predictions[prediction_id].is_own = False
+    @rule(announcement_id=IDS)
+    def end_prediction(self, announcement_id: int) -> None:
+        self.index.end_prediction(announcement_id)
+        if announcement_id in self.twin.predictions:
+            self.twin.predictions[announcement_id].is_own = False
             self.twin.prune()
 
     @rule(prompt=PROMPTS)
