@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cluster.errors import AlreadyRunning
 
 LOCK_SECONDS = 0.2
@@ -145,8 +147,8 @@ class RunDirectory:
     def read_state(self) -> ClusterState | None:
         """None if there is none, or none that this version can read."""
         try:
-            return _state_from(json.loads(self._state_file.read_text()))
-        except (OSError, ValueError, TypeError, KeyError):
+            return msgspec.json.decode(self._state_file.read_bytes(), type=ClusterState)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     def forget(self) -> None:
@@ -183,12 +185,6 @@ def _lock_within(descriptor: int, seconds: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)
-
-
-def _state_from(fields: Mapping[str, Any]) -> ClusterState:
-    replicas = tuple(ReplicaEntry(**entry) for entry in fields["replicas"])
-    lists = {"replicas": replicas, "router_admins": tuple(fields.get("router_admins", ()))}
-    return ClusterState(**{**fields, **lists})
 
 
 def default_run_directory(working_directory: Path, environment: Mapping[str, str]) -> Path:

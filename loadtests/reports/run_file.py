@@ -7,18 +7,16 @@ are sent nor what the figures mean. Whatever is wrong with a file is a RunFileEr
 import dataclasses
 import gzip
 import json
-import math
 import os
 import platform
 import subprocess
-import types
-import typing
 import zlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 
 from loadtests.figures import processor
@@ -26,6 +24,7 @@ from loadtests.reports.report import RequestRecord
 
 FORMAT = "kvasir-run"
 VERSION = 1
+Row = TypeVar("Row")
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -97,6 +96,24 @@ class Surroundings:
     started_at: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Dataclasses of one kind: the names of their fields, once, and a row of values for each."""
+
+    columns: tuple[str, ...]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A run as it stands in the file."""
+
+    info: RunInfo
+    records: _Table
+    samples: _Table
+    engine_totals: EngineTotals | None
+
+
 def surroundings() -> Surroundings:
     """As they are now; call it when the run starts."""
     return Surroundings(
@@ -153,7 +170,7 @@ def read_run(path: Path) -> Run:
         data = path.read_bytes()
         if data.startswith(GZIP_MAGIC):
             data = gzip.decompress(data)
-        content = json.loads(data)
+        content = msgspec.json.decode(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RunFileError(f"{path} is cut short or damaged") from error
     except OSError as error:
@@ -165,20 +182,11 @@ def read_run(path: Path) -> Run:
     if content.get("version") != VERSION:
         raise RunFileError(f"{path} has version {content.get('version')}, and this program reads {VERSION}")
     try:
-        totals = content["engine_totals"]
-        return Run(
-            info=_object(RunInfo, content["info"]),
-            records=_rows(RequestRecord, content["records"]),
-            samples=_rows(LoadSample, content["samples"]),
-            engine_totals=None if totals is None else _object(EngineTotals, totals),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        kept = msgspec.convert(content, _Kept)
+        records, samples = _rows(RequestRecord, kept.records), _rows(LoadSample, kept.samples)
+        return Run(kept.info, records, samples, kept.engine_totals)
+    except ValueError as error:
         raise RunFileError(f"{path} does not hold a whole run: {error}") from error
-
-
-# A table of dataclasses is the names of their fields, once, and a row of values for each.
-
-Row = TypeVar("Row")
 
 
 def _columns(kind: type[Any], values: tuple[Any, ...]) -> dict[str, object]:
@@ -192,46 +200,9 @@ def _columns(kind: type[Any], values: tuple[Any, ...]) -> dict[str, object]:
     return {"columns": fields, "rows": [[getattr(value, name) for name in fields] for value in values]}
 
 
-def _rows(kind: type[Row], content: dict[str, Any]) -> tuple[Row, ...]:
-    columns = content["columns"]
-    hints = typing.get_type_hints(kind)
-    return tuple(
-        _built(kind, hints, dict(zip(columns, row, strict=True))) for row in _expect_list(content["rows"])
-    )
-
-
-def _object(kind: type[Row], content: object) -> Row:
-    if not isinstance(content, dict):
-        raise TypeError(f"{kind.__name__} is missing")
-    return _built(kind, typing.get_type_hints(kind), content)
-
-
-def _built(kind: type[Row], hints: dict[str, Any], content: dict[str, Any]) -> Row:
-    for name in content:
-        if name not in hints:
-            raise ValueError(f"{kind.__name__} has no field {name}")
-    return kind(**{name: _checked(name, hints[name], value) for name, value in content.items()})
-
-
-def _checked(name: str, hint: Any, value: Any) -> Any:
-    """The value as the field wants it. Raises TypeError."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(each for each in typing.get_args(hint) if each is not types.NoneType)
-    origin = typing.get_origin(hint) or hint
-    if origin is tuple:
-        element = typing.get_args(hint)[0]
-        return tuple(_checked(name, element, each) for each in _expect_list(value))
-    accepted = (int, float) if origin is float else origin
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        raise TypeError(f"{name} cannot be {value!r:.40}")
-    if origin is float and not math.isfinite(value):
-        raise TypeError(f"{name} is not finite")
-    return float(value) if origin is float else value
-
-
-def _expect_list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"a list is missing, there is {value!r:.40}")
-    return value
+def _rows(kind: type[Row], content: _Table) -> tuple[Row, ...]:
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := set(content.columns) - names:
+        raise ValueError(f"{kind.__name__} has no field {min(unknown)}")
+    rows = [dict(zip(content.columns, row, strict=True)) for row in content.rows]
+    return msgspec.convert(rows, tuple[kind, ...])  # type: ignore[valid-type]
