@@ -27,8 +27,9 @@ from loadtests.load.options import (
     load_options,
     seed_of,
 )
+from loadtests.load.records import unanswered
 from loadtests.load.target import Target, TargetError, find_target
-from loadtests.load.users import LEAD_SECONDS, unanswered
+from loadtests.load.users import LEAD_SECONDS
 from loadtests.load.worker import PLAN, RECORDS
 from loadtests.reports.report import RequestRecord, make_report
 from loadtests.reports.run_file import Run, RunFileError, RunInfo, surroundings, write_run
@@ -227,7 +228,13 @@ class _LeadRun:
             notes.append(f"{num_missing} requests were lost with their load generator")
             for number, request in enumerate(self._workload.requests):
                 if number not in records:
-                    records[number] = unanswered(request, request.arrival_seconds, 0.0, LOST)
+                    records[number] = unanswered(
+                        request,
+                        LOST,
+                        arrival_seconds=request.arrival_seconds,
+                        waited_seconds=0.0,
+                        tenant=request.tenant,
+                    )
         attributed = attribute(self._workload, records)
         options, own = self._options, self._own
         info = RunInfo(

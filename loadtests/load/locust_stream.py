@@ -19,10 +19,11 @@ import gevent.socket
 import msgspec
 from geventhttpclient.response import HTTPConnectionClosed, HTTPParseError, HTTPSocketResponse
 
+from loadtests.load.records import Usage, refusal
+
 MOST_IDLE_SECONDS = 1.0
 """Servers close idle connections; one that is younger than this is certainly still there."""
 CONNECT_SECONDS = 10.0
-REFUSALS = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +38,7 @@ class ChatAnswer:
     """What went wrong, in a word or two."""
     headers: dict[str, str]
     response_id: str | None
-    num_prompt_tokens: int | None
-    num_output_tokens: int | None
-    num_cached_tokens: int | None
-    num_cross_user_tokens: int | None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cross_user_cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
+    usage: Usage
 
 
 class _Delta(msgspec.Struct):
@@ -75,7 +62,7 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     id: str | None = None
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -161,15 +148,14 @@ class _Reading:
         self._headers: dict[str, str] = {}
         self._token_seconds: list[float] = []
         self._response_id: str | None = None
-        self._usage: _Usage | None = None
+        self._usage: Usage | None = None
 
     def read(self, response: HTTPSocketResponse) -> None:
         """To its end. Sets `error` where the server says so, or leaves out the end."""
         self.status = response.status_code
         self._headers = {name.lower(): value for name, value in response.items()}
         if self.status != 200:
-            is_refusal = self.status in REFUSALS
-            self.error = f"refused ({self.status})" if is_refusal else f"status {self.status}"
+            self.error = refusal(self.status)
             response.read()
             return
         is_whole = False
@@ -196,9 +182,6 @@ class _Reading:
             self._response_id = event.id
 
     def answer(self) -> ChatAnswer:
-        usage = self._usage or _Usage()
-        details = usage.prompt_tokens_details
-        has_usage = usage.prompt_tokens is not None
         return ChatAnswer(
             sent_seconds=self.sent_seconds,
             token_seconds=tuple(self._token_seconds),
@@ -206,8 +189,5 @@ class _Reading:
             error=self.error,
             headers=self._headers,
             response_id=self._response_id,
-            num_prompt_tokens=usage.prompt_tokens,
-            num_output_tokens=usage.completion_tokens,
-            num_cached_tokens=(details.cached_tokens or 0) if details and has_usage else None,
-            num_cross_user_tokens=details.cross_user_cached_tokens if details else None,
+            usage=self._usage or Usage(),
         )

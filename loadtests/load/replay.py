@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
+import msgspec
+
+from loadtests.load.records import Usage, answered, refusal, unanswered
 from loadtests.load.streaming import Answer, Connection, StreamCut
 from loadtests.reports.report import RequestRecord
 from loadtests.workloads import TraceRequest, Workload
@@ -18,9 +20,6 @@ from loadtests.workloads.prompts import Prompts
 
 MOST_IDLE_SECONDS = 1.0
 """Servers close idle connections; one that is younger than this is certainly still there."""
-REFUSALS = (429, 503)
-
-Default = TypeVar("Default", int, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,53 +77,38 @@ class Replay:
             error = "unreadable answer"
         ended = time.perf_counter()
         if answer is None:
-            self.records[number] = RequestRecord(
+            self.records[number] = unanswered(
+                request,
+                error or "no answer",
                 arrival_seconds=request.arrival_seconds,
-                num_input_tokens=request.num_input_tokens,
-                e2e_seconds=ended - began,
-                error=error,
+                waited_seconds=ended - began,
                 lateness_seconds=began - due,
-                user=request.user,
-                session=request.session,
             )
         else:
             self.records[number] = record_of(request, answer, error, answer.sent_seconds - due)
 
 
 def record_of(request: TraceRequest, answer: Answer, error: str | None, lateness: float) -> RequestRecord:
-    details = answer.usage.get("prompt_tokens_details")
-    details = details if isinstance(details, dict) else {}
-    predicted = answer.headers.get("x-kvasir-overlap-tokens")
-    return RequestRecord(
+    try:
+        usage = msgspec.convert(answer.usage, Usage)
+    except msgspec.ValidationError:
+        usage, error = Usage(), error or "unreadable answer"
+    is_good = error is None
+    return answered(
+        request,
+        usage,
+        answer.headers,
         arrival_seconds=request.arrival_seconds,
-        num_input_tokens=_number(answer.usage.get("prompt_tokens"), request.num_input_tokens),
-        num_output_tokens=_number(answer.usage.get("completion_tokens"), 0),
-        ttft_seconds=answer.ttft if error is None else None,
-        e2e_seconds=answer.e2e,
-        num_cached_tokens=_number(details.get("cached_tokens"), None),
-        num_cross_user_tokens=_number(details.get("cross_user_cached_tokens"), None),
-        predicted_tokens=None if predicted is None else int(predicted),
-        replica=answer.headers.get("x-kvasir-replica"),
-        error=error,
         lateness_seconds=lateness,
-        user=request.user,
-        session=request.session,
-        reason=answer.headers.get("x-kvasir-reason"),
-        itl_seconds=answer.itl_seconds if error is None else (),
-        request_id=answer.headers.get("x-request-id"),
+        ttft_seconds=answer.ttft if is_good else None,
+        e2e_seconds=answer.e2e,
+        itl_seconds=answer.itl_seconds if is_good else (),
+        error=error,
     )
 
 
 def _error_of(answer: Answer) -> str | None:
-    if answer.status in REFUSALS:
-        return f"refused ({answer.status})"
-    if answer.status != 200:
-        return f"status {answer.status}"
-    return None if answer.is_whole else "truncated"
-
-
-def _number(value: object, default: Default) -> int | Default:
-    return value if isinstance(value, int) else default
+    return refusal(answer.status) or (None if answer.is_whole else "truncated")
 
 
 class _Connections:

@@ -19,6 +19,7 @@ from locust.env import Environment
 
 from loadtests.load.locust_stream import ChatAnswer, StreamClient
 from loadtests.load.options import LoadOptions
+from loadtests.load.records import answered, unanswered
 from loadtests.reports.report import RequestRecord
 from loadtests.workloads import TraceRequest
 from loadtests.workloads.chat_bodies import ChatBodies
@@ -116,7 +117,13 @@ class Sender:
         self._is_stopped = True
         self._greenlets.kill()
         for number, (request, due) in list(self._in_flight.items()):
-            self._record(number, unanswered(request, due, self._now() - due, STOPPED))
+            waited = self._now() - due
+            self._record(
+                number,
+                unanswered(
+                    request, STOPPED, arrival_seconds=due, waited_seconds=waited, tenant=request.tenant
+                ),
+            )
         self._client.close()
 
     def _now(self) -> float:
@@ -179,40 +186,18 @@ def record_of(
     request: TraceRequest, answer: ChatAnswer, due: float, lateness: float, request_id: str
 ) -> RequestRecord:
     tokens = answer.token_seconds
-    predicted = answer.headers.get("x-kvasir-overlap-tokens")
-    return RequestRecord(
+    return answered(
+        request,
+        answer.usage,
+        answer.headers,
         arrival_seconds=due,
-        num_input_tokens=request.num_input_tokens
-        if answer.num_prompt_tokens is None
-        else answer.num_prompt_tokens,
-        num_output_tokens=answer.num_output_tokens or 0,
+        lateness_seconds=lateness,
         ttft_seconds=tokens[0] - answer.sent_seconds if tokens else None,
         e2e_seconds=answer.done_seconds - answer.sent_seconds,
-        num_cached_tokens=answer.num_cached_tokens,
-        num_cross_user_tokens=answer.num_cross_user_tokens,
-        predicted_tokens=None if predicted is None else int(predicted),
-        replica=answer.headers.get("x-kvasir-replica"),
-        error=answer.error,
-        lateness_seconds=lateness,
-        user=request.user,
-        tenant=request.tenant,
-        session=request.session,
-        reason=answer.headers.get("x-kvasir-reason"),
         itl_seconds=tuple(later - earlier for earlier, later in itertools.pairwise(tokens)),
-        request_id=answer.headers.get("x-request-id") or answer.response_id or request_id,
-    )
-
-
-def unanswered(request: TraceRequest, due: float, waited: float, error: str) -> RequestRecord:
-    """The record of a request of which nothing came."""
-    return RequestRecord(
-        arrival_seconds=due,
-        num_input_tokens=request.num_input_tokens,
-        e2e_seconds=max(0.0, waited),
-        error=error,
-        user=request.user,
+        error=answer.error,
+        request_id=answer.response_id or request_id,
         tenant=request.tenant,
-        session=request.session,
     )
 
 

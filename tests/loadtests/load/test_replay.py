@@ -94,6 +94,11 @@ async def silent_in_mid_stream(_body: dict[str, Any], writer: asyncio.StreamWrit
     await asyncio.Event().wait()
 
 
+async def counting_in_words(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    usage = USAGE.replace(b'"prompt_tokens":48', b'"prompt_tokens":"some"')
+    writer.write(HEAD + chunk(EVENT) + chunk(usage + DONE) + b"0\r\n\r\n")
+
+
 async def gibberish(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(b"What do you mean?\r\n\r\n")
 
@@ -109,6 +114,7 @@ async def gibberish(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None
         (silent, "timed out"),
         (silent_in_mid_stream, "timed out"),
         (gibberish, "unreadable answer"),
+        (counting_in_words, "unreadable answer"),
     ],
 )
 async def test_what_goes_wrong_is_named_and_is_no_good_request(bad: Reply, error: str) -> None:
