@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from blockbuster import blockbuster_ctx
@@ -28,23 +29,39 @@ settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--alone", action="store_true", help="only the tests that run one at a time")
+    parser.addoption(
+        "--alone", action="store_true", help="only the tests that need the machine to themselves"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The order below holds side by side, too, instead of that by the number of a group's tests.
+    config.option.loadscopereorder = False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of those that run alone there are few, and whatever lies in other files need not be loaded."""
+    if not config.getoption("--alone") or collection_path.suffix != ".py":
+        return None
+    return "mark.alone" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, a worker runs the tests of a file, since they share what is built for their module."""
+    """Side by side, a worker runs the tests of a file, since they share what is built for their module; what
+    takes longest comes first, so that no worker is left with it at the end."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if not is_worker and not config.getoption("--alone"):
         return
-    left_out = [item for item in items if _runs_alone(item) == is_worker]
+    left_out = [item for item in items if _is(item, "alone") == is_worker]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if _runs_alone(item) != is_worker]
+    items[:] = [item for item in items if _is(item, "alone") != is_worker]
+    items.sort(key=lambda item: (not _is(item, "vllm"), not _is(item, "cluster")))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("vllm" if "vllm" in item.keywords else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("vllm" if _is(item, "vllm") else str(item.path)))
 
 
-def _runs_alone(item: pytest.Item) -> bool:
-    return "alone" in item.keywords or "cluster" in item.keywords
+def _is(item: pytest.Item, mark: str) -> bool:
+    return item.get_closest_marker(mark) is not None  # a keyword may be the name of a folder, too
 
 
 @pytest.fixture(scope="session")
