@@ -3,12 +3,14 @@
 Owns the examples and the toggles that tests go through. Does not know a cluster: `lookup` finds nothing.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import helm_python
+import kubernetes_validate
 import yaml
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "helm"
@@ -180,6 +182,18 @@ def objects_in(files: Mapping[str, str]) -> list[Object]:
 @cache
 def rendered(case: str) -> tuple[Object, ...]:
     return tuple(render(values_of(case)))
+
+
+_VALID: set[str] = set()
+"""Objects that Kubernetes takes, as JSON: cases share most of them, and a look reads a megabyte."""
+
+
+def check_fields(item: Object) -> None:
+    """Raises kubernetes_validate.ValidationError if it has a field that Kubernetes does not know."""
+    text = json.dumps(item, sort_keys=True)
+    if (item["apiVersion"], item["kind"]) not in DEFINED_BY_OTHERS and text not in _VALID:
+        kubernetes_validate.validate(item, KUBERNETES, strict=True)
+        _VALID.add(text)
 
 
 def named(kind: str, name: str, objects: tuple[Object, ...]) -> Object:

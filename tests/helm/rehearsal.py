@@ -18,7 +18,7 @@ import kubernetes_validate
 import yaml
 
 from tests.helm.api_server import Key, api_server, helm_at
-from tests.helm.chart import DEFINED_BY_OTHERS, FOLDER, KUBERNETES, Values, chart, objects_in
+from tests.helm.chart import DEFINED_BY_OTHERS, FOLDER, KUBERNETES, Values, chart, check_fields, objects_in
 
 RELEASE = "kvasir"
 NAMESPACE = "llm"
@@ -58,10 +58,8 @@ def check(values: Values) -> dict[str, str]:
         raise RehearsalError(f"helm lint: {'; '.join(complaints)}")
     files = chart().render(dict(values), name=RELEASE, namespace=NAMESPACE, is_install=True)
     for item in objects_in(files):
-        if (item["apiVersion"], item["kind"]) in DEFINED_BY_OTHERS:
-            continue
         try:
-            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+            check_fields(item)
         except kubernetes_validate.ValidationError as error:
             raise RehearsalError(f"{item['kind']} {item['metadata']['name']}: {error.message}") from error
     return dict(files)
