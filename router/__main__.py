@@ -43,9 +43,9 @@ ADMIN_DRAIN_SECONDS = 1
 
 LOOK_SECONDS = 0.05
 FIRST_LOOK_SECONDS = 5.0
-"""One of several routers waits so long for replicas, and longer while a sibling answers, before it does."""
+"""How long one of several routers waits for replicas before it answers; longer while a sibling answers."""
 HELP_SECONDS = 0.05
-"""So long a connection waits for the router that it was meant for, before another one may take it."""
+"""How long a connection waits for the router that it was meant for, before another one may take it."""
 STOP_SECONDS = 15.0
 """What a router may need to end, beside what its requests may take."""
 

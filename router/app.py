@@ -111,7 +111,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody is there to read it
+    return Response(status_code=400)  # the client has left
 
 
 async def _on_any_error(request: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
 """Router: all parts of one router process, put together.
 
-Owns who knows whom, and the tasks that keep the view of the fleet fresh. Does not know sockets,
-signals or settings files: `__main__.py` brings those.
+Owns which part is given which, and the tasks that keep the view of the fleet fresh. Sockets, signals and
+settings files are `__main__.py`'s.
 """
 
 import asyncio

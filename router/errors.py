@@ -53,7 +53,7 @@ class RouterError(Exception):
 
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
     model: str | None = None
-    """Whom the request asked for, where that is known. Nobody has looked whether it is served."""
+    """Which model the request asked for, where that is known; it need not be one that is served."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

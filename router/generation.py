@@ -1,6 +1,6 @@
 """Generation: all that dispatch needs of a request.
 
-Plain data; does not know where it runs.
+Plain data.
 """
 
 from collections.abc import Sequence

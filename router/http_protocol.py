@@ -2,8 +2,8 @@
 
 Owns what a connection may take: the bytes and the time of a request's head, requests sent before their turn,
 the time in which an answer must be read; and its end, which a client may announce for its own side alone.
-When the router stops, no request that is on its way is met by a closed connection. Does not know what is
-asked; a body is watched where it is read (`router/api/http.py`), idle time between requests by uvicorn.
+When the router stops, no request that is on its way is met by a closed connection. A body is watched where it
+is read (`router/api/http.py`), idle time between requests by uvicorn.
 
 A client that has ended its side may have left, or may wait for its answer: only writing tells. So until
 the answer begins it is sent `100 Continue` now and then, which clients skip; the system of one that has left
@@ -33,17 +33,17 @@ READ_AHEAD = 4
 """While no more of them are queued the connection is read, and so its end is seen."""
 
 WRITE_BUFFER_BYTES = 16 * 1024
-"""An answer pauses when so much of it waits in front of a full socket."""
+"""An answer pauses when this much of it waits in front of a full socket."""
 
 FAREWELL_SECONDS = 1.0
 """To close a connection that still receives resets it, before its client has read the answer."""
 
 LINGER_SECONDS = 1
-"""A router that stops waits so long for a next request on an idle connection; the answer then says that it
-is the last one. A client that is told sends its next request to another router."""
+"""How long a router that stops waits for a next request on an idle connection. The answer then says that it
+is the last one, so that the client sends its next request to another router."""
 
 LEAVING_WRITE_SECONDS = 4.0
-"""In place of the setting once the router is told to stop: nobody waits for those who do not read."""
+"""In place of the setting once the router is to stop: it does not wait for clients that do not read."""
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -2,8 +2,7 @@
 
 Of several router processes each has a socket of its own at the clients' port, over which the kernel spreads
 connections, and all have all of them open: what waits at one that does not accept, others can take. Each
-has a socket for operators to itself. Owns how they are bound and removed. Does not know what is served
-there.
+has a socket for operators to itself. Owns how they are bound and removed.
 """
 
 import contextlib
@@ -57,7 +56,7 @@ def listening(config: RouterConfig) -> Iterator[AllListeners]:
         if config.processes == 1:
             mains = [stack.enter_context(_at_port(config.host, config.port))]
         else:
-            with _at_port(config.host, config.port) as alone:  # nobody else is to share the port
+            with _at_port(config.host, config.port) as alone:  # no other process is to share the port
                 port = alone.getsockname()[1]
             for _ in range(config.processes):
                 mains.append(stack.enter_context(_at_port(config.host, port, is_shared=True)))
@@ -104,7 +103,7 @@ def _at_port(host: str, port: int, *, is_shared: bool = False) -> Iterator[socke
 
 @contextlib.contextmanager
 def _at_path(path: Path) -> Iterator[socket.socket]:
-    """Only this user may open it: it is nobody's before `listen`, and has its mode by then."""
+    """Only this user may open it: before `listen` no process can connect, and by then it has its mode."""
     with contextlib.ExitStack() as stack:
         try:
             _remove_left_over(path)

@@ -11,6 +11,6 @@ LARGE_BYTES = 64 * 1024
 
 
 def return_large_blocks() -> bool:
-    """Blocks from `LARGE_BYTES` on go back to the system when freed. False where nobody can say so."""
+    """Blocks from `LARGE_BYTES` on go back to the system when freed. False where the C library cannot."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, LARGE_BYTES) == 1

@@ -1,7 +1,6 @@
 """How many files, and so connections, the process may have open.
 
-Owns the soft limit, which many systems set to 1,024 where the hard one is far higher. Does not know what
-the connections are for.
+Owns the soft limit, which many systems set to 1,024 where the hard one is far higher.
 """
 
 import logging
@@ -14,7 +13,7 @@ OTHER_FILES = 1024
 
 
 def allow_connections(count: int) -> None:
-    """Raise the soft limit to what so many connections need, as far as the hard one lets."""
+    """Raise the soft limit to what this many connections need, as far as the hard one lets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

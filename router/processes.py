@@ -2,7 +2,7 @@
 
 Owns their start by fork, their restart, and the signals between. The parent has the listening sockets open
 and accepts nothing, so connections that wait when a process dies are taken by the others, or by the one
-that follows. Does not know what a router does.
+that follows.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ EXIT_NOT_STARTED = 2
 FIRST_DELAY_SECONDS = 0.05
 LONGEST_DELAY_SECONDS = 5.0
 HEALTHY_SECONDS = 10.0
-"""After so long a life, a death counts as the first one."""
+"""After a life of this length, a death counts as the first one."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1

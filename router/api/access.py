@@ -1,15 +1,15 @@
 """Who may see a router's inner life: the page at `/`, its data, and explanations.
 
-Owns the rule and the refusal. All of these tell whether a prefix is cached, which is nobody's business but
-the operator's.
+Owns the rule and the refusal. All of these tell whether a prefix is cached, which is the operator's business
+alone.
 
-By default a client must be on loopback *and* have asked for loopback by name: a page of somebody else's
-that a browser on this machine has open can point its own name here (DNS rebinding), but then the Host
-header has that name. What a proxy forwards comes from loopback too: most say so in a header, and nginx, which
-need not, has long spoken HTTP/1.0 unless told otherwise. One that speaks HTTP/1.1, writes a Host header of
-its own and adds none of those cannot be told from a client of this machine, nor can what forwards bytes:
-where such a thing stands before the router, these pages belong on a listener of their own (`admin_port`). A
-page of another site may link here, and nothing else.
+By default a client must be on loopback *and* have asked for loopback by name: a foreign page that a browser
+on this machine has open can point its own name here (DNS rebinding), but then the Host header has that name.
+What a proxy forwards comes from loopback too: most say so in a header, and nginx, which need not, has long
+spoken HTTP/1.0 by default. A proxy that speaks HTTP/1.1, writes a Host header of its own and adds none of
+those cannot be told from a client of this machine, nor can one that forwards bytes: behind such a proxy,
+these pages belong on a listener of their own (`admin_port`). A page of another site may link here, and
+nothing else.
 """
 
 import enum

@@ -1,7 +1,7 @@
 """A chat's request and its prompt: fields, limits, messages as templates expect them, the text.
 
 Owns what a chat may look like. Runs wherever there is a tokenizer and a template: beside the event loop for
-small bodies, in a process of its own for large ones. Does not know answers.
+small bodies, in a process of its own for large ones.
 """
 
 import json
@@ -29,7 +29,7 @@ ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function
 MAX_TOP_LOGPROBS = 20
 
 LONG_HEAD_CHARACTERS = BUCKET_TOKENS * 8
-"""A head of so many characters is taken to have more tokens than a bucket looks at."""
+"""A head of this many characters is taken to have more tokens than a bucket looks at."""
 
 
 class ChatPrompt(msgspec.Struct, kw_only=True):

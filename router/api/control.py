@@ -89,7 +89,7 @@ class ControlRoutes:
         return await self._answer(request, "detokenize", detokenize)
 
     async def _answer(self, request: Request, kind: str, answer: _Answer) -> Response:
-        """Small bodies here and now, others where nobody waits for them."""
+        """Small bodies here and now, others where they hold up no other request."""
         context = self._context
         async with context.body(request.scope, request.receive) as body:
             if is_light(body):

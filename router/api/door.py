@@ -4,7 +4,7 @@ Owns three rules. On a loopback address the router answers to loopback's names o
 pointed here (DNS rebinding) calls it by that name. What browsers post for pages of other origins is refused;
 under a public name not if it says that it is JSON, which a browser sends for them only where something in
 front of the router has allowed it (the router never does). And a body is JSON, as it is: what is encoded or
-of another type is not guessed at. Does not know who may see what: that is `access.py`'s.
+of another type is not guessed at. Who may see what is decided in `access.py`.
 """
 
 from collections.abc import Callable, Sequence

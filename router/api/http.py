@@ -58,7 +58,7 @@ class ClientConnection(Protocol):
         """End it, since its client does not read."""
 
     def watch(self, watcher: "Watcher | None") -> None:
-        """Who is told what becomes of it, at once if it has ended already; one at a time."""
+        """Calls `watcher` with what becomes of it, at once if it has ended already; one watcher at a time."""
 
 
 class Watcher(Protocol):
@@ -67,13 +67,13 @@ class Watcher(Protocol):
 
 
 def connection_of(scope: Scope) -> ClientConnection | None:
-    """None where somebody else's server runs the application."""
+    """None where a server other than ours runs the application."""
     connection: ClientConnection | None = scope.get("extensions", {}).get(CONNECTION)
     return connection
 
 
 class ClientGone(Exception):
-    """The client has closed the connection; nobody reads an answer."""
+    """The client has closed the connection; an answer would not be read."""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

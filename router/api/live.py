@@ -28,7 +28,7 @@ from router.observation.sightings import Node
 
 STATE_SECONDS = 0.5
 PREFIXES_SECONDS = 1.5
-"""So long an answer is told again instead of being made anew."""
+"""For this long the same answer is given again instead of a new one."""
 
 
 class LiveFleet(Protocol):
@@ -60,7 +60,7 @@ class _Kept:
 
 
 class LiveRoutes:
-    """What is seen from now on is kept, unless nobody may ask for it."""
+    """What is seen from now on is kept, unless no client may ask for it."""
 
     def __init__(self, context: ApiContext, access: AdminAccess, fleet: LiveFleet) -> None:
         self._context = context

@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: from a body to a prompt that can run, and its answers.
 
-Owns the dialect of the answers; that of the question is `chat_prompt.py`'s. Does not know HTTP, of routing
-or how text becomes tokens.
+Owns the dialect of the answers; that of the question is in `chat_prompt.py`.
 """
 
 from collections.abc import Sequence

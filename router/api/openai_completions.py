@@ -1,7 +1,6 @@
 """POST /v1/completions: from a body to prompts that can run, and their answers.
 
-Owns the dialect of the answers; that of the question is `completion_prompt.py`'s. Does not know chats, of
-HTTP or routing.
+Owns the dialect of the answers; that of the question is in `completion_prompt.py`.
 """
 
 from collections.abc import AsyncIterator, Sequence

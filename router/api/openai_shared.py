@@ -1,7 +1,6 @@
 """What OpenAI's endpoints have in common: the error shape, reading a request, usage, ids.
 
-Owns the mapping from the router's errors to status codes and OpenAI's words for them. Does not know
-messages or prompts.
+Owns the mapping from the router's errors to status codes and OpenAI's words for them.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a request's head says of where it comes from and whom it calls: Host, Origin and Fetch metadata, read.
 
-Owns what counts as this machine and as a page of another origin. Does not know who is let in.
+Owns what counts as this machine and as a page of another origin. Who is let in is decided in `access.py`.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """A large body → what is left to do with it: token ids and the fields that say how to continue them.
 
-Owns what becomes of a body of each kind where nobody waits for the processor. Everything here may take
+Owns what becomes of a body of each kind where other requests need not wait for it. Everything here may take
 seconds and hundreds of megabytes, or never end; its caller sees to that.
 """
 

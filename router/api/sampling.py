@@ -1,6 +1,6 @@
 """The fields of a request that say how to continue its prompt, their limits, and SamplingParams.
 
-Owns the limits. Does not know how the prompt came about.
+Owns the limits.
 """
 
 import re

@@ -178,7 +178,7 @@ class _Exchange:
                         if self._connection is not None and self._connection.is_backed_up:
                             await _wait_for_reader(self._connection, run)
             finally:
-                if prompt.usage is None:  # nobody has answered, and there may have been several attempts
+                if prompt.usage is None:  # no replica has answered, and there may have been several attempts
                     prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
 
     def _start(self, request: ApiRequest, run: Runs, batch: Sequence[TokenDelta]) -> None:

@@ -107,7 +107,7 @@ class GenerationRun:
             await self._pause(seconds)
 
     async def _pause(self, seconds: float) -> None:
-        """Until something comes, somebody calls, or the time is over."""
+        """Until something comes, the run is called, or the time is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._mailbox.wait()
@@ -144,7 +144,7 @@ class GenerationRun:
     def _receive(self, attempt: Attempt, index: int, delta: TokenDelta, batch: list[TokenDelta]) -> None:
         finish = delta.finish_reason
         if finish is FinishReason.ERROR or finish is FinishReason.ABORT:
-            # Nobody here asked for it. Tokens that came along are not counted: they are sampled again.
+            # This router did not ask for it. Tokens that came along are not counted: they are sampled again.
             self._fail(attempt, self._choices[index], delta.refusal, visible=self._visible or bool(batch))
             return
         if not attempt.started:
@@ -208,8 +208,8 @@ class GenerationRun:
     # Where it goes.
 
     def _place(self) -> float | None:
-        """Submit what no replica has. None when all is placed; else the seconds until the next try, if
-        nobody wakes the run before.
+        """Submit what no replica has. None when all is placed; else the seconds until the next try, unless
+        the run is woken before.
 
         Raises what the client gets when attempts or patience run out.
         """
@@ -219,7 +219,7 @@ class GenerationRun:
             return seconds
         while self._num_unplaced:
             unplaced = [index for index, choice in enumerate(self._choices) if choice.is_unplaced]
-            # Choices that nobody has seen yet go together, as they came: they share one prefill.
+            # Choices of which the client has seen nothing go together, as they came: they share one prefill.
             part = unplaced if len(unplaced) == len(self._choices) and not self._visible else unplaced[:1]
             first = self._choices[part[0]]
             if not placement.may_try(first, is_visible=self._visible):

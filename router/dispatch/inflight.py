@@ -1,6 +1,6 @@
 """Inflight: one submitted request, and what has arrived for it. Mailbox: who is woken then.
 
-Owns the deltas that were not yet taken. Knows neither streams nor what becomes of a request.
+Owns the deltas that were not yet taken. What becomes of a request is decided in `generation_run.py`.
 """
 
 import asyncio

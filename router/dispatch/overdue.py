@@ -1,7 +1,7 @@
 """OverdueWatch: moves requests away from replicas that are alive and get nowhere.
 
 A second net: a replica's own watchdog ends an engine that hangs. Owns the looks at every replica with
-requests in flight. Does not know what a generation does then: its attempt is lost, and it goes elsewhere.
+requests in flight. To a generation its attempt is lost then, and it goes elsewhere.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from router.fleet.replica_client import ReplicaClient
 logger = logging.getLogger(__name__)
 
 LOOKS = 12
-"""So many looks in the time after which something is overdue."""
+"""How often to look within the time after which something is overdue."""
 
 
 class OverdueWatch:

@@ -1,10 +1,10 @@
 """Placement: a replica for each part of one generation, and the waiting until there is one.
 
-Owns what was tried, and the generation's place in line. Knows neither streams nor tokens that come back.
+Owns what was tried, and the generation's place in line.
 
-    some replica is ready          it is asked, unless somebody who came earlier still waits
+    some replica is ready          it is asked, unless an earlier request still waits
     its prompt is suspected        only a replica without another suspect is asked
-    its prompt is condemned        nobody is
+    its prompt is condemned        no replica is asked
     all that are ready refused it  once more after a wait
     none is ready                  in line, if replicas are coming
 """
@@ -32,7 +32,7 @@ BYTES_PER_TOKEN = 40
 
 
 class Obstacle(enum.Enum):
-    """Why nobody could be asked."""
+    """Why no replica could be asked."""
 
     NONE_READY = enum.auto()
     ALL_REFUSED = enum.auto()
@@ -98,7 +98,7 @@ class Placement:
         try:
             request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
             started = time.perf_counter()
-            # Also of a resumed choice only the prompt's blocks: what has been said since nobody else can ask.
+            # Of a resumed choice, too, only the prompt's blocks: no other request continues its answer.
             routed = table.route(
                 generation.model,
                 request,
@@ -113,7 +113,7 @@ class Placement:
             return self._obstacle()
 
     def wait(self, obstacle: Obstacle) -> float:
-        """Seconds until the next try is due, if nobody calls before; 0 when it has waited enough."""
+        """Seconds until the next try is due, unless it is called before; 0 when it has waited enough."""
         state, now = self._state, self._state.clock()
         is_trial = obstacle in (Obstacle.TRIALS, Obstacle.OWN_TRIAL)
         is_coming = obstacle is Obstacle.NONE_READY and self._is_coming()

@@ -1,10 +1,11 @@
 """Pulse: whether a replica that is alive gets anywhere, and whether it has forgotten a request.
 
-Owns what was seen of one replica, from one look to the next. Knows neither streams nor clocks: it is told.
+Owns what was seen of one replica, from one look to the next. Times are arguments.
 
-    no token for anybody, nothing computed, for long   it hangs: all that runs there is overdue
-    no token for one request, for long, while nothing  it has forgotten that one: whoever runs gets a token
-    waits and no prompt is left to compute             with every step
+    no token for any request, nothing computed,        it hangs: all that runs there is overdue
+    for long
+    no token for one request, for long, while nothing  it has forgotten that one: a request that runs gets
+    waits and no prompt is left to compute             a token with every step
     a queue, or a prompt under way                     that is honest work, however long it takes
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from replicas.protocol.frames import LoadSnapshot
 
 STEPS_OF_PATIENCE = 20
-"""A step takes as long as it takes; so many times what the measured speed makes of it is no step any more."""
+"""A step that takes this many times as long as the measured speed lets expect is taken to hang."""
 
 UNMEASURED_FACTOR = 10
 """Before the first step that was measured, a model may be compiled."""

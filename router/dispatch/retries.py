@@ -1,6 +1,6 @@
 """What a generation may still try when a replica was lost or has refused it, and after which pause.
 
-Owns the bounds. Knows neither replicas nor time nor chance: all are told.
+Owns the bounds. Time and randomness are arguments.
 
     it was lost with its replica             again elsewhere, spread over a moment; see also `suspects.py`
     a living replica refused or failed it    again elsewhere, if the router's budget has a retry left

@@ -1,13 +1,13 @@
 """Suspects: prompts that may be what replicas die of.
 
 Owns what is remembered of them, under digests that only this process can make, and who is on trial where.
-Knows neither replicas' streams nor the time: both are told.
+Deaths and times are arguments.
 
     a replica dies with a suspect on trial  that prompt alone is blamed
     else                                    every prompt that was new to the replica: it may have been in
                                             the step that was its last
     else, with few requests in flight       each of them
-    else                                    nobody: what many have survived for many steps is not the prompt
+    else                                    none: what many have survived for many steps is not the prompt
 
 A prompt that was blamed once is tried once more, with no other suspect at that replica, and is cleared when
 it survives a few tokens there. A prompt that was blamed twice is refused until the memory of it expires;
@@ -35,16 +35,16 @@ CONDEMNING_STRIKES = 2 * HEARD_STRIKE
 CONDEMNING_STRIKES_IN_A_STORM = 3 * HEARD_STRIKE
 STORM_DEATHS = 2
 STORM_SECONDS = 60.0
-"""So many other deaths in so long, which no prompt explains: something else kills replicas."""
+"""After this many other deaths in this time, which no prompt explains, something else kills replicas."""
 
 SURVIVED_TOKENS = 4
-"""A prompt whose every choice has got so many tokens from a replica is not new to it any more."""
+"""A prompt is new to a replica until each of its choices has got this many tokens from it."""
 
 MAX_FEW = 4
-"""So few requests in flight are each worth a suspicion when none was new."""
+"""With no more requests in flight than this, each is suspected when none was new."""
 
 NUM_STEPS_UNHEARD = 2
-"""A replica has begun so many steps at most of which the router had not heard when it died."""
+"""How many steps at most a replica had begun, when it died, without the router having heard of them."""
 
 MEMORY_SECONDS = 600.0
 MAX_REMEMBERED = 8192
@@ -111,7 +111,7 @@ class _Record(NamedTuple):
 
 
 class Suspects:
-    """`key` makes the digests: without it, nobody can tell which prompts are remembered."""
+    """`key` makes the digests: without it, they do not tell which prompts are remembered."""
 
     def __init__(
         self, key: bytes, *, seconds: float = MEMORY_SECONDS, max_remembered: int = MAX_REMEMBERED

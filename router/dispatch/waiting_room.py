@@ -1,7 +1,7 @@
 """WaitingRoom: requests that wait for a replica, in the order in which they came.
 
-Owns who waits, for what, and the bounds. Knows neither replicas nor time: whoever waits tries for itself
-when it is called, and goes on waiting if it was too early.
+Owns which requests wait, for what, and the bounds. A request that is called tries for itself, and goes on
+waiting if it was too early.
 
 One is called at a time: when something has changed that may help, and when the one before has found a
 place. So the first replica that comes back gets the requests one by one and in order, until it is full.
@@ -90,7 +90,7 @@ class WaitingRoom:
             del self._lanes[ticket.lane.model]
 
     def is_before(self, lane: Lane, order: int) -> bool:
-        """Whether somebody who came earlier waits for the same."""
+        """Whether an earlier request waits for the same."""
         tickets = self._lanes.get(lane.model, {}).get(lane)
         return tickets is not None and tickets[0].order < order
 

@@ -1,7 +1,7 @@
 """Membership: who is in the fleet just now, with one open stream to each.
 
-Owns the clients and who stands in the routing table. Does not know requests; what it is told comes
-from a source (`registry_source.py`) and from the streams themselves, which know of a death first.
+Owns the clients, and which replicas stand in the routing table. It hears from a source
+(`registry_source.py`) and from the streams themselves, which notice a death first.
 
     registry            stream               then
     lease, same epoch   up                   routed to
@@ -41,7 +41,7 @@ PROOF_SECONDS = 2.0
 """A frame as young as that proves life where the lease says nothing."""
 
 COMING_BACK_SECONDS = 120.0
-"""A model that has lost its last replica so long ago is taken to get another."""
+"""For this long after a model has lost its last replica, another is expected."""
 
 OnModel = Callable[[ModelCard, TokenizerBundle], Awaitable[None] | None]
 OnRecords = Callable[[str, Mapping[ReplicaId, ReplicaRecord]], None]

@@ -44,7 +44,7 @@ MAX_NAMES_PER_LOOK = 4096
 """Of models, and of replicas for each: names without end must not keep a look from ending."""
 
 OLD_SECONDS = 10.0
-"""For so long after a replica's newest heartbeat an older one is not believed."""
+"""For this long after a replica's newest heartbeat an older one is not believed."""
 
 Name = TypeVar("Name", bound=str)
 

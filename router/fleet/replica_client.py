@@ -1,9 +1,9 @@
 """ReplicaClient: one multiplexed Serve stream from this router process to one replica.
 
-Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to whoever waits for
-them. One client is one stream: when that breaks, everything in flight is told `ReplicaLost` and the
-client is spent. Does not know routing, retries or leases: `membership.py` decides whether to
-connect again, `router/dispatch/` what becomes of the requests.
+Owns the gRPC channel, the ids of the requests on it, and the hand-over of deltas to the generations that
+wait for them. One client is one stream: when that breaks, everything in flight gets `ReplicaLost` and the
+client is spent. `membership.py` decides whether to connect again, `router/dispatch/` what becomes of the
+requests.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class ReplicaClient:
         self.num_frames = 0
         self.num_deltas = 0
         self.num_heard_submits = 0
-        """The replica has said that it has the first so many of what was submitted here."""
+        """How many of the requests that were submitted here the replica has acknowledged."""
         self._on_load = on_load
         self._on_lost = on_lost
         self._on_draining = on_draining
@@ -170,7 +170,7 @@ class ReplicaClient:
         except grpc.RpcError as error:
             raise self._break(self._channel.reason(error)) from error
         except asyncio.CancelledError:
-            # A channel that is closed under its call raises this too, though nobody cancelled the task.
+            # A channel that is closed under its call raises this too, though the task was not cancelled.
             if is_cancelled():
                 raise
             raise self._break("the connection was closed") from None

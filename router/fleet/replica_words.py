@@ -1,7 +1,7 @@
 """ReplicaWords: what one replica says of itself and of requests, decoded part by part.
 
 Owns what is wrong with it: a part that breaks the contract is passed over, counted, and told in the log once.
-Knows neither streams nor requests: what follows for them is the client's business.
+What follows for streams and requests is `replica_client.py`'s.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Offload: large bodies are prepared beside the event loop, a few at a time.
 
 Owns the process that does it (`offload_process.py`). `PLACES` bodies are worked on, `MOST_WAITING` wait, for
-`WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`). Does not know what is in a
-body.
+`WAIT_SECONDS` at most, in a line that no address fills (`offload_queue.py`).
 
 The process is started when it is first needed, and again if it has died.
 """

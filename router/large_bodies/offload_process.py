@@ -1,8 +1,8 @@
 """The process beside a router that prepares large bodies, each in a child of its own.
 
 Owns a copy of every model's tokenizer and template, which its children share, and the bounds that a child
-works under: processor time, time, memory. Does not know routing; whatever happens to a child happens to
-nobody else. It ends when its router does.
+works under: processor time, time, memory. What happens to one child harms no other. It ends when its router
+does.
 
 A job comes as one byte and a socket. For a job this process only forks: the child reads the job there,
 answers there and ends, and what it took goes back with it. A child ends by itself when its time is over
@@ -203,7 +203,7 @@ def _receive(peer: socket.socket, length: int) -> bytearray:
 def main(handle: int, bounds: Bounds) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the router decides when to end
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # how a child has ended does not matter
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # for what is not Python: threads do not survive a fork
     with socket.socket(fileno=handle) as control:
         _Preparer(bounds).serve(control)

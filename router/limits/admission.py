@@ -13,7 +13,7 @@ from router.errors import InvalidRequest, Overloaded
 from router.generation import Generation
 
 COUNTED_OUTPUT_TOKENS = 1024
-"""So many of a sequence's `max_tokens` are counted at most: few answers become longer, and many clients
+"""How many of a sequence's `max_tokens` are counted at most: few answers become longer, and many clients
 allow as many as the context has room for."""
 
 

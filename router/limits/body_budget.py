@@ -35,7 +35,7 @@ class BodyBudget:
         return BodyStatistics(self._held.num, self._max_bytes, self._num_refused)
 
     def check(self, address: str | None, num_bytes: int) -> None:
-        """Raises BodiesFull where so much would not fit now."""
+        """Raises BodiesFull where this would not fit now."""
         if not self._held.has_room(address, num_bytes):
             self._num_refused += 1
             raise BodiesFull("The router has no memory for more request bodies at the moment.")

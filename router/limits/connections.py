@@ -29,7 +29,7 @@ class Ended(enum.StrEnum):
     TOO_MANY_OF_ADDRESS = "too_many_of_address"
     HEAD_TOO_LARGE = "head_too_large"
     HEAD_TOO_SLOW = "head_too_slow"
-    """Or no request at all, or the rest of a body that nobody waits for."""
+    """Or no request at all, or the rest of a body that is no longer wanted."""
     TOO_MANY_QUEUED = "too_many_queued"
     """Requests sent before the answers to earlier ones."""
     NOT_READ = "not_read"

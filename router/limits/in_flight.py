@@ -1,6 +1,6 @@
 """InFlight: how many requests a router serves at a time, of one client address at most its share.
 
-Owns the count. Does not know what a request asks for: that is weighed by `admission.py`.
+Owns the count. What a request asks for is weighed by `admission.py`.
 """
 
 from router.errors import Overloaded

@@ -1,7 +1,7 @@
 """Live: what this router has seen lately, for the page at `/`.
 
 Owns the sightings, the last decisions and the counts of the last minutes, and what is taken of a request
-for them: hashes and numbers, never tokens or text. Does not know how it is shown.
+for them: hashes and numbers, never tokens or text.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
 from router.observation.sightings import Known, NamespaceName, Sighting, Sightings
 
 KEY_CHARACTERS = 24
-"""So much of a prompt_cache_key is kept."""
+"""How much of a prompt_cache_key is kept."""
 
 BEGINNING_TOKENS = 128
-"""Prompts that have so many first tokens in common begin alike, whatever namespace they are in."""
+"""Prompts with this many first tokens in common begin alike, whatever namespace they are in."""
 
 
 class Live:
-    """`observe` is told of every request; `block_size_of` a model that has been served."""
+    """`observe` is called with every request; `block_size_of` is for a model that has been served."""
 
     def __init__(self, block_size_of: Callable[[str], int]) -> None:
         self._block_size_of = block_size_of

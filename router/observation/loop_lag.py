@@ -1,6 +1,6 @@
 """LoopLag: how late the event loop comes to what is due.
 
-Owns one small task. Does not know what keeps the loop busy.
+Owns one small task. It measures that the loop is late, not what keeps it busy.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """RouterMetrics: what a router tells Prometheus of the requests that it has served.
 
 Owns names, labels and buckets. Label values come from closed sets (served models, our own routes, status
-codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. Does not know
-where the numbers arise; those that the router's parts count for themselves are `part_metrics.py`'s.
+codes, reasons, kinds of errors, a bounded number of tenants), never from a client's text. What the router's
+parts count for themselves is exported by `part_metrics.py`.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class RouterMetrics(Collector):
         return "".join(family.text() for family in self.families()).encode()
 
     async def scrape(self) -> bytes:
-        """Prometheus text as of now, made one metric at a time, so that nobody's stream waits for it all."""
+        """Prometheus text as of now, made one metric at a time, so that no client's stream waits for all."""
         self.refresh()
         texts: list[str] = []
         for family in self.families():

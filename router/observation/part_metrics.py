@@ -1,7 +1,7 @@
 """PartMetrics: what a router's parts count for themselves, as Prometheus shall see it.
 
 Owns the names. Each `read_…` copies the numbers of one part, just before a scrape, on the event loop where
-that part lives. Does not know requests.
+that part lives.
 """
 
 from collections.abc import Mapping

@@ -106,7 +106,7 @@ class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
 
     def findings(self) -> tuple[Finding, ...]:
-        """Sentences, made when somebody asks."""
+        """Sentences, made when they are asked for."""
         if self.usage is None or self.known is None:
             return ()
         return findings(self.usage, self.decision, self.known, self.block_size)

@@ -30,7 +30,7 @@ MAX_BLOCKS = 2**19
 """Each takes the 16 bytes of its hash."""
 
 MAX_USERS = 12
-"""So many users are told apart at a node; requests of others are counted together."""
+"""How many users are told apart at a node; requests of others are counted together."""
 
 MAX_BEGINNINGS = 4096
 

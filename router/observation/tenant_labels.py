@@ -1,6 +1,6 @@
 """TenantLabels: which tenants have metrics of their own.
 
-Owns that choice. Does not know salts: a tenant comes as a label that tells nothing about its secret.
+Owns that choice. A tenant comes as a label that tells nothing about its salt.
 """
 
 from router.generation import DEFAULT_TENANT

@@ -1,7 +1,7 @@
 """The moments of a request in a router, for tracing.
 
 Owns the moments, and where a trace goes on: its parent in the next process. These classes do nothing but
-hand on what the client sent; `tracing.py` makes spans of the same moments. Does not know spans.
+hand on what the client sent; `tracing.py` makes spans of the same moments.
 """
 
 from replicas.process.trace_parent import TraceParent
@@ -52,7 +52,7 @@ NO_TRACE = GenerationTrace("", None)
 
 
 class RequestTrace:
-    """One request of a client's. `trace_id` is None where nobody has made a trace."""
+    """One request of a client's. `trace_id` is None without a trace."""
 
     __slots__ = ("_parent", "request_id")
 

@@ -1,8 +1,7 @@
 """ModelCatalog: the models and adapters that can be asked for, each with its text side and its namespaces.
 
-Owns the cluster secret, and so every namespace root and every user's tag. Does not know replicas, of
-routes or requests: membership adds a model when its first replica is described, and says which
-adapters can be had.
+Owns the cluster secret, and so every namespace root and every user's tag. Membership adds a model when its
+first replica is described, and says which adapters can be had.
 """
 
 import hashlib
@@ -103,7 +102,7 @@ class ServedModel:
         return DEFAULT_TENANT if salt is None else self._tenant_label(salt)
 
     def root(self, tenant: str | None = None, salt: str | None = None) -> BlockHash:
-        """The root of every chain of this tenant and salt; nobody without the secret can compute it."""
+        """The root of every chain of this tenant and salt; it takes the secret to compute it."""
         return self._root(tenant, salt)
 
     def block_hashes(self, root: BlockHash, packed_tokens: bytes) -> list[BlockHash]:
@@ -161,7 +160,7 @@ class ModelCatalog:
 
     def set_adapters(self, model_name: str, adapters: Sequence[Adapter]) -> None:
         """What the model's replicas have loaded, the newest replica's at the end: of two with one name the
-        later is served. One that nobody has any more stays known, as a model does without replicas.
+        later is served. One that no replica has any more stays known, as a model does without replicas.
 
         A model's name is never an adapter's. Between models the first by name has the adapter, so that all
         routers agree.
@@ -191,7 +190,7 @@ class ModelCatalog:
 
     def get(self, name: str) -> ServedModel:
         """The model or adapter of that name. Raises UnknownModel; NoReplicaAvailable while no model at all
-        is known, so that a router that has just started sends nobody away for good.
+        is known, so that a router that has just started sends no client away for good.
         """
         model = self._models.get(name) or self._get_adapted(name)
         if model is None and not self._models:

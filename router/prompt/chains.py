@@ -8,8 +8,8 @@ A chain is cut into runs of blocks, and a run's hashes are found by a digest of 
     block   0 .. 15                 16 .. 31                                32 .. 47    48 .. 52
     key     SHA-256(root | tokens)  SHA-256(root | hash of 15 | tokens)     ...         too short: hashed
 
-Equal digests mean equal parents and equal tokens, however hard somebody tries; and since the namespace's root
-is in each, nobody finds what another namespace has left here.
+Equal digests mean equal parents and equal tokens, however hard an attacker tries; and since the namespace's
+root is in each, no request finds what another namespace has left here.
 
 Of an unknown chain only the first run is remembered, and each time it comes back as much again as was
 known, and one more: a prefix that many share is known whole after a few of them, while a prompt that

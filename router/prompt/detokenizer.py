@@ -1,7 +1,7 @@
 """Detokenizer: one choice's token ids → text, as they come, with stop strings.
 
 Owns what is not yet safe to say: an unfinished character, the possible beginning of a stop string.
-Does not know HTTP, of choices or why a generation ended.
+Why a generation ended is for its caller.
 
 The text that comes out, joined, is what decoding all tokens at once would give, cut before the first
 stop string, however the tokens were grouped on their way here.

@@ -1,7 +1,6 @@
 """The two engines that render chat templates: jinja2's sandbox, the reference, and minijinja, the fast one.
 
-Owns what templates may call, and how much the fast engine may do before it gives up. Does not know models
-or messages.
+Owns what templates may call, and how much the fast engine may do before it gives up.
 
 minijinja counts its instructions, so a loop without end costs it a few milliseconds. One instruction may
 still do a lot: `"x" * 10**9`, or a filter that pads. Templates with such instructions are not *bounded*, nor

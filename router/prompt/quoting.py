@@ -1,6 +1,6 @@
 """Quoter: special tokens that a client has written out stay text.
 
-Owns the mark that tells them from those of the template. Does not know messages or tokenizers.
+Owns the mark that tells them from those of the template.
 
 A conversation becomes one text before it becomes tokens, and in that text a `<|im_end|>` of the client's
 looks like one of the template's. So each special token in the client's strings is broken by a mark after

@@ -1,6 +1,6 @@
 """SegmentCache: token ids by text, bounded in bytes, least recently used goes first.
 
-Owns its entries and its counters. Does not know tokenizers.
+Owns its entries and its counters.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Tokenizer: one model's text ⇄ token ids, from the files that its replicas hand out.
 
 Owns the choice of backend (fastokens where it provably equals the reference, else Hugging Face
-tokenizers) and the cache of encoded segments. Does not know chats, of HTTP or blocks.
+tokenizers) and the cache of encoded segments.
 
 A rendered chat is split at its special tokens, which byte-pair merges never cross, and each piece
 between them is looked up by its text: a conversation of twenty turns encodes only its newest. Whether
@@ -39,7 +39,7 @@ PIECE_CHARACTERS = 500_000
 DEFAULT_CACHE_BYTES = 64 * 2**20
 
 MAX_COMPOSED = 4
-"""So many characters become one, at most, where a tokenizer composes (Unicode's NFC)."""
+"""How many characters become one, at most, where a tokenizer composes (Unicode's NFC)."""
 
 PROBES = (
     "Hello, world! It's 2024-05-17 at 10:45, isn't it?",
@@ -143,7 +143,7 @@ class Tokenizer:
     async def encode_async(
         self, text: str, *, add_special_tokens: bool = False, is_quoted: bool = False
     ) -> list[int]:
-        """As `encode`, in a thread where so much of the text is new that it would hold up the loop."""
+        """As `encode`, in a thread where the text is new and long enough to hold up the loop."""
         if self._is_long(text):
             return await asyncio.to_thread(
                 self.encode, text, add_special_tokens=add_special_tokens, is_quoted=is_quoted
@@ -213,7 +213,7 @@ def _choose_backend(reference: tokenizers.Tokenizer) -> _Backend:
     slow = _Backend("tokenizers", partial(_reference_ids, reference), partial(_reference_ids, text_reference))
     try:
         fast = _fast_backend(source)
-    except (ValueError, NotImplementedError):  # a kind of tokenizer that fastokens does not know
+    except (ValueError, NotImplementedError):  # a kind of tokenizer that fastokens lacks
         return slow
     probes = [*PROBES, _joined(PROBES, _special_tokens(reference))]
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 BUCKET_TOKENS = 256
-"""A prompt is pinned by so many of its first tokens, in whole blocks."""
+"""A prompt is pinned by this many of its first tokens, in whole blocks."""
 
 BUCKET_BYTES = 16
 

@@ -7,9 +7,9 @@ is decided in `decision.py`.
             + delay_price * requests at r * prefill(uncached at r)
             + room_price * fill(r) * uncached at r * the fleet's seconds per token
 
-The first two terms are the expected time to first token. The third is what the others lose: whoever
-decodes at r, and whoever waits there, stands still while the prompt is computed. Long prompts therefore
-gather where few are disturbed, and short ones pass them by. The last is the price of room in r's cache:
+The first two terms are the expected time to first token. The third is what other requests lose: those that
+decode at r, and those that wait there, stand still while the prompt is computed. Long prompts therefore
+gather where they disturb few, and short ones pass them by. The last is the price of room in r's cache:
 what is computed there evicts something else, the more surely the fuller the cache is. So a full fleet
 pays for copies of what another replica holds, and while there is room, sessions spread into it.
 """
@@ -79,7 +79,7 @@ class Cost(NamedTuple):
 
 
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
-    """Medians of the measured rates, defaults where nobody has measured."""
+    """Medians of the measured rates, defaults where none was measured."""
     prefill, decode = [], []
     for load in loads:
         if _is_measured(load.prefill_seconds_per_token):

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import random
 
 DRAWN_PER_CHOSEN = 3
-"""The least busy of so many times the number that is wanted."""
+"""The least busy of this many times the number that is wanted."""
 
 
 class DecisionReason(enum.StrEnum):
     ONLY_REPLICA = "only_replica"
     """There was no choice."""
     OVERLAP = "overlap"
-    """Nobody holds more of the prompt."""
+    """No replica holds more of the prompt."""
     HOME = "home"
     """The bucket's first replica."""
     SPILL = "spill"

@@ -3,11 +3,10 @@
 Owns the table and its slots. Knows no chains, no predictions and no replicas: who has which slot is the
 caller's business.
 
-A replica's hashes are written once, whoever else holds them, and nothing lists what one replica has. So a
-slot is given back at once, with its bits still in the table, and taken again only when `sweep`, a slice at
-a time, has cleared them all: until then they mean nobody, and whoever reads the table looks at the bits of
-living slots alone. In the same way a set that takes long to read is staged under a slot that nobody reads
-yet.
+Each hash is written once for all replicas that hold it, and nothing lists what one replica has. So a slot is
+given back at once, with its bits still in the table, and taken again only when `sweep`, a slice at a time,
+has cleared them all: until then they mean no replica, and readers of the table look at the bits of living
+slots alone. In the same way a set that takes long to read is staged under a slot that is not read yet.
 
 The table is split by the hashes' first byte, so that neither its growth nor a slice takes long.
 """
@@ -44,7 +43,7 @@ class Holders:
         return bit
 
     def give_back(self, bit: int, *, is_clean: bool) -> None:
-        """Nobody has this bit any more; `is_clean` if it is nowhere in the table."""
+        """No replica has this bit any more; `is_clean` if it is nowhere in the table."""
         if is_clean:
             self._free |= bit
         else:
@@ -120,7 +119,7 @@ class Holders:
 
 
 class StagedHashes:
-    """What a replica holds, while it is being read: nobody sees it before it is taken.
+    """What a replica holds, while it is being read: lookups do not see it before it is taken.
 
     Leaving it forgets what was not taken.
     """

@@ -56,7 +56,7 @@ class Level:
         self._slots = slots
 
     def draw(self, count: int, rng: "random.Random") -> list[ReplicaId]:
-        """So many of them by chance, or all if there are no more."""
+        """This many of them, drawn at random, or all if there are no more."""
         num_holders = self._mask.bit_count()
         if num_holders <= count:
             return self._slots.of(self._mask)

@@ -17,8 +17,8 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
 
 LOOKS_OF_SILENCE = 3
-"""A look at the registry finds what a replica said up to a second ago, and looks may be more frequent
-than heartbeats: so many must have seen no frame in between before one is believed over the last frame."""
+"""A look at the registry finds what a replica said up to a second ago, and looks may be more frequent than
+heartbeats: this many in a row must have seen no new frame before one is believed over the last frame."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
@@ -155,7 +155,7 @@ class LoadBook:
         return sum(book.num_reserved for book in self._books.values())
 
     def update(self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int) -> None:
-        """A snapshot in a frame of the replica's stream, which counts the first so many that were sent."""
+        """A snapshot in a frame of the replica's stream, and how many of the submits it counts."""
         self._book(replica_id).take(snapshot, num_counted_submits)
 
     def update_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:

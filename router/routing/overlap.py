@@ -1,11 +1,11 @@
 """PrefixIndex: which replica holds how much of a prompt, as far as this router knows.
 
-Owns the mirror's data and the predictions. Knows neither Redis nor time: changes are handed in.
+Owns the mirror's data and the predictions. `router/fleet/index_mirror.py` reads Redis and hands in changes.
 
 A replica is a bit. Two tables map a block hash to the bits of all replicas that have it: one those that
 have stored it (`holders.py`), the other, small one those that will, so that a lookup asks for all replicas
 at once. When a replica's hashes are void together (it is gone, its cache was cleared, its set was read
-anew) it gets another bit, and nobody looks at the old one any more.
+anew) it gets another bit, and lookups pass over the old one.
 
 The index is *thinned*: replicas report every `blocks_per_stride`-th block of a chain and the last full
 block of each prompt. Hashes are chained, so a hash that is present stands for everything before it::
@@ -23,7 +23,7 @@ A prediction names blocks that a replica is about to compute, and stands on one 
 
 The router's announcement comes back under the id of its prediction and is the same one. What a replica
 announced is dropped when its words were missed (a gap, another read of its set, a lost stream), for the
-end may have been among them. A removal cancels a predicted block, whoever predicted it.
+end may have been among them. A removal cancels a predicted block, whichever router predicted it.
 """
 
 import enum
@@ -116,7 +116,7 @@ class PrefixIndex:
         return 0 if replica is None else replica.last_change
 
     def stored(self, replica_id: ReplicaId) -> frozenset[BlockHash]:
-        """Looks at all that anybody has stored."""
+        """Looks at every stored hash."""
         replica = self._replicas.get(replica_id)
         return frozenset() if replica is None else self._holders.of(replica.bit)
 

@@ -1,8 +1,8 @@
 """RoutingTable: the replicas of every model, and one synchronous step from a prompt to a reservation.
 
-Owns the load book and one prefix index per model. Knows neither tokens nor text nor how replicas are
-found and reached. `route()` reads, decides, reserves and predicts without giving up control once, so
-two requests of one event loop never decide on the same state.
+Owns the loads and one prefix index per model. How replicas are found and reached is `router/fleet/`'s.
+`route()` reads, decides, reserves and predicts without giving up control once, so two requests of one event
+loop never decide on the same state.
 """
 
 from collections import deque
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import random
 
 LINGER_SECONDS = 0.2
-"""A prediction that the index did not hear of (Redis is away, or the request was quick) outlives the first
-token by so long: the index hears of the blocks a little later."""
+"""How long a prediction that the index did not hear of (Redis is away, or the request was quick) outlives
+the first token: the index hears of the blocks a little later."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Model:
 
 
 class Preview(NamedTuple):
-    """A decision that nobody has acted upon, and the bucket's affinity order, home first."""
+    """A decision that no request follows, and the bucket's affinity order, home first."""
 
     decision: Decision
     affinity_order: tuple[ReplicaId, ...]
@@ -200,7 +200,7 @@ class RoutingTable:
     def update_load(
         self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int = 0
     ) -> None:
-        """A snapshot from the replica's stream, which counts the first so many requests that were `sent`.
+        """A snapshot from the replica's stream, which counts the first of the requests that were `sent`.
 
         One of a replica that is gone is ignored.
         """
@@ -354,7 +354,7 @@ class RoutingTable:
         return RoutedRequest(decision, reservation, Announcement(announcement_id, missing), end_prediction)
 
     def end_lingering(self) -> None:
-        """Drop the predictions whose time is over: before each decision, and before somebody counts them."""
+        """Drop the predictions whose time is over: before each decision, and before they are counted."""
         if self._clock is None or not self._lingering:
             return
         now = self._clock()
@@ -383,4 +383,4 @@ class RoutingTable:
 
 
 def _ignore(model: str) -> None:
-    """Nobody has asked to be told."""
+    """No listener was set."""

@@ -41,7 +41,7 @@ export function showDecisions(answer) {
   for (const decision of answer.decisions) newest = Math.max(newest, decision.number);
   held = [...answer.decisions, ...held].slice(0, MOST_ROWS);
   setText(note, newest ? `${count(answer.num_decisions)} since the router started` : "No request has been answered yet.");
-  // Whoever reads a line must not have it move away.
+  // A line must not move away from under a reader's eyes.
   if (open.size || isInUse(rows) || rows.parentElement.scrollTop > 0) {
     heldButton.hidden = held.length === 0;
     setText(heldButton, `Show ${held.length === MOST_ROWS ? `${MOST_ROWS} or more` : held.length} new`);

@@ -57,7 +57,7 @@ export function keyed(container, items, keyOf, create, update) {
   }
 }
 
-// Whether somebody is reading here, so that nothing should move.
+// Whether the page is being read here, so that nothing should move.
 export function isInUse(container) {
   return container.matches(":hover") || container.contains(document.activeElement);
 }

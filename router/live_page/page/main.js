@@ -1,4 +1,4 @@
-// Asks the router once a second for what it sees, while somebody looks, and hands it to the parts of the page.
+// Asks the router once a second for what it sees, while the page is visible, and hands it to the page's parts.
 
 import { Charts } from "./charts.js";
 import { forgetDecisions, newestNumber, showDecisions } from "./decisions.js";

@@ -41,7 +41,7 @@ function draw() {
   }
   const keyOf = (node) => node.key || (node.several_keys ? "several keys" : "");
   const byId = new Map(nodes.map((node) => [node.id, node]));
-  // A key is told once, where it begins.
+  // A key is shown once, where it begins.
   for (const node of nodes) node.label = keyOf(node) === keyOf(byId.get(node.parent) ?? {}) ? "" : keyOf(node);
   const most = nodes.reduce((largest, node) => Math.max(largest, node.requests), 1);
   const lines = [];
