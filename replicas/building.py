@@ -61,7 +61,7 @@ class _Work:
             def close() -> None:
                 with contextlib.suppress(Exception):
                     engine.close()
-                with contextlib.suppress(RuntimeError):  # nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the caller has stopped waiting
                     self._loop.call_soon_threadsafe(ended.set)
 
             threading.Thread(target=close, name="end of build", daemon=True).start()

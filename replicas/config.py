@@ -1,6 +1,6 @@
 """ReplicaConfig: every setting of a replica process, and the only place with its defaults.
 
-Knows no environment and no file: `replicas/process/settings.py` reads those.
+The environment and the file are read by `replicas/process/settings.py`.
 """
 
 from collections.abc import Mapping

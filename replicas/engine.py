@@ -1,6 +1,6 @@
 """The Engine protocol: scheduler and model loop of one replica, driven by one thread.
 
-Owns the contract that every engine keeps. Does not know threads, gRPC, Redis or text.
+Owns the contract that every engine keeps. Threads, gRPC, Redis and text are outside of it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class EngineRequest:
     """One continuation of one prompt: a `Submit` with n choices becomes n of these.
 
     `key` has the replica's own id, not the submit's. `token_ids` are what the submit has packed; the choices
-    share them, and nobody changes them.
+    share them, so they are never changed.
     """
 
     key: RequestKey

@@ -1,7 +1,7 @@
 """ReplicaHost: everything of one replica in one object: engine thread, server, index, lease.
 
 Owns the replica's state, the order in which its parts start and end, and the one task that they all
-hang on. Does not know processes, signals or Ray: `__main__.py` and the fleet's actor host it.
+hang on. `__main__.py` and the fleet's actor host it, and have the process, the signals and Ray.
 
     start: engine ─▶ proof ─▶ engine thread ─▶ server listens ─▶ READY ─▶ lease
     end:   lease given back ─▶ streams flushed and ended ─▶ engine thread ─▶ index set removed
@@ -43,11 +43,11 @@ from replicas.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 OPEN_CACHES = 16
-"""Requests are taken whose tokens would fill the KV cache so many times: what waits longer than that for its
-turn is better off elsewhere."""
+"""How many times over the tokens of the requests taken may fill the KV cache: a request that waits for more
+than that is better off elsewhere."""
 
 LEASES_PER_SET = 20
-"""The blocks set outlives the lease by so much: a pause costs no rewrite, a dead replica's set goes."""
+"""How many leases long the blocks set outlives its own: a pause costs no rewrite; a dead replica's goes."""
 
 FLUSH_SECONDS = 2.0
 """How long routers may take to read what is still queued for them when the replica ends."""
@@ -130,7 +130,7 @@ class ReplicaHost:
             await self._ended.wait()
 
     async def wait_dead(self) -> None:
-        """Return when the replica has ended. Raises what ended it, unless somebody asked for it."""
+        """Return when the replica has ended. Raises what ended it, unless it was asked to end."""
         await self._ended.wait()
         if self._failure is not None:
             raise self._failure

@@ -1,7 +1,7 @@
 """complaint(): what would keep a replica's model from being loaded on this machine, without loading it.
 
 Owns which of the engine's own checks can be made beforehand: those of settings, config, tokenizer and the
-headers of weights. Does not know memory and devices, which are another's to give.
+headers of weights. Whether memory and devices suffice only shows at the replica's start.
 """
 
 import importlib.util

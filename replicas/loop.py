@@ -1,7 +1,7 @@
 """EngineLoop: the one thread that drives an engine: inbox, step, frame.
 
 Owns the thread, the inbox, the set of requests that live in the engine, and the measuring of speed.
-Does not know asyncio, gRPC or Redis: a caller that wants the frames passes a callback.
+It is free of asyncio, gRPC and Redis: a caller that wants the frames passes a callback.
 
     submit, abort (any thread) ──▶ inbox ──▶ add / abort ──▶ step ──▶ on_frame(frame, seconds)
 """
@@ -142,7 +142,7 @@ class EngineLoop:
             if not self._ended:
                 self._inbox.put(_Stop())
         if self._thread.ident is None:
-            self._engine.close()  # never started, so nobody else will
+            self._engine.close()  # never started, so the thread will not do it
         elif self._thread.is_alive():
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()

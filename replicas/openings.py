@@ -1,6 +1,6 @@
 """What a replica opens before it starts, if its settings say so: TLS files, cluster secret, traces.
 
-Owns what is said where a setting is missing. Does not know the parts that use them.
+Owns what is said where a setting is missing.
 """
 
 import logging

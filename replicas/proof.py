@@ -25,7 +25,7 @@ def prove_hashes(engine: Engine, rng: random.Random) -> int:
     num_tokens = sum(_prove(engine, rng, adapter) for adapter in adapters)
     if not engine.reset_prefix_cache():
         raise StartupError(f"the {engine.card.engine} engine still holds blocks after the probe prompt")
-    while engine.has_work():  # what it says of the probe is nobody's business
+    while engine.has_work():  # what it says of the probe is dropped
         engine.step()
     return num_tokens
 

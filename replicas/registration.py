@@ -1,14 +1,13 @@
 """Registration: the lease that says this replica is alive, renewed with each heartbeat.
 
-Owns the replica's record in Redis. Does not know engines or streams, and of the index only the name
-of its set and the number of its newest change.
+Owns the replica's record in Redis. Of the index the record has the set's name and the newest change's number.
 
 A record is written only while it is absent or our own: WATCH, read, MULTI. Another epoch in it, once
 we have been registered, means that a newer incarnation has taken our name: then we are the ghost, and
 `on_lost` is called. An epoch that was there before we came is a dead predecessor; its set is removed.
 
-With a seal, leases are signed, and only who can sign takes our name away, or who registered after us: a
-record that somebody has made up or copied back is written over.
+With a seal, leases are signed, and only a replica that can sign and has registered after us takes our name
+away: a record that is made up or copied back is written over.
 """
 
 import asyncio
@@ -144,7 +143,7 @@ class Registration:
                 return
             pipeline.delete(self._key)
             pipeline.srem(replicas_key(self._model), self._replica_id)
-            with contextlib.suppress(WatchError):  # somebody else's by now
+            with contextlib.suppress(WatchError):  # another incarnation's by now
                 await pipeline.execute()
 
     async def _beat_or_prolong(self) -> bool:
@@ -231,7 +230,7 @@ class Registration:
         return record.epoch == holder and record.order > self._order
 
     async def _clear_wrong_types(self) -> None:
-        """Whatever lies under the names of our keys and is of another type, or no count, is nobody's."""
+        """Delete what lies under the names of our keys and is of another type, or no count."""
         kinds = {
             self._key: b"hash",
             replicas_key(self._model): b"set",

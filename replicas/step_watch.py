@@ -1,18 +1,18 @@
 """StepWatch: whether an engine that has work still ends its steps.
 
-Owns how long it has been silent, and how long it may be. Knows no clock, no engine and no task: whoever
-looks says when, and whether there is work.
+Owns how long it has been silent, and how long it may be. Its caller says what time it is, and whether there
+is work.
 
 An engine that hangs (its process stopped, a GPU that does not answer, a deadlock) raises nothing and ends
 nothing; all that can be seen of it is that time goes by. Time counts only as far as looks were taken in
-it: a machine that sleeps, or has no processor for anybody, has not waited for its engine.
+it: a machine that sleeps, or has no processor to spare, has not waited for its engine.
 """
 
 from dataclasses import dataclass
 
 PATIENCE = 5.0
-"""So many times the longest step that can be expected is no hang: prompts cost more the longer they are, and
-a machine may be shared."""
+"""How many times the longest step that can be expected is no hang yet: prompts cost more the longer they are,
+and a machine may be shared."""
 
 UNMEASURED_PATIENCE = 2.0
 """As long as no prompt has been measured. What the start-up proof says of the speed says too much already:
@@ -62,7 +62,7 @@ class StepWatch:
         return self.silent_seconds > self.limit_seconds
 
     def step_ended(self, seconds: float, seconds_per_token: float) -> None:
-        """It took so long; the speed of prompts is 0 while it is not known."""
+        """A step took `seconds`; the speed of prompts is 0 while it is not known."""
         self._has_stepped = True
         self._longest_step = max(seconds, STEP_MEMORY * self._longest_step)
         if seconds_per_token > 0:

@@ -1,6 +1,6 @@
 """ModelConfig: what a checkpoint's `config.json` says of the network, checked and in one layout.
 
-Owns the reading of `config.json` and the list of supported families. Knows neither torch nor tensors.
+Owns the reading of `config.json` and the list of supported families.
 Both spellings of the rotary settings are read: `rope_theta` with `rope_scaling`, and the newer
 `rope_parameters`.
 """

@@ -1,8 +1,7 @@
 """Checkpoint: a model directory on disk, opened for reading.
 
-Owns the reading of safetensors files, the fingerprint and the tokenizer files. Does not know the
-network that the tensors are for, and imports torch only when a tensor is read: the simulated engine
-fingerprints and bundles without it.
+Owns the reading of safetensors files, the fingerprint and the tokenizer files. It imports torch only when a
+tensor is read: the simulated engine fingerprints and bundles without it.
 """
 
 import hashlib

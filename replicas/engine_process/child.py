@@ -1,7 +1,7 @@
 """The child of an EngineProcess: builds an engine, answers for it, and in the end lets it run.
 
 Owns the end of this process: it goes when its parent has gone, however that came about, and obeys no
-signal that a person sends to the replica. Does not know gRPC, Redis or leases.
+signal that a person sends to the replica. gRPC, Redis and leases stay in the parent.
 """
 
 import logging
@@ -76,7 +76,7 @@ def _next(connection: "Connection[Any, Any]") -> ToChild:
 
 
 def _end_with_parent(descriptor: int) -> None:
-    """In the middle of a step too, which is not worth finishing: nobody is left to hear of it."""
+    """In the middle of a step too: without the parent, its result would reach no router."""
     hung_up = select.poll()
     hung_up.register(descriptor, 0)
     hung_up.poll()
@@ -139,7 +139,7 @@ def _answer(engine: Engine, question: ToChild) -> FromChild:
                 done = engine.reset_prefix_cache()
                 return Done(engine.has_work(), done)
             case _:
-                raise AssertionError(f"nobody asks for {question} here")
+                raise AssertionError(f"{question} is not for a running engine")
     except RequestRefused as refused:
         return Refused(engine.has_work(), refused.code, refused.message)
     except Exception as error:  # the parent raises in its stead

@@ -1,7 +1,7 @@
 """EngineProcess: an engine in a process of its own, behind the Engine protocol.
 
 Owns the child process, the pipe to it and what travels there: one question and one answer per call of
-the protocol. Does not know the engine at the other end; `child.py` builds and drives it.
+the protocol. The engine is at the other end, where `child.py` builds and drives it.
 
 A child that has died makes the next call raise EngineDied. `StartLoop` ends the questions and answers: from
 then on the child drives the engine by itself, and `process_loop.py` sends and receives.

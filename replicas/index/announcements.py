@@ -1,8 +1,8 @@
 """Announcements: which blocks this replica's requests are about to make, and what readers know of it.
 
-Owns the announcements that live and those that the next write must bring. Pure: knows no Redis, no time
-and no requests. What began and ended between two writes was never there. Bounded by the requests that
-live: each has one announcement at most, and a reader is told of an end only if it was told of the beginning.
+Owns the announcements that live and those that the next write must bring. What began and ended between two
+writes is left out. Bounded by the requests that live: each has one announcement at most, and readers hear of
+an end only if they heard of the beginning.
 """
 
 from replicas.protocol.blocks import BlockHash

@@ -1,11 +1,10 @@
 """IndexWriter: one replica's share of the block index in Redis, kept equal to what its cache holds.
 
-Owns the blocks set of this incarnation and the numbering of its changes. Does not know engines,
-routers or leases.
+Owns the blocks set of this incarnation and the numbering of its changes.
 
 A write takes whatever accumulated while the previous one was in flight: SADD, SREM and XADD in one
 transaction. Nothing is queued: while Redis is away only the counts go on, and they are bounded by the
-engine's blocks. When a write fails, nobody knows whether it happened. The writer then gives up on
+engine's blocks. When a write fails, it may have happened all the same. The writer then gives up on
 differences and writes the whole set anew, with a change in the stream that says `cleared`, so that
 mirrors follow. The same when the set turns out to be lost or to have the wrong size.
 
@@ -53,8 +52,8 @@ LAST_MILLISECONDS = b"18446744073709551615-"
 """After an entry with such an id a stream takes no other."""
 
 HASHES_PER_CHANGE = 4096
-"""64 KiB: what one command or stream entry holds at most, so that nobody chokes on a big rewrite. (One
-announcement is not cut: it is as long as its prompt.)"""
+"""64 KiB: what one command or stream entry holds at most, so that a big rewrite holds up neither Redis nor
+readers. (One announcement is not cut: it is as long as its prompt.)"""
 
 TIMEOUT_SECONDS = 5.0
 """Of one command or transaction."""
@@ -233,7 +232,7 @@ class IndexWriter:
             await self.remove()
 
     async def _clear_wrong_stream(self) -> None:
-        """What lies under the stream's name and is none, or takes no entries any more, is nobody's."""
+        """Delete what lies under the stream's name and is no stream, or takes no entries any more."""
         async with asyncio.timeout(TIMEOUT_SECONDS):
             kind = await self._redis.type(self._events_key)
             if kind == b"none":
@@ -258,7 +257,7 @@ class IndexWriter:
                         await self._write_whole_set()
                     else:
                         await self._write_change(self._take_change())
-                except BaseException:  # whatever it was, nobody knows how far it got
+                except BaseException:  # whatever it was, the write may have got halfway
                     self._must_rewrite = True
                     self._unwritten_since = since
                     raise

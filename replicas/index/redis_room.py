@@ -1,8 +1,7 @@
 """RedisRoom: how much of Redis' memory the index of one model may take, and what is done when it is too much.
 
 Owns the bound of the stream in bytes, and the question whether the index may be written at all. Leases come
-before the index: it stops well below Redis' `maxmemory`, so that leases find room. Does not know what is
-written.
+before the index: it stops well below Redis' `maxmemory`, so that leases find room.
 
     bytes of the stream    measured by Redis, when the dice of any writer say so: on average whenever all
                            writers together have written a sixteenth of the bound, however many they are
@@ -76,7 +75,7 @@ class RedisRoom:
         await self._redis.xtrim(self._events_key, maxlen=1, approximate=False)
 
     async def appended(self, num_bytes: int) -> None:
-        """So much was added to the stream."""
+        """This many bytes were added to the stream."""
         if self._rng.random() * self._stream_bytes < num_bytes * LOOKS_PER_BOUND:
             await self.bound_stream()
 

@@ -1,6 +1,6 @@
 """Residency: which hashes the index should hold, counted from the cache events of one engine.
 
-Owns the counts and the thinning. Pure: knows no Redis, no time and no engine.
+Owns the counts and the thinning.
 
 Events are a multiset, and only some hashes are *kept* in the index. A copy lies in one tier, and goes by
 that tier's events alone. A hash is kept while at least one copy is resident, whatever the tier, and

@@ -9,8 +9,8 @@ block that is cached is still a cache entry: it is forgotten only when it is han
     free queue   never used · released without a hash | released with a hash, oldest first
                  ^ handed out next                                       released last ^
 
-Block 0 is the null block: never handed out, never cached, for whoever needs a block id that holds
-nothing (padding of block tables).
+Block 0 is the null block: never handed out, never cached. It is the block id that holds nothing, for the
+padding of block tables.
 """
 
 from collections import OrderedDict
@@ -86,7 +86,7 @@ class BlockPool:
         return block_ids
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks sit in the free queue: acquiring them takes so much free capacity."""
+        """How many of these blocks sit in the free queue: acquiring them takes that much free capacity."""
         ref_counts = self._ref_counts
         return sum(1 for block_id in block_ids if ref_counts[block_id] == 0)
 
@@ -131,7 +131,7 @@ class BlockPool:
         so a request cannot swap the block that it wrote for the other one.
         """
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is stored while nobody uses it"
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is stored while no request uses it"
             assert self._hash_of[block_id] is None, f"block {block_id} is stored twice"
             self._hash_of[block_id] = block_hash
             if self._block_of.setdefault(block_hash, block_id) != block_id:
@@ -143,7 +143,7 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Stop using blocks, in this order: what comes first is handed out first."""
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, f"block {block_id} is released while nobody uses it"
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is released while no request uses it"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue

@@ -1,10 +1,10 @@
 """BlockWriters: which user's request first computed each cached block.
 
-Owns that memory, bounded. Does not know requests, pools or engines: every engine tells it what it
-stores and loses, and asks it whose blocks a request has hit.
+Owns that memory, bounded. Every engine reports here what it stores and loses, and asks whose blocks a request
+has hit.
 
 The writer belongs to the hash, not to a copy: a second copy changes nothing, and the entry goes when
-the last copy has gone, so that whoever computes the block anew is its writer then.
+the last copy has gone, so that the user whose request computes the block anew is its writer then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ class Shares(NamedTuple):
     cross_user: int
 
 
-NOBODYS = Shares(0, 0)
+NO_SHARES = Shares(0, 0)
 
 
 class BlockWriters:
-    """Beyond `max_blocks` entries the oldest sixteenth is forgotten, and counts as nobody's."""
+    """Beyond `max_blocks` entries the oldest sixteenth is forgotten, and counts as no user's."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -54,9 +54,9 @@ class BlockWriters:
         self._writers.clear()
 
     def shares(self, block_hashes: Iterable[BlockHash], user: UserTag) -> Shares:
-        """How many of these blocks the user wrote, and how many another; nobody in particular is neither."""
+        """How many of these blocks the user wrote, and how many another. One without a writer is neither."""
         if user == NO_USER:
-            return NOBODYS
+            return NO_SHARES
         writers = [*map(self._writers.get, block_hashes, repeat(NO_USER))]
         num_own = writers.count(user)
         return Shares(num_own, len(writers) - num_own - writers.count(NO_USER))

@@ -1,6 +1,6 @@
 """ReplicaMetrics: what a replica tells Prometheus.
 
-Owns the names and the HTTP port. Does not know where the numbers come from but frames.
+Owns the names and the HTTP port. The numbers come from frames.
 """
 
 import asyncio

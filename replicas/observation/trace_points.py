@@ -1,7 +1,7 @@
 """The moments of a request in a replica, for tracing.
 
-Owns the moments. These classes do nothing; `tracing.py` makes spans of the same moments. Does not know
-spans. A step has the number of its frame since the replica started.
+Owns the moments. These classes do nothing; `tracing.py` makes spans of the same moments. A step has the
+number of its frame since the replica started.
 """
 
 from replicas.protocol.frames import Submit, TokenDelta
@@ -13,7 +13,7 @@ class SubmitTrace:
     __slots__ = ()
 
     def started(self, step: int, step_seconds: float) -> None:
-        """The engine says that this step, which took so long, was the first to compute anything of it."""
+        """The engine says that this step, of this duration, was the first to compute anything of it."""
 
     def delta(self, delta: TokenDelta, step: int) -> None:
         """What one step added to one of its choices."""

@@ -1,8 +1,8 @@
 """Cancellation: what a loop asks before it begins another turn.
 
 A library may catch the CancelledError that was meant for its caller: clean-up code of a connection does, if
-the cancellation comes while it waits. A loop that retries on errors would then go on for ever, and whoever
-cancelled it would wait as long. Does not know what the loop does.
+the cancellation comes while it waits. A loop that retries on errors would then go on for ever, and the task
+that cancelled it would wait as long.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Complaints: what is wrong with what others said, told once each and a bounded number of times.
 
-Owns what has been told. Does not know what is complained about: a subject is any hashable value.
+Owns what has been logged. The subject of a complaint is any hashable value.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Loads Redis' client without OpenTelemetry's SDK, which it would load wherever that is installed.
 
 For the edges of processes, which import it before all else of ours; it spares them some milliseconds and
-megabytes for measurements that nobody has switched on. Defines nothing.
+megabytes for measurements that are not switched on. Defines nothing.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """How every process logs: one format of text, or one JSON object per line.
 
 Owns both formats. A call says what it knows as `name=%s` in its message, once: the text has it in place, a
-JSON object as fields of its own, out of the message. Does not know what is logged.
+JSON object as fields of its own, out of the message.
 
 What a client has written must never be in a log, and an exception may quote it. So where requests of
 clients are handled, exceptions are written with their types and the lines of code, without their messages.

@@ -1,8 +1,7 @@
 """SpanExport: a process's spans on their way to an OpenTelemetry collector.
 
-Owns the SDK's provider, the thread that sends, and what becomes of spans that nobody takes: they are
-dropped, and counted. Does not know what a span says. It loads the SDK, so it is imported only where
-traces are switched on.
+Owns the SDK's provider, the thread that sends, and what becomes of spans that no collector takes: they are
+dropped, and counted. It loads the SDK, so it is imported only where traces are switched on.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """How every process is configured: one frozen dataclass, built once from file < environment < flags.
 
-Owns the reading of settings, the same for replica, router and fleet. Knows no setting by name: a
-process declares its own dataclass, whose field names are the YAML keys (`block_size`), the flags
+Owns the reading of settings, the same for replica, router and fleet. Each process declares a dataclass of its
+own, whose field names are the YAML keys (`block_size`), the flags
 (`--block-size`) and, behind a prefix, the environment variables (`KVASIR_REPLICA_BLOCK_SIZE`).
 An unknown key, wherever it stands, is an error that names the nearest known one.
 """

@@ -2,8 +2,7 @@
 
 Owns what a set of files must be, which of them are in force and for how long still, and what a failed
 handshake means in words.
-Knows no setting and no address, and no roles: holders of a certificate of the CA are let in, as far as the
-usages in it say.
+There are no roles: holders of a certificate of the CA are let in, as far as the usages in it say.
 """
 
 import asyncio
@@ -143,7 +142,7 @@ def server_credentials(followed: FollowedFiles) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         _server_configuration(served),
-        fetch,  # type: ignore[arg-type] # the stubs do not know of None
+        fetch,  # type: ignore[arg-type] # the stubs leave out None
         require_client_authentication=served.ca is not None,
     )
 

@@ -1,7 +1,6 @@
 """TraceParent: the span that a request belongs to, as W3C's headers `traceparent` and `tracestate` name it.
 
-Owns the reading and writing of the first, and how much of the second is passed on. Does not know spans, of
-who makes them, or what the second says.
+Owns the reading and writing of the first, and how much of the second is passed on, unread.
 """
 
 import re

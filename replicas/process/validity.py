@@ -1,7 +1,6 @@
 """From when until when certificates are valid, read from their PEM text.
 
-Knows no file, and believes what stands there: whether a certificate is signed, and by whom, is OpenSSL's
-matter.
+It believes what the text says: whether a certificate is signed, and by whom, is checked by OpenSSL.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Block hashes: what names a cached prefix, for replicas, router and index alike.
 
-Owns the one hashing function of the project. Does not know text, engines, Redis or the wire.
+Owns the one hashing function of the project.
 
 A block hash names a *full* block together with everything before it::
 
@@ -10,9 +10,9 @@ A block hash names a *full* block together with everything before it::
     h_i  = SHA-256(key | h_{i-1} | tokens_i as u32le | extras_i)[:16]
 
 The root is the key of every link and is itself no hash: it goes to replicas with a request, and never into
-the index. So whoever reads the index can confirm no guess, though he knows the tokens, the model and even
-the salt. SHA-256 with a secret first block authenticates here because half of the digest is cut off: nobody
-can go on from a hash that he sees. The state after that block is made once for a whole prompt.
+the index. So a reader of the index can confirm no guess, even knowing the tokens, the model and the salt.
+SHA-256 with a secret first block authenticates here because half of the digest is cut off: a hash that was
+seen cannot be continued. The state after that block is made once for a whole prompt.
 
 Two prompts share a hash only if they share the namespace, every token up to the end of that block,
 and every media item that the block (or one before it) stands for. The token part has a fixed length

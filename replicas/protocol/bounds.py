@@ -1,8 +1,8 @@
 """Bounds: what a number or a name may be that another process says.
 
 Owns the limits and the checks. Every check returns what it was given, or raises ValueError with a sentence
-that may be logged. What a type can say (`Uint32`) is checked where a value is decoded. Knows neither Redis
-nor the wire. The limits are far beyond what any replica says of
+that may be logged. What a type can say (`Uint32`) is checked where a value is decoded. The limits are far
+beyond what any replica says of
 itself; they keep one wrong number from spoiling a sum, a median or a scrape.
 """
 

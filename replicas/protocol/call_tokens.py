@@ -1,19 +1,17 @@
 """Tokens of gRPC calls: how a replica's caller proves that it is of the cluster, and in which role.
 
-Owns what a token is made of and what it takes to believe one. Knows no gRPC, and draws no random numbers: the
-nonce comes in.
+Owns what a token is made of and what it takes to believe one. The nonce is an argument.
 
 A token is for one call::
 
     <role> <nonce> <MAC(key; role, replica id, epoch, method, nonce)>       keyed BLAKE2b, 128 bits
 
-so whoever has read one can do nothing with it at another replica, at this one after a restart, for another
-method, or in another role. That it is not shown twice the replica watches. No clock takes part: those of two
-machines may differ.
+so a token that was read on its way is good for nothing at another replica, at this one after a restart, for
+another method, or in another role. The replica refuses one that it has seen before. No clock takes part:
+those of two machines may differ.
 
-It protects the *call*, and nothing that follows on the connection: who can read the network reads prompts,
-and who can change what it carries takes over a stream that somebody else has opened. Against that there is
-mutual TLS.
+It protects the *call*, and nothing that follows on the connection: an attacker who can read the network reads
+prompts, and one who can change what it carries takes over open streams. Against that there is mutual TLS.
 """
 
 import hashlib

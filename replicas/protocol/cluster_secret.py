@@ -23,8 +23,8 @@ class Purpose(Enum):
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:
-    """The key for one purpose: keyed BLAKE2b (RFC 7693), 32 bytes. Nobody gets from it to the secret, nor to
-    another key."""
+    """The key for one purpose: keyed BLAKE2b (RFC 7693), 32 bytes. Neither the secret nor another key follows
+    from it."""
     return hashlib.blake2b(
         purpose.value, key=secret, digest_size=KEY_BYTES, person=b"kvasir-derive-v1"
     ).digest()

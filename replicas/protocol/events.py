@@ -1,9 +1,9 @@
 """Cache events: what a replica's cache gained and lost, in order.
 
-Owns the vocabulary. Does not know Redis or who listens.
+Owns the vocabulary.
 
 Events are a *multiset*: an engine may hold two copies of one block and removes them one by one, so
-whoever keeps score counts. They leave the engine inside the StepFrame, after the KV exists. What a
+readers must count copies. They leave the engine inside the StepFrame, after the KV exists. What a
 request is *about* to store is no event: the server announces it (`keys.Announcement`), since the router
 that sent the request knows the hashes.
 

@@ -26,7 +26,7 @@ from replicas.protocol.bounds import (
 from replicas.protocol.events import CacheEvent
 
 MAX_DELTAS_PER_FRAME = 4096
-"""So many deltas stay under a few MiB even with twenty logprobs each."""
+"""This many deltas stay under a few MiB even with twenty logprobs each."""
 
 MAX_USER_TAG_BYTES = 16
 MAX_LISTED = 1 << 20
@@ -46,7 +46,7 @@ class RequestKey(NamedTuple):
 
 
 UserTag = NewType("UserTag", bytes)
-"""Whom a request is from: a digest that only routers can make, or empty for nobody in particular."""
+"""Which user a request is from: a digest that only routers can make, or empty if the request names none."""
 
 NO_USER = UserTag(b"")
 

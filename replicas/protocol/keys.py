@@ -1,6 +1,6 @@
 """The Redis schema: key names and the encoding of what lies under them.
 
-Owns every byte that goes into or comes out of Redis. Knows no client and opens no connection.
+Owns every byte that goes into or comes out of Redis; the connections are its callers'.
 
 All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in
 one transaction. `blocks` sets carry one marker member that is no hash, so that an empty set still

@@ -1,8 +1,8 @@
-"""LeaseSeal: the signature under a lease, which only who knows the cluster secret can make.
+"""LeaseSeal: the signature under a lease, which takes the cluster secret to make.
 
-Owns what is signed: every field that anybody believes, under the key's name in Redis, so that no lease is
-another replica's, or another model's. Knows no Redis and no clock. What an old lease may do that somebody
-copies back, and what keeps it from more, is in ARCHITECTURE.md.
+Owns what is signed: every field that readers believe, under the key's name in Redis, so that no lease passes
+for another replica's, or another model's. What an old lease does when it is copied back, and what keeps it
+from more, is in ARCHITECTURE.md.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """What a replica is: its name, incarnation, state, and the card of the model that it serves.
 
-Owns the state table. Does not know leases or who watches.
+Owns the state table.
 """
 
 import enum

@@ -1,7 +1,7 @@
 """Admission: which requests an engine refuses outright, and why.
 
-Owns the limits of one engine and the sentences that explain them. Does not know load: a request
-that is sound but comes at a bad time is the scheduler's business.
+Owns the limits of one engine and the sentences that explain them. A request that is sound but comes at a bad
+time is the scheduler's business.
 """
 
 from dataclasses import dataclass

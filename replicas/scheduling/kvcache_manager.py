@@ -1,9 +1,9 @@
 """KVCacheManager: the block tables and block hashes of requests over one block pool.
 
 Owns the rules of prefix caching: what counts as a hit, when a block is hashed, what an allocation
-needs. Does not know budgets, queues, stop rules or the memory behind a block id.
+needs. Budgets, queues and stop rules are the scheduler's, the memory behind a block id is the engine's.
 
-Full blocks are hashed and shared as soon as they are *scheduled*: whoever computes a step writes the
+Full blocks are hashed and shared as soon as they are *scheduled*: the engine that computes a step writes the
 KV of its whole batch before any of it is read, so a twin scheduled in the same step may already hit.
 The events of a step are taken when it has been computed.
 """
@@ -41,7 +41,7 @@ class KVCacheManager:
         return self.pool.find_prefix(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
 
     def token_shares(self, request: Request, num_cached_blocks: int) -> Shares:
-        """Whose the prompt tokens in the first so many blocks are, which `find_cached` has just found."""
+        """Which users' the prompt tokens in the leading blocks are that `find_cached` has just found."""
         return self.pool.writers.token_shares(
             request.block_hashes[:num_cached_blocks],
             request.submit.user,

@@ -1,7 +1,6 @@
 """Request, Chunk, SampledToken: one request while the scheduler owns it, and a step's share of it.
 
-Owns the token sequence with its block table. Does not know the queue that it waits in, of the pool
-that its blocks come from, or tensors. Only the scheduler and its cache manager write to a Request.
+Owns the token sequence with its block table. Only the scheduler and its cache manager write to a Request.
 """
 
 from typing import NamedTuple

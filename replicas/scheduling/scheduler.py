@@ -1,8 +1,8 @@
 """Scheduler: which requests an engine computes in the next step, and what came of the last one.
 
 Owns every Request from `add` to its last delta, the queue, the order of service, preemption and the
-stop rules. Does not know models, sampling, threads or time: the torch engine and the simulated one
-drive the same scheduler, one `schedule()` and one `finish_step()` per step.
+stop rules. Models, sampling, threads and time are the engine's: the torch engine and the simulated one drive
+the same scheduler, one `schedule()` and one `finish_step()` per step.
 
 Requests are served by *rank*: priority first, then arrival. Running and waiting ones are both kept in
 that order, so the one to preempt is always the last that runs, and in one step it always comes after
@@ -94,8 +94,8 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's work, decoding requests first; every chunk is computed in one batch.
 
-        Blocks are allocated here, and those that the step will fill are shared already. So whoever
-        computes the step must write the KV of all its chunks before any of them reads (layer by layer
+        Blocks are allocated here, and those that the step will fill are shared already. So the engine
+        must write the KV of all chunks of the step before any of them reads (layer by layer
         is enough). At least one chunk, unless there is no request.
         """
         decodes: list[Chunk] = []
@@ -206,7 +206,7 @@ class Scheduler:
         """Start waiting requests, in order of rank, until budget, slots or blocks run out.
 
         One starts only if its whole prompt fits into what is free, even if the first chunk is smaller:
-        half a prompt that must be preempted for the other half of another has helped nobody.
+        half a prompt that must be preempted for the other half of another was computed in vain.
         """
         waiting = self._waiting
         num_admitted = 0

@@ -1,9 +1,9 @@
 """Arrivals: the engine's load, with the requests that it has been given and has not counted yet.
 
-Owns those requests. Does not know streams, and of the engine only its snapshots.
+Owns those requests. Of the engine it sees snapshots of its load.
 
 An engine counts a request when the step after its arrival has ended, which may take hundreds of
-milliseconds. Routers that know nothing of each other's requests for so long pile them onto one replica.
+milliseconds. Routers that do not hear of each other's requests meanwhile pile them onto one replica.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """FrameBridge: carries frames from the engine thread to the event loop, in order and bounded.
 
-Owns the queue between the two. Does not know what a frame says.
+Owns the queue between the two.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class FrameBridge:
                 self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
-        """What is still put is dropped, and nobody waits any more."""
+        """What is still put is dropped, and all that wait are released."""
         with self._changed:
             self._is_closed = True
             self._frames.clear()

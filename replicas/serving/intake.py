@@ -1,7 +1,7 @@
 """Intake: how many sequences and tokens a replica has taken and not finished, and whether it takes more.
 
 Owns what is held. A request for sixteen continuations is sixteen sequences: each has a place in the batch,
-and room in the cache for its answer. Does not know streams, and not whether a request can ever run.
+and room in the cache for its answer. Whether a request can ever run is decided in `scheduling/admission.py`.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from replicas.protocol.frames import Submit
 
 COUNTED_OUTPUT_TOKENS = 1024
-"""So many of a sequence's `max_tokens` count at most: few answers become longer, and many clients allow as
-many as the context has room for. Routers count so too."""
+"""How many of a sequence's `max_tokens` count at most: few answers become longer, and many clients allow as
+many as the context has room for. Routers count in the same way."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """RouterStream: what one router has open on its Serve stream, and what it has not been sent yet.
 
 Owns the outbox of one stream: deltas in order, merged into one message while the writer is behind,
-bounded. Does not know gRPC or the engine.
+bounded.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, Drain, health.
 
-Owns the streams and what each router's submit ids are among the replica's serials. Decides nothing
-about scheduling, and does not know Redis.
+Owns the streams, and which of the replica's serials each router's submit ids are.
 
 A request lives here from its Submit until every choice has had its last delta, was aborted, or its
 stream ended. What ends a stream aborts all that it had open. The blocks that it will store are announced
@@ -330,7 +329,7 @@ class ReplicaServer:
 
     def _refusal(self, stream: RouterStream, submit: Submit) -> Refusal | None:
         if submit.submit_id in stream.serials:
-            # Nobody could tell the two apart, so the one that runs ends with the one that came.
+            # Their deltas could not be told apart, so the one that runs ends with the one that came.
             self._abort(stream, Abort(submit.submit_id))
             return Refusal(RefusalCode.INVALID_REQUEST, f"submit id {submit.submit_id} is in use")
         if self._is_draining or stream.knows_draining.is_set():

@@ -1,6 +1,6 @@
 """Waits: how long requests wait for their turn in the engine, and for their first token.
 
-Owns when each request was taken. Does not know streams; what a frame says is its only source.
+Owns when each request was taken; the rest it reads from frames.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Waits:
         self._queued[serial] = self._silent[serial] = self._clock()
 
     def take(self, frame: StepFrame, step_seconds: float) -> None:
-        """A frame of a step that took so long. Of several choices the first counts."""
+        """A frame, and the duration of its step. Of several choices the first counts."""
         now = self._clock()
         for serial, _ in frame.started:
             taken = self._queued.pop(serial, None)

@@ -1,6 +1,6 @@
 """SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
 
-Owns the tokens that stand in for an answer. Knows no tensors, and no time but the `sleep` that it is given.
+Owns the tokens that stand in for an answer. Nothing is computed, and time is the `sleep` that it is given.
 For load tests of the router and for planning; what it measures says nothing of any engine.
 """
 

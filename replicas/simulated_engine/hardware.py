@@ -1,6 +1,6 @@
 """SimulatedHardware: what a machine with a model on it can do, for engine and simulation alike.
 
-Owns the figures of each hardware, and the price of a step. Does not know who is served.
+Owns the figures of each hardware, and the price of a step.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """KVPool: the paged key-value cache of a model, and attention over it.
 
-Owns the memory of all blocks and the way from a block table to keys and values. Does not know which
-request may use which block: block tables come with the chunks.
+Owns the memory of all blocks and the way from a block table to keys and values. Block tables come with the
+chunks.
 
 A layer first writes the keys and values of the whole batch, then attends. So a request may read blocks
 that another one fills in the same step.

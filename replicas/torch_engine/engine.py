@@ -27,7 +27,7 @@ from replicas.toy_model import checkpoint_directory
 _CPU_CACHE_BYTES = 128 * 2**20
 _FREE_GPU_MEMORY_RATIO = 0.85
 _SENSIBLE_CONTEXT = 256
-"""A cache that cannot hold one sequence of so many tokens is a mistake in the settings."""
+"""A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

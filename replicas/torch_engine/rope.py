@@ -1,6 +1,6 @@
 """Rotary position tables: the cosine and sine of every position, computed once.
 
-Owns the five ways in which supported models turn a position into angles. Does not know attention.
+Owns the five ways in which supported models turn a position into angles.
 """
 
 import math

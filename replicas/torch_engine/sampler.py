@@ -1,6 +1,6 @@
 """Sampler: from a row of logits to the next token of its request.
 
-Owns the meaning of SamplingParams. Does not know the network, the cache or when a request ends.
+Owns the meaning of SamplingParams. When a request ends is the scheduler's.
 
 A row goes this way, each step only where its request asks for it::
 

@@ -1,6 +1,6 @@
 """Corpus: the hand-written texts in `corpus/`, read into plain values.
 
-Owns the formats of the files. Does not know how the texts are combined.
+Owns the formats of the files. `dialogues.py` combines the texts.
 
 `qa_*.txt` holds entries between empty lines: `T:` a topic (its forms separated by `;`), from which
 questions are made, `Q:` a question of its own, `A:` an answer. `memory.txt` holds what a user can tell
@@ -101,7 +101,7 @@ def _entry(block: str) -> Entry:
     fields = _fields(block.splitlines())
     entry = Entry(tuple(fields["T"]), tuple(fields["Q"]), tuple(fields["A"]))
     assert entry.answers, f"an entry without an answer: {block}"
-    assert entry.topics or entry.questions, f"an entry that nobody can ask for: {block}"
+    assert entry.topics or entry.questions, f"an entry without topic or question: {block}"
     return entry
 
 

@@ -1,7 +1,6 @@
 """Dialogues: an endless, seeded supply of chats, combined from the texts in `corpus/`.
 
-Owns the grammar of the combinations: turns, system prompts, noise. Does not know files, tokens,
-models or training.
+Owns the grammar of the combinations: turns, system prompts, noise.
 """
 
 import random
@@ -62,7 +61,7 @@ class Dialogues:
         )
 
     def system_text(self, num_words: int) -> str:
-        """A system prompt of about so many words; what it says has no bearing on the answers."""
+        """A system prompt of about this many words; what it says has no bearing on the answers."""
         parts = [self.rng.choice(self.corpus.system_lines)] if self.rng.random() < 0.7 else []
         if self.rng.random() < 0.1:
             tools = [self._slots(TOOL_FORM) for _ in range(self.rng.randint(1, 3))]

@@ -75,7 +75,7 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """So many steps on batches of this shape, with system prompts of up to so many words."""
+    """A number of steps on batches of one shape, with system prompts of up to a number of words."""
 
     num_steps: int
     num_rows: int

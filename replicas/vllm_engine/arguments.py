@@ -49,7 +49,7 @@ _CPU_BLOCK_MULTIPLE = 32
 def engine_arguments(
     config: ReplicaConfig, directory: str, adapters: Sequence[LoraAdapter] = ()
 ) -> dict[str, Any]:
-    """Raises SettingsError for what vLLM does not know, or what is not its to decide."""
+    """Raises SettingsError for arguments that vLLM does not have, or that Kvasir sets itself."""
     on_cpu = bool(current_platform.is_cpu())
     _check_device(config.device, on_cpu)
     given = given_arguments(config.engine_args or {}, trust_code=config.trust_code)

@@ -1,7 +1,7 @@
 """VllmEngine: vLLM's LLMEngine behind the Engine protocol, in the engine thread.
 
-Owns the requests that live in vLLM, under our keys, and the translation of each step. Does not know
-threads, gRPC or text. What it reads inside vLLM goes through `core_view.py`.
+Owns the requests that live in vLLM, under our keys, and the translation of each step. What it reads inside
+vLLM goes through `core_view.py`.
 
 Block sizes, adapters and tiers. One block size holds for vLLM, for block hashes and for the model card;
 the index keeps one hash per `index_stride` tokens of a chain (and the end of each prompt), so a stride of
@@ -34,7 +34,7 @@ from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
-from replicas.kvcache.writers import NOBODYS, Shares
+from replicas.kvcache.writers import NO_SHARES, Shares
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
@@ -58,7 +58,7 @@ from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
 from replicas.vllm_engine.translation import EventTranslator, Storer
 
 _SENSIBLE_CONTEXT = 256
-"""A cache that cannot hold one sequence of so many tokens is a mistake in the settings."""
+"""A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 
 _TRANSFER_PAUSE_SECONDS = 0.001
 """A step that computes nothing waits for threads that move blocks between tiers: they need the
@@ -88,7 +88,7 @@ class _Live:
     num_expected_tokens: int
     num_found_tokens: int = 0
     num_external_tokens: int = 0
-    shares: Shares = NOBODYS
+    shares: Shares = NO_SHARES
     has_output: bool = False
 
     @property
@@ -219,7 +219,7 @@ class VllmEngine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """A disk keeps what it has: nobody may tell it to forget."""
+        """A disk keeps what it has: vLLM has no call that makes it forget."""
         self._unsaid += self._cache.translate(self._core.take_events())
         if not self._vllm.reset_prefix_cache():
             return False
@@ -349,7 +349,7 @@ def _start(arguments: dict[str, Any], directory: Path) -> Any:
 
 
 def _load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, LoRARequest]:
-    """All of them now, so that one that vLLM does not take is known before anybody asks for it."""
+    """All of them now, so that one that vLLM does not take is known before the first request for it."""
     loaded: dict[str, LoRARequest] = {}
     for number, adapter in enumerate(adapters, 1):
         loaded[adapter.name] = LoRARequest(adapter.name, number, str(adapter.directory))

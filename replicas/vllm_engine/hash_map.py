@@ -1,7 +1,7 @@
 """HashMap: from vLLM's block hashes to ours, for as long as vLLM holds the block in any tier.
 
-Owns the map and the count of copies, by tier, behind each entry. Does not know vLLM but that its
-hashes are bytes: whoever reads its events says what was stored, with which tokens, after which block.
+Owns the map and the count of copies, by tier, behind each entry. vLLM's hashes are bytes here:
+`translation.py` reads its events and says what was stored, with which tokens, after which block.
 
 vLLM chains its own hashes from other inputs than ours, so one cannot be had from the other. A block
 that is stored on the device comes with its tokens and its parent's hash; the parent is held by the same
@@ -43,7 +43,7 @@ class _Held:
 
 
 class HashMap:
-    """`on_gone` is told of blocks that no tier holds any more, once nothing of them is remembered."""
+    """`on_gone` is called with blocks that no tier holds any more, once nothing of them is remembered."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class HashMap:
         return _copy(held.name, tier) if held.name is not None else None
 
     def removed(self, theirs: bytes, tier: Tier = Tier.DEVICE) -> BlockHash | None:
-        """One copy less. None if nobody was told of it, for want of a name. Raises UnknownBlock."""
+        """One copy less. None if it was never announced, for want of a name. Raises UnknownBlock."""
         held = self._held.get(theirs)
         if held is None or not held.copies[tier]:
             raise UnknownBlock(f"the removed block {theirs.hex()} is not held ({tier})")

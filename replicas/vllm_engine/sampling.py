@@ -2,7 +2,7 @@
 
 Owns the translation. Imports vLLM.
 
-vLLM knows no resumed generation: to it, everything that is given is prompt. What counts output is
+vLLM has no resumed generations: to it, everything that is given is prompt. What counts output is
 therefore corrected here. `max_tokens` and `min_tokens` shrink by what is there already. Frequency and
 presence penalties of that part become a logit bias: exact for frequency, but a token that comes again
 pays its presence penalty twice. vLLM draws from a generator per request that starts with the seed, and

@@ -1,7 +1,7 @@
 """EventTranslator: vLLM's cache events as ours, and whose blocks a request has hit.
 
-Owns the map of hashes and the memory of who computed what. Does not know requests but what an event
-needs of the one that caused it. What cannot be named is left out: a block that no router finds.
+Owns the map of hashes and the memory of which user computed what. A block that has no name of ours is left
+out, and no router finds it.
 """
 
 import logging
@@ -74,7 +74,7 @@ class EventTranslator:
     def token_shares(
         self, hashes: Sequence[bytes], user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
     ) -> Shares:
-        """Of a request with these blocks, as vLLM names them, that found so many tokens in the cache."""
+        """Of a request with these blocks, as vLLM names them, that found `num_cached_tokens` in the cache."""
         found = self.hashes.names(hashes[: num_cached_tokens // self._block_size])
         return self._writers.token_shares(
             found, user, block_size=self._block_size, num_prompt_tokens=num_prompt_tokens
@@ -96,7 +96,7 @@ class EventTranslator:
         for run in stored:
             num_found = 0 if storer is None else storer.num_found_tokens // self._block_size
             num_loaded = max(0, num_found - run.first_block_index)
-            # What was read back from another tier has its writer still, or nobody knows it.
+            # What was read back from another tier has its writer still, or has none that is known.
             self._writers.wrote(run.block_hashes[:num_loaded], NO_USER)
             self._writers.wrote(run.block_hashes[num_loaded:], NO_USER if storer is None else storer.user)
         return stored

@@ -122,9 +122,9 @@ def test_misuse_by_its_owner_is_caught() -> None:
     pool = BlockPool(3)
     with pytest.raises(AssertionError, match="wanted"):
         pool.allocate(3)
-    with pytest.raises(AssertionError, match="nobody uses"):
+    with pytest.raises(AssertionError, match="no request uses"):
         pool.release([1])
-    with pytest.raises(AssertionError, match="nobody uses"):
+    with pytest.raises(AssertionError, match="no request uses"):
         pool.store([1], [A], first_block_index=0)
     pool.store(pool.allocate(1), [A], first_block_index=0)
     with pytest.raises(AssertionError, match="twice"):
