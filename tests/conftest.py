@@ -1,10 +1,13 @@
 """Fixtures that every test folder uses."""
 
+import functools
 import inspect
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
@@ -17,6 +20,21 @@ from tests.redis_server import RedisServer
 # Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
 # and on a busy machine threads that wait for each other take a hundred times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Every client of httpx reads the certificates of the world's authorities for itself, which takes longer than
+# most tests, and tests make thousands. They share what they read, unless they say whom they trust.
+_new_context = httpx.create_ssl_context
+_usual_context = functools.cache(_new_context)
+
+
+def _shared_context(
+    verify: ssl.SSLContext | str | bool = True, cert: object = None, trust_env: bool = True
+) -> ssl.SSLContext:
+    make = _usual_context if verify is True and cert is None else _new_context
+    return make(verify=verify, cert=cert, trust_env=trust_env)
+
+
+httpx._transports.default.create_ssl_context = _shared_context
 
 # An example may take as long as it takes: a machine that is busy for a moment is no finding.
 settings.register_profile(
@@ -47,17 +65,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, a worker runs the tests of a file, since they share what is built for their module; what
-    takes longest comes first, so that no worker is left with it at the end."""
+    """Side by side, one worker runs all of a group. What takes longest comes first, so that no worker is left
+    with it at the end."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if not is_worker and not config.getoption("--alone"):
         return
     left_out = [item for item in items if _is(item, "alone") == is_worker]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if _is(item, "alone") != is_worker]
-    items.sort(key=lambda item: (not _is(item, "vllm"), not _is(item, "cluster")))
+    turns: dict[str, int] = {}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("vllm" if _is(item, "vllm") else str(item.path)))
+        turns[_group(item)] = min(_turn(item), turns.get(_group(item), _turn(item)))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: turns[_group(item)])
+
+
+def _group(item: pytest.Item) -> str:
+    """Tests of a file share what is built for their module. vLLM takes memory, images take minutes."""
+    return next((mark for mark in ("vllm", "images") if _is(item, mark)), str(item.path))
+
+
+def _turn(item: pytest.Item) -> int:
+    marks = ("images", "vllm", "slow", "cluster")
+    return next((turn for turn, mark in enumerate(marks) if _is(item, mark)), len(marks))
 
 
 def _is(item: pytest.Item, mark: str) -> bool:
