@@ -1,6 +1,6 @@
 """FleetSpec: which replicas should exist, and how patiently they are kept alive.
 
-Owns names and limits. Knows neither Ray nor the machine: the caller that builds a spec has looked at both.
+Owns names and limits. The caller that builds a spec has looked at Ray and at the machine.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The registry as the cluster reads it: the lease of every replica, from Redis.
 
-Owns what is passed over as wrong, and how it is told. Asks nobody but Redis, so it answers while replicas are
+Owns what is passed over as wrong, and how that is said. It asks Redis alone, so it answers while replicas are
 busy and controllers are down.
 """
 

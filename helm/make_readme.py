@@ -1,6 +1,6 @@
 """The table of values in README.md, made from the comments in values.yaml: `python helm/make_readme.py`.
 
-Owns how a comment and a value become a row. Knows no value by name. A value without a comment is an error.
+Owns how a comment and a value become a row. A value without a comment is an error.
 """
 
 import re

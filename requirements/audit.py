@@ -129,7 +129,7 @@ def default_index() -> str:
 
 
 def fetch(url: str) -> Any:
-    """The JSON there, or None if there is none or nobody answers."""
+    """The JSON there, or None if there is none or no answer comes."""
     request = urllib.request.Request(url, headers={"Accept": f"{SIMPLE_JSON}, application/json"})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as response:

@@ -1,4 +1,4 @@
-"""A fleet as it is told to people: a table, JSON, or one sentence. Knows neither Ray nor the controller."""
+"""A fleet as people read it: a table, JSON, or one sentence."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """Whether a Ray cluster asks for a token; without one, anyone who reaches its ports can run code.
 
-Owns the question, which is put as a stranger would. Does not know fleets.
+Owns the question, which is asked without a token, as a stranger would.
 """
 
 import grpc

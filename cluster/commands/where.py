@@ -64,7 +64,7 @@ def where(
     except redis.RedisError as error:
         raise ClusterError(f"{server} gave no answer: {error}") from error
     if not places:
-        raise ClusterError(f"{server} knows no live replica{f' of {model}' if model else ''}")
+        raise ClusterError(f"{server} has no live replica{f' of {model}' if model else ''}")
     if arguments.json:
         say(json.dumps([place._asdict() for place in places], indent=2))
     else:

@@ -199,8 +199,8 @@ def nodes() -> list[dict[str, Any]]:
 
 
 def leaving_machines() -> frozenset[str]:
-    """Ray's ids of the machines that have been told to go, and wait for what runs there: Ray itself does that
-    when Kubernetes, or somebody else, ends it with SIGTERM. Nothing is placed there any more."""
+    """Ray's ids of the machines that are to go once what runs there has ended: Ray marks them so when
+    Kubernetes, or an operator, ends it with SIGTERM. Nothing is placed there any more."""
     return frozenset(ray_state.get_draining_nodes())
 
 

@@ -1,7 +1,6 @@
 """decide(): how many replicas a pool should have, given the load of the last while.
 
-Owns the arithmetic. Knows no clock and takes no samples: they come with their times, and all of them
-since the pool's size last changed.
+Owns the arithmetic. Samples come with their times, and all are from after the pool's size last changed.
 
 Each sample asks for a number of replicas: its load divided by the target per replica, rounded up. The
 pool grows to the least that any sample of the last `up_seconds` asked for, and shrinks to the most of the

@@ -1,6 +1,6 @@
 """Bulletin: what the controller tells its followers: numbered notes, and complaints that stand.
 
-Owns the numbering and the waiting. Does not know fleets.
+Owns the numbering and the waiting.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """misfit(): whether the machines of a Ray cluster can hold a fleet, and if not, why.
 
 Owns the packing, which is first-fit from the largest down and may miss a fit that only a cleverer one
-would find. Does not know what runs on the machines: it counts with all that they have.
+would find. It counts with all that the machines have, whatever runs there.
 """
 
 from collections.abc import Collection, Mapping, Sequence

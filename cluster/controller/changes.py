@@ -1,7 +1,7 @@
 """FleetState: the spec that holds now, and the pools that it is on its way from; and what may change it.
 
 Owns what apply, scale, rollout and a rollout that failed make of it. Each change is refused as a whole,
-with a SettingsError of one sentence, or gives a new state. Does not know replicas or Ray.
+with a SettingsError of one sentence, or gives a new state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class FleetState:
 
 def applied(state: FleetState, spec: FleetSpec, machines: Sequence[Machine] | None) -> FleetState:
     """`spec` from now on. A pool that scales itself keeps its size, as far as its new bounds allow. Without
-    `machines` nobody asks whether there is room."""
+    `machines`, room is not checked."""
     pools = []
     for pool in spec.pools:
         old, scale = state.spec.pool(pool.name), pool.autoscaling

@@ -1,6 +1,6 @@
 """MetricsEndpoint: the controller's /metrics, wherever the fleet's file wants it just now.
 
-Owns the port. Does not know what is served there. A port that cannot be had is a complaint and no error:
+Owns the port. A port that cannot be had is a complaint and no error:
 a fleet without a controller is worse than a controller without metrics.
 """
 

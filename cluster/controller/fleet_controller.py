@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 class FleetController:
     """A Ray actor. `run` is the controller's life: its caller hears when it ends.
 
-    With `runs_itself` nobody needs to call: it begins with the actor, what is applied is kept with Ray, and
-    an actor that Ray has started again goes on with that.
+    With `runs_itself` no caller needs to call it: it begins with the actor, what is applied is kept with Ray,
+    and an actor that Ray has started again goes on with that.
     """
 
     def __init__(self, spec: FleetSpec, *, runs_itself: bool = False) -> None:
@@ -123,7 +123,7 @@ class FleetController:
         return None
 
     async def _look_for_room(self) -> str | None:
-        """Replicas may wait for a machine for as long as it takes: that is told, and never an error."""
+        """Replicas may wait for a machine for as long as it takes: that is shown, and never an error."""
         is_starting = any(member.state is ReplicaState.STARTING for member in self._members.values())
         pending = await asyncio.to_thread(actors.waiting_for_room) if is_starting else frozenset()
         for member in mark_waiting(self._members.values(), pending, ROOM_SECONDS):
@@ -177,8 +177,8 @@ class FleetController:
         return importlib.metadata.version("kvasir")
 
     async def apply(self, spec: FleetSpec, is_checked: bool = False, may_wait: bool = False) -> str | None:
-        """From now on, keep the fleet as `spec` says; or say in one sentence why not. With `is_checked`
-        somebody has looked already whether its models load; with `may_wait`, replicas wait for room."""
+        """From now on, keep the fleet as `spec` says; or say in one sentence why not. With `is_checked` the
+        caller has checked already that its models load; with `may_wait`, replicas wait for room."""
         return await self._change(
             lambda machines: applied(self._state, spec, None if may_wait else machines), is_checked
         )

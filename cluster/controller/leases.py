@@ -1,7 +1,6 @@
 """LeaseBook and LoadHistory: which replicas have fallen silent, and how busy each pool is.
 
-Owns what was seen in the registry, look by look. Knows no Redis and no clock: the controller looks, and
-says when.
+Owns what was seen in the registry, look by look. The controller looks, and says when.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,8 +25,8 @@ class LeaseBook:
     ) -> list[ReplicaId]:
         """Which of `ready` have had a lease, have none, and have been without for too long."""
         if not records or self._looked_at is None or now - self._looked_at > SILENT_SECONDS:
-            # A registry without any lease has lost them itself; and after a while without a look nobody
-            # knows for how long one has been gone.
+            # A registry without any lease has lost them itself; and after a while without a look, a lease
+            # may have been gone for any time.
             self._last_seen = dict.fromkeys(self._last_seen, now)
         self._looked_at = now
         self._last_seen = {key: at for key, at in self._last_seen.items() if ready.get(key[0]) == key[1]}
@@ -65,7 +64,7 @@ class LoadHistory:
 
 
 def load_of(pool_name: str, records: Iterable[ReplicaRecord], now: float) -> LoadSample:
-    """All that the pool's replicas have to do. Those that drain finish their own; nobody else need."""
+    """All that the pool's replicas have to do. Those that drain finish what they have, and count no more."""
     loads = [
         record.load
         for record in records

@@ -1,7 +1,6 @@
 """repeat(): what the controller does over and over beside its plan, whatever happens to it.
 
-Owns what becomes of a look that fails: it is logged, told, and followed by the next one. Does not know
-what is looked at.
+Owns what becomes of a look that fails: it is logged, reported, and followed by the next one.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ async def repeat(
         try:
             complaint = await look()
             failure = None
-        except Exception as error:  # of any kind: without the next look nobody would know any better
+        except Exception as error:  # of any kind: the next look may succeed
             complaint = f"the look at {what} failed: {' '.join((str(error) or repr(error)).split())}"
             if complaint != failure:
                 logger.exception("the look at %s failed", what)

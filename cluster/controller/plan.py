@@ -1,7 +1,7 @@
 """plan(): what to do next, given what should exist and what does.
 
-Owns the decisions about the fleet. Knows no Ray and no clock: observations come with their times, and
-the one that carries a plan out reports back through the next observation.
+Owns the decisions about the fleet. Observations come with their times, and what became of a plan is in the
+next observation.
 
 A pool is what its spec says when it has `num_replicas` replicas of the spec's revision. Replicas of
 another revision are stale: fresh ones are started beside them, as many as `surge` allows, and a stale
@@ -18,7 +18,7 @@ from cluster.config import BackoffSpec, FleetSpec, PoolSpec, pool_of_id
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SETTLE_SECONDS = 2.0
-"""So long a fresh replica has been ready before a stale one drains for it: routers have found it by then."""
+"""How long a fresh replica has been ready before a stale one drains for it: routers have found it by then."""
 
 
 class ActionKind(enum.StrEnum):
@@ -201,7 +201,7 @@ def _remove(draft: _Draft, replica: ObservedReplica, why: str) -> None:
         case ReplicaState.READY:
             draft.act(ActionKind.DRAIN, name, f"{name} {why}")
         case ReplicaState.STARTING:
-            draft.act(ActionKind.STOP, name, f"{name} {why} and serves nobody yet")
+            draft.act(ActionKind.STOP, name, f"{name} {why} and serves no request yet")
         case ReplicaState.STOPPED:
             draft.act(ActionKind.STOP, name, f"{name} {why} and has ended")
         case ReplicaState.DRAINING:

@@ -1,6 +1,6 @@
 """FleetWatch: the fleet controller as `kvasir up` sees it: started, watched, started again if it dies.
 
-Owns the handle to the controller. Does not know Redis, routers or terminals.
+Owns the handle to the controller.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from cluster.errors import StartFailed
 from replicas.protocol.status import ReplicaState
 
 MOST_EARLY_DEATHS = 3
-"""So often may a replica die before it is ready for the first time until `kvasir up` gives up."""
+"""How often a replica may die before it is ready for the first time until `kvasir up` gives up."""
 
 CALL_SECONDS = 5.0
 """How long a call of Ray's may hold up the end of the cluster."""

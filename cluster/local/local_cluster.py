@@ -1,7 +1,7 @@
 """LocalCluster: everything that `kvasir up` runs on one machine, from Redis to the router.
 
-Owns the order of starting and stopping, and the state file. Does not know command lines, nor
-how a terminal shows progress: it says sentences to a listener.
+Owns the order of starting and stopping, and the state file. Progress is sentences to a listener; how a
+terminal shows them is `cluster/commands/up.py`'s.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Child processes of `kvasir up`: started so that they die with it, and found again if one did not.
 
-Owns the mark that tells our processes from others'. Does not know what the processes do.
+Owns the mark that tells our processes from others'.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Ray on this one machine, inside `kvasir up`: loopback only, quiet, small.
 
-Owns Ray's start-up settings. Does not know the fleet that runs on it.
+Owns Ray's start-up settings.
 """
 
 import logging

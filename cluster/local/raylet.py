@@ -1,7 +1,7 @@
 """Raylet: Ray's process that starts and watches replicas on this machine, kept alive for a local cluster.
 
 Owns its replacement. Replicas outlive it, and serve on; the fleet starts new ones under the next raylet,
-which take their leases over, and then those of the last one are ended. Does not know routers. Ray's
+which take their leases over, and then those of the last one are ended. Ray's
 control service is not replaced: without it replicas serve on as well, but none that dies is started again.
 """
 
@@ -44,7 +44,7 @@ class Raylet:
             await asyncio.sleep(LOOK_SECONDS)
 
     def orphans(self, run_directory: Path) -> list[int]:
-        """Ray's workers whose raylet has died: nobody watches them, and nobody else will end them."""
+        """Ray's workers whose raylet has died: no process watches them, and none but this one ends them."""
         return [
             pid
             for pid in find_marked(run_directory, self._directory)

@@ -1,6 +1,6 @@
 """A private Redis for one local cluster: in memory, at a socket for this user alone, gone with the cluster.
 
-Owns the choice of the server's binary. Does not know what is stored.
+Owns the choice of the server's binary.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ def redis_binary(environment: Mapping[str, str]) -> str:
 
 
 class PrivateRedis:
-    """The server as a service. Restarted, it comes back empty at the same socket, in `directory`: nobody else
-    may enter that, so it needs no password, and other users of the machine cannot reach it."""
+    """The server as a service. Restarted, it comes back empty at the same socket, in `directory`. Other users
+    of the machine may not enter that, so they cannot reach it, and it needs no password."""
 
     def __init__(self, directory: Path, log: Path, environment: Mapping[str, str]) -> None:
         self._socket = directory / "redis.sock"
@@ -78,7 +78,7 @@ async def _answers(path: Path) -> bool:
 
 
 def free_ports_in_a_row(num_ports: int) -> int:
-    """The first of so many ports of loopback on which nobody listens just now."""
+    """The first of `num_ports` adjacent ports of loopback that are free now."""
     while True:
         first = free_port("127.0.0.1")
         with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def free_ports_in_a_row(num_ports: int) -> int:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on just now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -1,6 +1,6 @@
 """The run directory of one local cluster: its lock, its state file, its logs, its secrets.
 
-Owns the file names and formats. Does not know how the processes named in it are run.
+Owns the file names and formats.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class RunDirectory:
     def renew(self) -> None:
         """Forget the previous cluster's logs; make a cluster secret, Ray's token and a directory for sockets.
 
-        All are for this user alone. Raises OSError if somebody else has made that directory.
+        All are for this user alone. Raises OSError if another user has made that directory.
         """
         for log in self.logs.glob("*.log"):
             log.unlink()

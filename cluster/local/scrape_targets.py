@@ -1,6 +1,6 @@
 """Where the metrics of a local cluster are, as Prometheus reads it: file-based service discovery.
 
-Owns the shape of that file and the labels of targets. Does not know who writes it, nor when.
+Owns the shape of that file and the labels of targets.
 """
 
 from typing import TypedDict

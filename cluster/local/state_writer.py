@@ -1,7 +1,7 @@
 """StateWriter: what `kvasir up` says of its cluster in files, whether or not there is room for it just now.
 
 Owns what should stand there, and whether it does. A disk that is full ends nothing: it is said once, and what
-could not be written is written when that is possible again. Does not know what the state means.
+could not be written is written when that is possible again.
 """
 
 import asyncio

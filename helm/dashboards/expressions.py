@@ -1,6 +1,6 @@
 """Expressions that more than one dashboard shows.
 
-Owns how a share, a quantile and a rate are written. Does not know panels. The words in braces (ROUTER,
+Owns how a share, a quantile and a rate are written. The words in braces (ROUTER,
 MODEL, …) are those of `grafana.FILTERS`.
 """
 

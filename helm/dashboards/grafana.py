@@ -1,6 +1,6 @@
 """Panels, rows and dashboards as data, and the JSON that Grafana 10 and 11 read of them.
 
-Owns Grafana's schema: layout, variables, data source, thresholds. Does not know what is shown.
+Owns Grafana's schema: layout, variables, data source, thresholds. What is shown is in `*_panels.py`.
 """
 
 from collections.abc import Iterator

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(address: str, model: str) -> str:
-    """Ask as one user, then as another, with the same long beginning that nobody had before."""
+    """Ask as one user, then as another, with the same long beginning, which is new to the cluster."""
     beginning = f"Manual {uuid.uuid4()}. " + " ".join(
         f"Rule {number}: answer question {number} politely and in one sentence." for number in range(RULES)
     )

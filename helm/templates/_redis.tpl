@@ -1,5 +1,5 @@
 {{/* Who the built-in Redis lets in: dict user → password. Routers read, and take ids of replicas that are gone from
-the list; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; nobody may change the
+the list; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; no user may change the
 server, or empty it. */}}
 {{- define "kvasir.redisAccess" -}}
 user default off
