@@ -1,6 +1,6 @@
 """Figures of a benchmark run: percentiles, process costs, and the header that says what was measured where.
 
-Owns how figures are computed and printed. Knows no workload.
+Owns how figures are computed and printed.
 """
 
 import os

@@ -40,11 +40,11 @@ from replicas.torch_engine.engine import DTYPES, TorchEngine
 
 Figures = TypeVar("Figures")
 CLAIMED_PREFIX, CLAIMED_SAVING = 4096, 0.85
-"""What is often said of prefix caching: a cached prefix of so many tokens saves so much of the TTFT."""
+"""What is often said of prefix caching: a cached prefix of this length saves this share of the TTFT."""
 ROOT = BlockHash(b"g" * HASH_BYTES)
 UNMEASURED_STEPS = 3
 USABLE_RATIO = 0.85
-"""Of the memory that the weights leave, the cache may have so much; the rest is scratch memory."""
+"""The share of the memory left by the weights that the cache may have; the rest is scratch memory."""
 
 
 @dataclass(frozen=True, slots=True)

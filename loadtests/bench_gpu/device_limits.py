@@ -1,6 +1,6 @@
 """What a device is and does at most, as torch finds and measures it: matrix products, copies, free memory.
 
-Owns how work on a device is timed. Knows no model.
+Owns how work on a device is timed.
 """
 
 import time

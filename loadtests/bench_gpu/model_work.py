@@ -1,8 +1,8 @@
 """Work: what a step of a model takes at least, in FLOPs and bytes, and how long that takes a device at best.
 
-Owns the arithmetic of a decoder with grouped-query attention. Knows no engine: how often a real step reads
-its weights, or copies keys, is not counted. Biases and the arithmetic of norms, rotations and softmax are
-left out: they are thousandths.
+Owns the arithmetic of a decoder with grouped-query attention. How often an engine really reads its weights
+in a step, or copies keys, is not counted. Biases and the arithmetic of norms, rotations and softmax are left
+out: they are thousandths.
 """
 
 from collections.abc import Sequence

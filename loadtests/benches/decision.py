@@ -3,10 +3,10 @@
 Calls the parts of a decision as the router does, in one process and without a network: the hashes of a
 prompt of 4,096 tokens, its bucket, the overlaps, the decision, reservation and prediction, and giving
 all of it back. Times are CPU seconds of the thread, so that other work on the machine counts little.
-Prompts are cold (nobody holds anything of them), warm (one replica holds seven eighths) or hot (besides,
-every replica holds the first half). Whatever somebody holds, this router has hashed before. Then the rate
-at which the index takes in changes, how long the event loop stands still when a replica comes or goes, and
-the index's memory in fresh processes.
+Prompts are cold (no replica holds any of them), warm (one replica holds seven eighths) or hot (besides,
+every replica holds the first half). Blocks that a replica holds were hashed by this router before. Then the
+rate at which the index takes in changes, how long the event loop stands still when a replica comes or goes,
+and the index's memory in fresh processes.
 
     python -m loadtests.benches.decision
 """
@@ -115,7 +115,7 @@ def timed(stage: Callable[[], object], times: list[float]) -> None:
 
 
 def practised_hasher(batch: Sequence[HeldPrompt], block_size: int) -> ChainHasher:
-    """It has hashed what somebody holds, so often that it knows it whole."""
+    """It has hashed the blocks that replicas hold, often enough to remember all of them."""
     hasher = ChainHasher()
     for _ in range(8):
         for prompt in batch:
@@ -274,11 +274,11 @@ def measure_stalls(num_hashes: int) -> None:
     show("apply a change that clears a replica", once(lambda: index.apply(change)))
     show("sweep a slice of what it left", iter(index.sweep, False))
     fresh = random_hashes(rng, num_hashes)
-    show(f"read {HASHES_PER_SCAN} hashes that nobody has", read(index.stage(), fresh))
+    show(f"read {HASHES_PER_SCAN} hashes that no replica has", read(index.stage(), fresh))
 
 
 def measure_memory_here(num_hashes: int, num_replicas: int, num_holders: int) -> None:
-    """In a process that does nothing else: RSS of so many hashes, each at `num_holders` replicas."""
+    """In a process that does nothing else: RSS of the hashes, each at `num_holders` replicas."""
     rng = random.Random(5)
     index = PrefixIndex(16, INDEX_STRIDE)
     replica_ids = [ReplicaId(f"replica-{number}") for number in range(num_replicas)]

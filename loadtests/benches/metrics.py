@@ -2,7 +2,7 @@
 
 The router knows 64 replicas (one in a process, the rest in another) and has served 100 tenants, so its
 metrics have all the series that they ever have. It has core 0 to itself; everything else shares core 1.
-Streams are 8 ms a token; they are timed in turns, without and with somebody who scrapes without a pause.
+Streams are 8 ms a token; they are timed in turns, without scrapes and with one scrape after another.
 
     python -m loadtests.benches.metrics
 """
@@ -131,7 +131,7 @@ async def measure(stack: LocalStack, num_streams: int, num_tokens: int) -> None:
         scrapes += await scraping
     print(f"    scrape, {num_streams:2d} streams           {figures(scrapes)}")
     print(f"- time between tokens of {num_streams} streams, {len(calm)} gaps each")
-    print(f"    nobody scrapes               {figures(calm)}")
+    print(f"    no scrapes                   {figures(calm)}")
     print(f"    scraped without a pause      {figures(scraped)}")
     await connection.close()
 

@@ -3,11 +3,11 @@
 Starts Redis, two replicas and a router, and finds out how much they carry: `--users` play the
 sessions of the workload `mixed` and wait for each answer. Then sends that workload at the rate found times
 `--load`, most of it through Locust, some by clients who leave before their answer is whole. In the last
-minute somebody scrapes /metrics and has the live page open.
+minute, /metrics is scraped and the live page is open.
 
 Prints growth of memory over the second half, errors by kind, TTFT of the first and the last quarter, and
-every gauge that is not back at zero. The exit status is 1 if one is not, or if a request failed that nobody
-had left.
+every gauge that is not back at zero. The exit status is 1 if one is not, or if a request failed whose client
+had not left.
 
     python -m loadtests.benches.soak --minutes 10
 """

@@ -1,6 +1,6 @@
 """What a soak test reads and reckons: memory of a process, its growth, gauges that should be back at zero.
 
-Owns which gauges may stand above zero on a cluster that does nothing. Knows neither load nor cluster.
+Owns which gauges may stand above zero on a cluster that does nothing.
 """
 
 import itertools

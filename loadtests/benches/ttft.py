@@ -1,7 +1,7 @@
 """Time to first token with and without a cached prefix, through the HTTP API, on our own engine.
 
 Makes a random Llama of about 20 M parameters on the spot (its answers are noise; its times are real),
-serves it with the toy model's tokenizer, and alternates: a prompt that nobody sent before (cold), then
+serves it with the toy model's tokenizer, and alternates: a prompt that was not sent before (cold), then
 one that shares all but its last words with it (warm).
 
     python -m loadtests.benches.ttft

@@ -1,7 +1,7 @@
 """The side of a load test that leads: hands out the plan, collects all records, ends the run, writes it down.
 
 Owns when a run is over and what is kept of it. In a distributed run it is the master's, else that of the one
-process. Does not know how requests are sent.
+process. Requests are sent by `worker.py`.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Runs the load tests of `locustfile.py` without a browser, from a program.
 
 Owns the child process: Locust changes Python's sockets and threads for its whole process, so none of our own
-asyncio code can share one with it. Does not know workloads or figures.
+asyncio code can share one with it.
 """
 
 import inspect
@@ -76,7 +76,7 @@ def run_headless(run: HeadlessRun, on_line: Callable[[str], None] | None = None)
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C is for whoever called; Locust is asked to end once, here
+        start_new_session=True,  # Ctrl-C is for the caller; Locust is asked to end once, here
     ) as child:
         assert child.stdout is not None
         try:
@@ -93,7 +93,7 @@ def run_headless(run: HeadlessRun, on_line: Callable[[str], None] | None = None)
 
 
 def _end(child: "subprocess.Popen[str]") -> None:
-    """Let it write down what it has measured so far; somebody must read what it says meanwhile."""
+    """Let it write down what it has measured so far; its output must be read meanwhile."""
     child.send_signal(signal.SIGINT)  # while a shape runs, Locust dies of SIGTERM on the spot
     try:
         child.communicate(timeout=END_SECONDS)

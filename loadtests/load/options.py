@@ -32,7 +32,7 @@ HAVE_OPTIONS = ("seed", "qps", "duration_seconds")
 
 
 class OptionsError(Exception):
-    """One sentence for whoever typed the options."""
+    """One sentence for the user who typed the options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class LoadOptions:
     def make_workload(self, context_length: int | None) -> tuple[Workload, int]:
         """And how many requests were left out since they exceed the context. Raises OptionsError."""
         shape = self.make_shape()
-        # In a closed loop nobody waits for arrivals, and the shape bends the number of users.
+        # A closed loop has no arrivals, and the shape bends the number of users.
         amount = self.duration_seconds if self.closed_loop else shape.amount
         try:
             workload = self._trace() if self.workload == TRACE else self._generated(amount)

@@ -1,7 +1,7 @@
 """Sends a workload to a running cluster at its own pace and records what became of every request.
 
 Owns the open loop: a request is sent at its time, however slow the answers to earlier ones are, and what this
-client is late by is recorded. Does not know what the figures mean, or command lines.
+client is late by is recorded. The command line is in `replay_command.py`.
 """
 
 import asyncio

@@ -43,7 +43,7 @@ INTERRUPTED = 130
 
 
 class ReplayError(ClusterError):
-    """One sentence for whoever typed the command."""
+    """One sentence for the user who typed the command."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def _write_run_file(
     num_replicas: int | None,
     origin: Surroundings,
 ) -> None:
-    """The cluster is somebody's: its policy, its engine and its counters are not known here."""
+    """The cluster is not ours: its policy, its engine and its counters are not known here."""
     num_warm_up = int(len(workload.requests) * arguments.warm_up)
     info = RunInfo(
         test="replay",

@@ -1,7 +1,7 @@
 """A lean HTTP/1.1 client that times what a streaming client sees, on asyncio.
 
-Owns one keep-alive connection and the timing of one answer. Does not know workloads. It parses just
-enough of HTTP and SSE, so that on a small machine the load generator is not what is measured.
+Owns one keep-alive connection and the timing of one answer. It parses just enough of HTTP and SSE, so that on
+a small machine the load generator is not what is measured.
 
 Times are of this client's clock, in seconds: first token = the first event that carries text.
 """

@@ -12,7 +12,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 class TargetError(Exception):
-    """One sentence for whoever typed the address."""
+    """One sentence for the user who typed the address."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What sends requests in one process of a load test: arrivals at their time, or users who wait for answers.
 
-Owns the sending and the records of its share of a workload, and Locust's events for them. Does not know
-the other processes but their number, or what becomes of the records.
+Owns the sending and the records of its share of a workload, and Locust's events for them. `worker.py` takes
+the records to the leader.
 
 Open loop: one Locust user hands out the arrivals; each is a greenlet of its own, so no answer holds up the
 next request. Closed loop: a Locust user plays one session after another, turn by turn.
@@ -202,7 +202,7 @@ def record_of(
 
 
 def share_of(requests: Sequence[TraceRequest], index: int, num_workers: int) -> list[Numbered]:
-    """One process's share, numbered as in the whole: every so many-th session, with all its turns."""
+    """One process's share, numbered as in the whole: every `num_workers`-th session, with all its turns."""
     sessions: dict[str, int] = {}
     return [
         (number, request)

@@ -1,7 +1,6 @@
 """The side of a load test that sends: what a Locust worker, or a lone Locust process, does with a plan.
 
-Owns the way of records to the leader: several times a second, and once more at the end. Does not know what
-the leader makes of them.
+Owns the way of records to the leader: several times a second, and once more at the end.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ REFUSED_SETTINGS = {**NOT_OF_A_LOCAL_CLUSTER, "redis_url": "each cluster of a lo
 
 
 class LoadtestError(ClusterError):
-    """One sentence for whoever typed the command."""
+    """One sentence for the user who typed the command."""
 
 
 @dataclass(frozen=True, slots=True)

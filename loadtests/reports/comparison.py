@@ -1,7 +1,6 @@
 """Runs side by side: which of them belong together, and by how much one is better than another. Pure.
 
-Owns the choice of the figures that runs are compared by, and the sentence about who wins. Knows neither how a
-figure is computed nor how a page looks.
+Owns the choice of the figures that runs are compared by, and the sentence about which is better.
 
 Runs of one test and one workload are a *set*. In a set, runs that differ in nothing but their seed are one
 *variant*, shown by its medians. The first variant is what the others are compared with; Kvasir's own policy
@@ -21,7 +20,7 @@ from loadtests.reports.run_file import Run, RunInfo
 
 OUR_POLICY = "kvasir"
 EQUAL_WITHIN = 0.02
-"""Figures that differ by less are equal: nobody wins."""
+"""Figures that differ by less are equal."""
 
 Unit = Literal["%", "s", "x", "/s", ""]
 
@@ -192,7 +191,7 @@ def compare(runs: Sequence[tuple[str, Run]], slo: Slo) -> list[RunSet]:
 
 
 def ratio(figure: Figure, variant: Variant, baseline: Variant) -> float | None:
-    """Of the medians, the baseline's being 1. None if one of them failed, or nobody knows."""
+    """Of the medians, the baseline's being 1. None if one of them failed, or has no such figure."""
     if variant.failure or baseline.failure:
         return None
     ours, theirs = variant.spread(figure), baseline.spread(figure)
@@ -200,7 +199,7 @@ def ratio(figure: Figure, variant: Variant, baseline: Variant) -> float | None:
 
 
 def is_better(figure: Figure, variant: Variant, other: Variant) -> bool | None:
-    """None: neither, or nobody knows, or one of them failed."""
+    """None if they are equal, one of them failed, or one has no such figure."""
     if variant.failure or other.failure:
         return None
     ours, theirs = variant.spread(figure), other.spread(figure)

@@ -1,7 +1,7 @@
 """Runs side by side as one HTML page that needs nothing besides itself.
 
-Owns the page's order and words; its looks are page.css's, its drawings run_plots.py's. Does
-not know how figures are computed. Whatever a run file holds is text here, never markup.
+Owns the page's order and words; its looks are page.css's, its drawings run_plots.py's. Whatever a run file
+holds is text here, never markup.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +113,7 @@ def _alarm(run_set: RunSet) -> str:
 
 
 def _comparison_table(run_set: RunSet, figures: Sequence[Figure], css_class: str) -> str:
-    """A line for each figure that anybody has, a column for each variant."""
+    """A line for each figure that at least one variant has, a column for each variant."""
     head = "".join(
         f'<th scope="col">{escape(variant.name)}'
         f'<span class="against">{_against(run_set, variant)}</span></th>'

@@ -19,7 +19,7 @@ CHARACTER_WIDTH = 7.2
 LINE_HEIGHT = 14.0
 """Of a label, in units of the drawing: bold, in a wide face."""
 NUM_PLACES = 24
-"""So many places along a line are tried for its label."""
+"""How many places along a line are tried for its label."""
 
 
 @dataclass(frozen=True, slots=True)

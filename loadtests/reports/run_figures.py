@@ -1,7 +1,7 @@
 """From a run to the figures that it is shown by: those of its report, and how they came about. Pure.
 
 Owns what they mean over time, over replicas and over tenants, and how they are held against the engines' own
-counters; what a request's figures mean is report.py's. Does not know files or pages.
+counters; what a request's figures mean is report.py's.
 
 - Requests of the warm-up are left out, but for two things: the plots over time show them, and the sums that
   are held against the engines' counters include them, because the counters do.
@@ -18,7 +18,7 @@ from loadtests.reports.run_file import EngineTotals, LoadSample, Run, RunInfo
 
 MOST_BINS = 40
 NUM_LOOKS = 90
-"""So many moments of a replica's load are kept."""
+"""How many moments of a replica's load are kept."""
 MOST_TENANTS = 12
 NICE_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200)
 

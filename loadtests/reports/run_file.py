@@ -1,7 +1,7 @@
 """What is kept of one run of a load test: a JSON file, and how it is written and read.
 
-Owns the file's format and what says where a run came from: commit, machine, time. Knows neither how requests
-are sent nor what the figures mean. Whatever is wrong with a file is a RunFileError with one sentence.
+Owns the file's format and what says where a run came from: commit, machine, time. Whatever is wrong with a
+file is a RunFileError with one sentence.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 class RunFileError(Exception):
-    """One sentence for whoever named the file."""
+    """One sentence for the user who named the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What one replica said of itself, so many seconds after the start of the run."""
+    """What one replica said of itself, `seconds` after the start of the run."""
 
     seconds: float
     replica: str
@@ -79,7 +79,7 @@ class EngineTotals:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Records are of all requests, warm-up included; `engine_totals` is None if nobody could read them."""
+    """Records are of all requests, warm-up included; `engine_totals` is None if they could not be read."""
 
     info: RunInfo
     records: tuple[RequestRecord, ...]

@@ -1,6 +1,6 @@
 """A server of streamed chats with known delays, against which a load generator's figures are held.
 
-Owns its own clock's view of what it sent, and the accidents that it is told to have. Answers mean nothing.
+Owns the times of what it sent, by its own clock, and its accidents on request. Answers mean nothing.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """A cluster without Ray, for benchmarks and tests: private Redis, replica processes and a router.
 
 Owns their start, their CPU placement, their end and their accidents (any of them can be killed and
-started again). Does not know what is measured. Without Ray the figures are those of the router and
-the replicas alone, and each process can have a core to itself.
+started again). Without Ray the figures are those of the router and the replicas alone, and each process can
+have a core to itself.
 """
 
 import contextlib

@@ -69,7 +69,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         type=count,
         default=0,
         metavar="BYTES",
-        help="send the corpus of worst bodies beside it, each of so many bytes (default: none)",
+        help="also send the corpus of worst bodies, each of this size (default: none)",
     )
     parser.add_argument("--patience", type=positive, default=60.0, help="seconds after which a request hangs")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Streaming clients of a storm: greedy answers, each of which is compared with what it was in calm.
 
-Owns the prompts, the sending and the records. Does not know faults: a client sees what any client sees.
+Owns the prompts, the sending and the records. A client learns nothing of faults but what any client sees.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from loadtests.workloads.prompts import SAMPLE_WORDS
 
 PATH = "/v1/chat/completions"
 PAUSE_SECONDS = 0.2
-"""After a refusal: a client that is told to wait does so for a moment."""
+"""How long a client waits after a refusal."""
 
 
 class StormClients:
@@ -57,7 +57,7 @@ class StormClients:
             self.references.append(first.text)
 
     async def run(self, num_clients: int, until: Callable[[], bool], seed: int) -> None:
-        """All clients, each with one request at a time, until it is told that time is up."""
+        """All clients, each with one request at a time, until the time is up."""
         async with asyncio.TaskGroup() as tasks:
             for client in range(num_clients):
                 tasks.create_task(self._run_one(client, until, random.Random(f"{seed} {client}")))

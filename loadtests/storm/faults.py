@@ -61,7 +61,7 @@ class RunningCluster:
         }
 
     def routers(self) -> dict[str, int]:
-        """None where there is but one: nobody would be left to answer."""
+        """None where there is but one: without it, none would be left to answer."""
         return {
             name: pid for name, pid in named_children(self.state().router_pid).items() if "router-" in name
         }
@@ -93,7 +93,7 @@ class RunningCluster:
             return "a router or the controller is not back"
         for name, pid in {**ready, **self.redis()}.items():
             if not _lives(pid):
-                return f"{name} has died, and nobody has noticed yet"
+                return f"{name} has died, and its parent has not noticed yet"
         for name, pid in ready.items():
             if not _is_child_of_raylet(pid):
                 return f"{name} has lost its raylet"

@@ -1,6 +1,6 @@
 """What a storm has proved: requests and faults on one clock → what was broken, and figures.
 
-Owns the judging. Pure: knows neither sockets nor processes. Times are seconds since the storm began.
+Owns the judging. Pure. Times are seconds since the storm began.
 """
 
 from collections.abc import Sequence

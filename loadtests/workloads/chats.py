@@ -1,8 +1,8 @@
 """Generated chats: tenants with users, conversations, agents, retrieved documents, and nothing shared at all.
 
 Owns the shapes of the load tests that talk to a real server as chats. Sizes are for a small model on a small
-machine unless told otherwise. All are seeded, last `duration_seconds`, and start requests (or sessions) at
-`qps` on average. Does not know texts or servers.
+machine by default. All are seeded, last `duration_seconds`, and start requests (or sessions) at `qps` on
+average. Texts are made of them in `chat_bodies.py`.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Generated workloads: the set-ups that routers are commonly compared on, and those that they fail on.
 
-Owns their shapes; the defaults are those of the published set-ups. All are seeded. Does not know texts
-or token ids. Arrivals are open loop: a turn of a session comes at its time, answered or not.
+Owns their shapes; the defaults are those of the published set-ups. All are seeded. Token ids are made of them
+in `prompts.py`. Arrivals are open loop: a turn of a session comes at its time, answered or not.
 """
 
 import itertools

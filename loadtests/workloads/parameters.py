@@ -1,6 +1,6 @@
 """A generator's parameters as they are typed, NAME=VALUE: which there are, what numbers make sense. Pure.
 
-Owns the sentences for those that do not. Knows no command and none of its other options.
+Owns the sentences for those that do not.
 """
 
 import inspect

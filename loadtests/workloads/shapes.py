@@ -1,6 +1,6 @@
 """Shapes of a load: the rate of arrivals as a function of time, and arrivals bent to follow it. Pure.
 
-Owns the named shapes. A rate is relative: 1 is the workload's own. Does not know requests or Locust.
+Owns the named shapes. A rate is relative: 1 is the workload's own.
 """
 
 import bisect
@@ -38,7 +38,7 @@ class Shape:
         return first + (last - first) * (seconds - start) / (end - start)
 
     def time_of(self, amount: float) -> float:
-        """When so many seconds of the workload's own time have passed; at most the shape's end."""
+        """When `amount` seconds of the workload's own time have passed; at most the shape's end."""
         amounts = self._amounts()
         position = bisect.bisect_left(amounts, amount, lo=1)
         if position == len(amounts):

@@ -1,7 +1,7 @@
 """Recorded traces in Mooncake's format: one JSON object a line.
 
 Owns that format: `timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids` of chained
-512-token blocks of which the last may be partial, and optionally `session`. Knows no particular trace.
+512-token blocks of which the last may be partial, and optionally `session`.
 """
 
 import gzip

@@ -1,6 +1,6 @@
 """What a workload is, and how one is made smaller or faster.
 
-Owns the two types. Does not know files, generators or clusters.
+Owns the two types.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ def first_requests(workload: Workload, count: int) -> Workload:
 
 
 def first_seconds(workload: Workload, seconds: float) -> Workload:
-    """What arrives in the first so many seconds."""
+    """What arrives in the first `seconds`."""
     return _with_requests(
         workload, [request for request in workload.requests if request.arrival_seconds < seconds]
     )

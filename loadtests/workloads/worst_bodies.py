@@ -1,6 +1,6 @@
 """Bodies that cost a server the most for the bytes that they take, for every route that reads one.
 
-Owns the corpus: each body by name, at whatever size is asked for. Does not know what is expected of them.
+Owns the corpus: each body by name, at whatever size is asked for.
 """
 
 import json
