@@ -110,7 +110,7 @@ def node_data(node: Node) -> dict[str, Any]:
         "cross_user_hits": uses.num_cross_user_hits,
         "users": _users(uses),
         "requests_of_other_users": uses.num_requests_of_others,
-        "requests_of_nobody": uses.num_requests_of_nobody,
+        "requests_without_user": uses.num_requests_without_user,
         "key": uses.key,
         "several_keys": uses.num_keys > 1,
         "first": uses.first_ended_at,

@@ -91,7 +91,7 @@ class Uses:
     num_own_hits: int = 0
     users: dict[UserTag, int] = field(default_factory=dict)
     num_requests_of_others: int = 0
-    num_requests_of_nobody: int = 0
+    num_requests_without_user: int = 0
     key: str | None = None
     num_keys: int = 0
     """0, 1, or 2 for more than one."""
@@ -107,7 +107,7 @@ class Uses:
             self.num_own_hits,
             dict(self.users),
             self.num_requests_of_others,
-            self.num_requests_of_nobody,
+            self.num_requests_without_user,
             self.key,
             self.num_keys,
             self.first_ended_at,
@@ -134,7 +134,7 @@ class Uses:
 
     def _add_user(self, user: UserTag) -> None:
         if user == NO_USER:
-            self.num_requests_of_nobody += 1
+            self.num_requests_without_user += 1
         elif user in self.users or len(self.users) < MAX_USERS:
             self.users[user] = self.users.get(user, 0) + 1
         else:

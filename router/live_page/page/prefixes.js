@@ -150,7 +150,7 @@ function showUsers(node, users) {
   const more = node.users.length - SHOWN_USERS;
   const tags = node.users.slice(0, SHOWN_USERS).map(([user, number]) => ({ user, text: `${user} ${compact(number)}×` }));
   if (more > 0 || node.requests_of_other_users) tags.push({ user: "more", text: node.requests_of_other_users ? "and more" : `+${more}` });
-  if (node.requests_of_nobody) tags.push({ user: "nobody", text: `no user ${compact(node.requests_of_nobody)}×` });
+  if (node.requests_without_user) tags.push({ user: "nobody", text: `no user ${compact(node.requests_without_user)}×` });
   keyed(users, tags, (tag) => tag.user, () => element("span", { class: "tag" }), (tag, { text }) => setText(tag, text));
 }
 

@@ -229,7 +229,7 @@ def test_users_beyond_a_number_are_counted_together() -> None:
     sightings.see(sighting("x", 99, user=NO_USER))
     (node,) = sightings.recent(9)
     assert len(node.uses.users) == MAX_USERS
-    assert (node.uses.num_requests_of_others, node.uses.num_requests_of_nobody) == (5, 1)
+    assert (node.uses.num_requests_of_others, node.uses.num_requests_without_user) == (5, 1)
 
 
 def test_a_nodes_chain_stays_what_it_is_while_it_is_cut_and_forgotten() -> None:
