@@ -1,6 +1,6 @@
 """GET /live/…: the fleet, the prefixes and the last decisions as JSON, for the page at `/`.
 
-Owns the routes, and that they cost little: nothing is computed unless somebody asks, what was computed is
+Owns the routes, and that they cost little: nothing is computed unless it is asked for, what was computed is
 told to everybody who asks within the same moment, and long walks let others run in between. Shapes are
 `router/live_page/live_view.py`'s.
 """

@@ -131,12 +131,12 @@ class StagedHashes:
         self._num_hashes = 0
 
     def add(self, block_hashes: Iterable[BlockHash]) -> None:
-        assert not self._is_taken, "it is somebody's already"
+        assert not self._is_taken, "it is a replica's already"
         self._num_hashes += self._holders.add(self._bit, block_hashes)
 
     def take(self) -> tuple[int, int]:
         """The bit, which is the caller's from now on, and how many hashes have it."""
-        assert not self._is_taken, "it is somebody's already"
+        assert not self._is_taken, "it is a replica's already"
         self._is_taken = True
         return self._bit, self._num_hashes
 
