@@ -60,7 +60,11 @@ def test_the_wheel_has_every_package_and_nothing_that_made_the_toy_model(wheel: 
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"cluster", "loadtests", "replicas", "router"}
-    assert {"router/live_page/page/index.html", "loadtests/reports/page.css"} <= set(names)
+    of_pages = {
+        "router/live_page/page/index.html",
+        *(f"loadtests/reports/page.{each}" for each in ("css", "html.jinja")),
+    }
+    assert of_pages <= set(names)
     assert {"replicas/toy_model/model.safetensors", "replicas/toy_model/tokenizer.json"} <= set(names)
     assert [name for name in names if any(f"/toy_model/{each}" in name for each in TRAINING)] == []
 
