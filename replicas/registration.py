@@ -207,7 +207,7 @@ class Registration:
         if not self._order:
             order = await self._redis.incr(registrations_key(self._model))
             if not 0 < order <= MOST_REGISTRATIONS:
-                raise ResponseError(f"a count of registrations is {order}")
+                raise ResponseError(f"a count of registrations cannot be {order}")
             self._order = order
 
     async def _keep_count(self) -> None:

@@ -109,7 +109,7 @@ class LoadOptions:
             given["qps"] = self.qps
         number = given.get("qps", known["qps"].default) * amount * self.speed
         if number > MOST_REQUESTS:
-            raise ValueError(f"all is made beforehand, and {number:.0f} are more than {MOST_REQUESTS}")
+            raise ValueError(f"{number:.0f} requests are more than the {MOST_REQUESTS} that can be prepared")
         if "duration_seconds" in known:
             given["duration_seconds"] = amount * self.speed
         return scale(GENERATORS[self.workload](seed=self.seed, **given), self.speed)
@@ -154,14 +154,18 @@ def add_arguments(parser: Any) -> None:
     add("--shape-low", default="", help="lowest rate, as a multiple of the workload's")
     add("--shape-high", default="", help="highest rate, as a multiple of the workload's")
     add("--shape-period", default="", help="seconds of a step, a burst's cycle, a day")
-    add("--closed-loop", default="0", help="this many users who wait for their answers, instead of arrivals")
+    add(
+        "--closed-loop",
+        default="0",
+        help="number of users who each wait for an answer before the next request",
+    )
     add("--request-timeout", default="120", help="seconds for a whole answer (default: 120)")
     add("--standard-body", default="no", choices=["no", "yes"], help="yes: only OpenAI's own fields")
     add("--api-key", default="", is_secret=True, env_var="OPENAI_API_KEY", help="the bearer token")
     add("--run-file", default="", help="write the run to this file, as JSON (.gz: compressed)")
     add("--replica-metrics", action="append", help="a replica's /metrics, [NAME=]URL; repeatable")
-    add("--warmup", default="0", help="requests of this many first seconds do not count (default: 0)")
-    add("--kill-command", default="", help="a command that makes something go wrong")
+    add("--warmup", default="0", help="seconds at the beginning whose requests do not count (default: 0)")
+    add("--kill-command", default="", help="a command that causes a failure, such as killing a replica")
     add("--kill-at", action="append", help="seconds at which it runs; repeatable")
     add("--test-name", default="", help="name in the run file (default: the workload's)")
     add("--policy", default="", help="the cluster's routing policy, for the run file")

@@ -29,7 +29,7 @@ def read_parameter(workload: str, setting: str, *, without: tuple[str, ...] = ()
     name, equals, text = setting.partition("=")
     if not equals or name not in names:
         known = ", ".join(names) or "none"
-        raise ValueError(f"{setting} is no NAME=VALUE of {workload}'s parameters: {known}")
+        raise ValueError(f"{setting} is not NAME=VALUE of one of {workload}'s parameters: {known}")
     kind = type(inspect.signature(GENERATORS[workload]).parameters[name].default)
     is_share = name == "share" or name.endswith("_share")
     least = 0.0 if is_share or name in MAY_BE_ZERO else math.nextafter(0.0, 1.0)

@@ -35,7 +35,7 @@ _DIGITS = re.compile(rb"[0-9]{1,19}")
 def checked_id(text: str) -> str:
     """A replica's id or epoch: letters, digits, '.', '_' and '-'."""
     if len(text) > MAX_ID_CHARACTERS or not _ID.fullmatch(text):
-        raise ValueError(f"{shown(text)} is no id: letters, digits, '.', '_' and '-'")
+        raise ValueError(f"{shown(text)} is not an id: letters, digits, '.', '_' and '-'")
     return text
 
 
@@ -50,7 +50,7 @@ def checked_address(text: str) -> str:
     """host:port, and no other kind of address that gRPC would know."""
     match = _ADDRESS.fullmatch(text)
     if len(text) > MAX_NAME_CHARACTERS or match is None or not 0 < int(match[1]) < 2**16:
-        raise ValueError(f"{shown(text)} is no address of the form host:port")
+        raise ValueError(f"{shown(text)} is not an address of the form host:port")
     return text
 
 
@@ -63,7 +63,7 @@ def checked_count(value: int, most: int, what: str) -> int:
 def parsed_number(text: bytes) -> int:
     """Decimal digits and nothing else."""
     if not _DIGITS.fullmatch(text):
-        raise ValueError(f"{shown(text)} is no number")
+        raise ValueError(f"{shown(text)} is not a number")
     return checked_count(int(text), MAX_NUMBER, "a number")
 
 

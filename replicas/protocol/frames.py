@@ -134,7 +134,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if len(self.packed_tokens) % 4:
-            raise ValueError(f"{len(self.packed_tokens)} bytes are no tokens of 4 bytes each")
+            raise ValueError(f"{len(self.packed_tokens)} bytes are not tokens of 4 bytes each")
         if len(self.announced_hashes) > self.num_tokens:
             raise ValueError(
                 f"{self.num_tokens} tokens cannot become {len(self.announced_hashes)} announced blocks"

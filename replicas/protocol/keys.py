@@ -151,7 +151,7 @@ def decode_record(replica_id: ReplicaId, fields: Mapping[bytes, bytes]) -> Repli
 
 def _decode_load(encoded: bytes) -> LoadSnapshot:
     if len(encoded) > MAX_LOAD_BYTES:
-        raise ValueError(f"a load of {len(encoded)} bytes")
+        raise ValueError(f"a load has {len(encoded)} bytes, which is too many")
     try:
         return _loads.decode(encoded)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -241,7 +241,7 @@ def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
     such fields."""
     num_bytes = sum(map(len, fields.values()))
     if num_bytes > MAX_HASHES_PER_CHANGE * HASH_BYTES:
-        raise ValueError(f"an index change of {num_bytes} bytes")
+        raise ValueError(f"an index change has {num_bytes} bytes, which is too many")
     try:
         return IndexChange(
             replica_id=ReplicaId(checked_id(fields[b"replica"].decode())),
@@ -278,12 +278,12 @@ def _unpack_announcements(packed: bytes) -> Iterator[Announcement]:
 
 def _unpack_ids(packed: bytes) -> tuple[int, ...]:
     if len(packed) % ID_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole number of announcement ids")
+        raise ValueError(f"{len(packed)} bytes are not a whole number of announcement ids")
     return struct.unpack(f"<{len(packed) // ID_BYTES}Q", packed)
 
 
 def split_hashes(packed: bytes) -> tuple[BlockHash, ...]:
     """Concatenated hashes, apart again. Raises ValueError if the length is no multiple of 16."""
     if len(packed) % HASH_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole number of block hashes")
+        raise ValueError(f"{len(packed)} bytes are not a whole number of block hashes")
     return tuple(BlockHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES))

@@ -102,7 +102,7 @@ def _decoder(kind: type[Kind]) -> Callable[[bytes | Raw], Kind]:
         try:
             return decode(encoded)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"no {kind.__name__}: {shown(str(error))}") from error
+            raise ValueError(f"this is not a {kind.__name__}: {shown(str(error))}") from error
 
     return decoded
 
@@ -137,7 +137,7 @@ def encode_client_frame(
 def decode_loose_frame(encoded: bytes) -> LooseFrame:
     frame = _decode_loose_frame(encoded)
     if len(frame.deltas) > MAX_DELTAS_PER_FRAME:
-        raise ValueError(f"a frame of {len(frame.deltas)} deltas")
+        raise ValueError(f"a frame has {len(frame.deltas)} deltas, which is too many")
     return frame
 
 

@@ -69,7 +69,7 @@ class ReplicaWords:
         not say whom it is for."""
         try:
             if len(encoded) > MAX_SERVER_FRAME_BYTES:
-                raise ValueError(f"a frame of {len(encoded)} bytes")
+                raise ValueError(f"a frame has {len(encoded)} bytes, which is too many")
             try:
                 whole = decode_server_frame(encoded)
             except ValueError:

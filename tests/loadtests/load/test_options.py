@@ -87,8 +87,11 @@ def test_a_trace_is_replayed_as_far_as_it_fits(tmp_path: Path) -> None:
     [
         (["--qps", "many"], "--qps takes a number above 0, not many"),
         (["--duration", "0"], "--duration takes a number above 0"),
-        (["--set", "warp=9"], "--set: warp=9 is no NAME=VALUE of cross-user's parameters: num_tenants"),
-        (["--set", "seed=9"], "--set: seed=9 is no NAME=VALUE of cross-user's parameters"),
+        (
+            ["--set", "warp=9"],
+            "--set: warp=9 is not NAME=VALUE of one of cross-user's parameters: num_tenants",
+        ),
+        (["--set", "seed=9"], "--set: seed=9 is not NAME=VALUE of one of cross-user's parameters"),
         (
             ["--set", "num_tenants=two"],
             "--set: num_tenants takes a whole number above 0 and up to 1,000,000, not two",

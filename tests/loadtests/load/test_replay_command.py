@@ -140,8 +140,8 @@ def test_requests_longer_than_the_context_are_left_out_and_that_is_said(
     ("words", "sentence"),
     [
         (["warp"], "warp is neither a file nor a generator; there are b2b, "),
-        (["b2b", "--set", "warp=9"], "--set: warp=9 is no NAME=VALUE of b2b's parameters: qps, "),
-        (["b2b", "--set", "seed=9"], "--set: seed=9 is no NAME=VALUE of b2b's parameters"),
+        (["b2b", "--set", "warp=9"], "--set: warp=9 is not NAME=VALUE of one of b2b's parameters: qps, "),
+        (["b2b", "--set", "seed=9"], "--set: seed=9 is not NAME=VALUE of one of b2b's parameters"),
         (
             ["b2b", "--set", "num_groups=many"],
             "--set: num_groups takes a whole number above 0 and up to 1,000,000, not many",

@@ -124,13 +124,13 @@ def test_a_quick_test_asks_no_more_of_an_engine_that_computes_than_a_whole_one(n
         (("cross-user", "--policy", "fastest"), "there is no policy fastest; there are "),
         (
             ("cross-user", "--parameter", "tenants=3"),
-            "--parameter: tenants=3 is no NAME=VALUE of cross-user's parameters: num_tenants, ",
+            "--parameter: tenants=3 is not NAME=VALUE of one of cross-user's parameters: num_tenants, ",
         ),
         (
             ("cross-user", "--parameter", "num_tenants=0"),
             "--parameter: num_tenants takes a whole number",
         ),
-        (("cross-user", "--duration", "1e9"), "cross-user: all is made beforehand, and 16000000000 are more"),
+        (("cross-user", "--duration", "1e9"), "cross-user: 16000000000 requests are more"),
         (("chat", "--parameter", "most_turns=1"), "chat: "),
         (("mixed", "--parameter", "rag_share=1"), "mixed: the shares of a mixed workload are 0 or above"),
         (("cross-user", "--set", "block_size"), "--set takes NAME=VALUE, not block_size"),

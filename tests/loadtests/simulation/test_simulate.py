@@ -85,7 +85,7 @@ def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: st
         (["b2b", "--policy", "chance"], "there is no policy chance; there are "),
         (
             ["b2b", "--set", "colour=3"],
-            "--set: colour=3 is no NAME=VALUE of b2b's parameters: qps, ",
+            "--set: colour=3 is not NAME=VALUE of one of b2b's parameters: qps, ",
         ),
         (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0 and up to 1,000,000, not fast"),
         (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),

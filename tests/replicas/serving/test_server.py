@@ -144,7 +144,7 @@ async def test_a_router_that_ends_its_half_of_the_stream_frees_it_too(
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ([[SUBMIT | {"packed_tokens": b"abc"}]], "3 bytes are no tokens"),
+        ([[SUBMIT | {"packed_tokens": b"abc"}]], "3 bytes are not tokens"),
         ([[SUBMIT | {"root": b"short"}]], "length >= 16"),
         ([[SUBMIT | {"num_choices": 0}]], "`int` >= 1"),
         ([[SUBMIT], [[-1]]], "`int` >= 0"),
