@@ -19,6 +19,7 @@ from replicas.process.settings import (
 ENVIRONMENT_PREFIX = "KVASIR_REPLICA_"
 
 ENGINES = ("torch", "vllm", "simulated")
+ATTENTIONS = ("auto", "gather", "kernel")
 
 DEFAULT_MAX_RUNNING = 256
 DEFAULT_MAX_BATCHED_TOKENS = 2048
@@ -92,6 +93,11 @@ class ReplicaConfig:
         "each answer); more are refused as overloaded; none means 16 times what the KV cache "
         "holds",
     )
+    attention: str = setting(
+        "auto",
+        help="how cached keys are read: gather copies them, kernel reads them where they lie and is compiled "
+        "at the start; auto means kernel on CUDA if it works there, else gather; torch only",
+    )
     num_threads: int | None = setting(None, help="CPU threads of torch; none leaves torch's choice")
     adapters: Mapping[str, str] | None = setting(
         None, help="LoRA adapters, NAME=DIRECTORY,NAME=DIRECTORY or a mapping; vllm only"
@@ -160,6 +166,10 @@ class ReplicaConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise SettingsError(f"setting engine is torch, vllm or simulated, not {self.engine}")
+        if self.attention not in ATTENTIONS:
+            raise SettingsError(f"setting attention is auto, gather or kernel, not {self.attention}")
+        if self.attention != "auto" and self.engine != "torch":
+            raise SettingsError(f"setting attention is for the engine torch, not for {self.engine}")
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")

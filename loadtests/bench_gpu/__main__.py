@@ -5,6 +5,7 @@ device. Nothing else runs: no router, no Redis, no Ray, no network, no checkpoin
 its share of what the device could do at best, by a matrix product and a copy that are measured first.
 
     python -m loadtests.bench_gpu                               an 8B Llama in bfloat16 on the GPU
+    python -m loadtests.bench_gpu --attention gather kernel     both ways to cached keys, one after the other
     python -m loadtests.bench_gpu --shape tiny --device cpu     the benchmark itself, on any machine
 """
 
@@ -32,8 +33,9 @@ from loadtests.bench_gpu.model_work import (
 from loadtests.bench_gpu.random_model import SHAPES, random_checkpoint
 from loadtests.figures import percentiles, print_header
 from replicas.checkpoints.model_config import ModelConfig
-from replicas.config import DEFAULT_BLOCK_SIZE, ReplicaConfig
+from replicas.config import ATTENTIONS, DEFAULT_BLOCK_SIZE, ReplicaConfig
 from replicas.engine import expand
+from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, pack_token_ids
 from replicas.protocol.frames import PromptUsage, RequestKey, SamplingParams, Submit
 from replicas.torch_engine.engine import DTYPES, TorchEngine
@@ -210,7 +212,9 @@ def fitting_blocks(num_free_bytes: int, model: ModelConfig, itemsize: int) -> in
     return max(0, int(left * USABLE_RATIO)) // bytes_per_block
 
 
-def build(arguments: argparse.Namespace, device: torch.device, num_blocks: int) -> Bench:
+def build(
+    arguments: argparse.Namespace, device: torch.device, num_blocks: int, attention: str = "auto"
+) -> Bench:
     dtype, model = DTYPES[arguments.dtype], SHAPES[arguments.shape]
     longest = max(
         max(arguments.prefixes) + arguments.question + 1,
@@ -223,6 +227,7 @@ def build(arguments: argparse.Namespace, device: torch.device, num_blocks: int) 
         num_blocks=num_blocks,
         context_length=longest,
         max_running=max(arguments.batches),
+        attention=attention,
     )
     engine = TorchEngine(config, random_checkpoint(arguments.shape, device, dtype))
     return Bench(engine, model, device, dtype.itemsize)
@@ -336,6 +341,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, nargs="+", default=["auto"], help="how cached keys are read"
+    )
     parser.add_argument("--prefixes", type=count, nargs="+", default=[CLAIMED_PREFIX, 512, 16_384])
     parser.add_argument("--question", type=count, default=32, help="tokens behind the prefix")
     parser.add_argument("--rounds", type=count, default=9)
@@ -366,11 +374,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"device: {describe(device)}")
     limits, line = measure_limits(device, dtype)
     print(line, flush=True)
-    bench = build(chosen, device, min(max(block_needs(chosen)), num_fitting))
-    num_blocks = bench.engine.card.num_blocks
+    num_blocks = min(max(block_needs(chosen)), num_fitting)
     print(f"engine: {weights}, {num_blocks:,} KV blocks of {DEFAULT_BLOCK_SIZE} tokens", flush=True)
-    print_ttft(bench, limits, chosen)
-    print_decode(bench, limits, chosen)
+    return max([measure(chosen, device, limits, num_blocks, attention) for attention in chosen.attention])
+
+
+def measure(
+    arguments: argparse.Namespace,
+    device: torch.device,
+    limits: DeviceLimits,
+    num_blocks: int,
+    attention: str,
+) -> int:
+    """All tables with one way to cached keys. 0, or 2 where it cannot be had."""
+    started = time.perf_counter()
+    try:
+        bench = build(arguments, device, num_blocks, attention)
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - started
+    print(
+        f"\n## Attention: {bench.engine.attention}, wanted: {attention}, built in {seconds:.1f} s", flush=True
+    )
+    print_ttft(bench, limits, arguments)
+    print_decode(bench, limits, arguments)
     bench.engine.close()
     return 0
 

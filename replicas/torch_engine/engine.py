@@ -70,7 +70,9 @@ class TorchEngine:
             block_size=config.tokens_per_block,
             dtype=dtype,
             device=device,
+            attention=config.attention,
         )
+        self.attention = pool.attention
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids)
 

@@ -17,6 +17,7 @@ from loadtests.bench_gpu.model_work import (
 )
 from loadtests.bench_gpu.random_model import SHAPES, RandomCheckpoint, random_checkpoint
 from replicas.protocol.frames import PromptUsage
+from replicas.torch_engine import attention
 from replicas.torch_engine.model import Decoder
 
 CPU = torch.device("cpu")
@@ -161,11 +162,39 @@ def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(bench: Bench) -> 
     )
 
 
-def test_a_whole_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_gpu.main(SMALL) == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+def check_tables(output: str) -> None:
+    rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| ")]
     assert [row[0].strip("| ") for row in rows] == ["prompt tokens", "101", "55", "batch", "1", "3"]
     assert [row[1] for row in rows[1:3]] == ["96", "48"]
+
+
+def test_a_whole_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_gpu.main(SMALL) == 0
+    output = capsys.readouterr().out
+    check_tables(output)
+    assert "## Attention: gather, wanted: auto, built in " in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_both_ways_to_cached_keys_in_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_gpu.main((*SMALL, "--attention", "gather", "kernel")) == 0
+    _, gather, kernel = capsys.readouterr().out.split("\n## ")
+    check_tables(gather)
+    check_tables(kernel)
+    assert gather.startswith("Attention: gather, wanted: gather")
+    assert kernel.startswith("Attention: kernel, wanted: kernel")
+
+
+def test_a_way_that_cannot_be_had_is_told_and_the_other_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "complaint", lambda *_: "there is no compiler")
+    assert bench_gpu.main((*SMALL, "--attention", "kernel", "gather")) == 2
+    printed = capsys.readouterr()
+    check_tables(printed.out)
+    assert printed.err == "setting attention is kernel, which cannot be had here: there is no compiler\n"
 
 
 def test_a_model_that_does_not_fit_is_told_in_one_sentence(

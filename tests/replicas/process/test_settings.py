@@ -139,6 +139,13 @@ def test_the_block_size_follows_the_engine_unless_it_is_set() -> None:
     assert ReplicaConfig(engine="vllm", block_size=64).tokens_per_block == 64
 
 
+def test_the_way_to_cached_keys_is_one_of_three_and_for_torch_only() -> None:
+    with pytest.raises(SettingsError, match="attention is auto, gather or kernel, not flash"):
+        ReplicaConfig(attention="flash")
+    with pytest.raises(SettingsError, match="attention is for the engine torch, not for simulated"):
+        ReplicaConfig(engine="simulated", attention="kernel")
+
+
 def test_engine_args_are_for_vllm_only() -> None:
     with pytest.raises(SettingsError, match="engine_args is for the engine vllm"):
         ReplicaConfig(engine_args={"seed": 1})

@@ -163,7 +163,7 @@ def test_equal_prompts_of_one_step_share_blocks_that_are_computed_in_that_step(
 def test_decoding_rows_of_very_different_length_yield_the_same(
     checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.torch_engine.attention._MAX_GATHERED_TOKENS", 64)
+    monkeypatch.setattr("replicas.torch_engine.gathered_attention._MAX_GATHERED_TOKENS", 64)
     driver = Driver(checkpoint, block_size=BLOCK_SIZE)
     prompts = [prompt_of(length) for length in (1, 300, 30, 31, 9, 140, 3, 22)]
     keys = [driver.add(prompt, greedy(5)) for prompt in prompts]

@@ -1,0 +1,181 @@
+"""KernelAttention: attention that reads keys and values where they lie, by torch's flex_attention.
+
+Owns the way from block tables to the kernel's block masks. The kernel is compiled for this machine: by
+Triton on CUDA, by a C++ compiler on a CPU.
+
+Queries attend in tiles, each of one sequence. A tile is given the blocks of its sequence in two lists::
+
+    block table   b0 b1 b2 b3 b4 | not written yet
+    a tile's queries      ^^^^^^^^
+                  full    | partial: a query sees the keys up to its own position
+
+All blocks of a single token's sequence are in the second list. The kernel for few queries splits a sequence,
+to have work for all of a GPU, by that list alone; the first one it splits by the size of the cache.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from replicas.torch_engine.rows import CachedAttend, KVBlocks, Rows
+
+TILE_TOKENS = 128
+SINGLES, TILES = (1, 8, 64), (4,)
+"""How many sequences of one token, and how many tiles, a call of the kernel takes. It is compiled for each of
+these numbers, because how it splits long sequences depends on them. Places left over cost next to nothing."""
+_HIDDEN = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of the kernel but for queries, keys and values. Its first `num_rows` places are wanted."""
+
+    rows: torch.Tensor
+    num_rows: int
+    positions: torch.Tensor
+    full: tuple[torch.Tensor, torch.Tensor] | None
+    partial: tuple[torch.Tensor, torch.Tensor]
+
+
+class KernelAttention:
+    """The scratch memory of a step depends on the batch and on the cache's size, not on the context."""
+
+    def __init__(self, blocks: KVBlocks) -> None:
+        self._blocks = blocks
+        # Where a block's tokens begin in their sequence: written for the partial blocks of each step.
+        self._starts = torch.full((blocks.num_blocks,), _HIDDEN, dtype=torch.int32, device=blocks.device)
+        # A compiled function of its own for each cache, so that none uses up another's recompilations.
+        self._kernel = torch.compile(  # type: ignore[call-overload]  # its stubs lack the newest argument
+            partial(_attend_tiles, block_size=blocks.block_size),
+            fullgraph=True,
+            dynamic=False,
+            isolate_recompiles=True,
+        )
+
+    def plan(self, rows: Sequence[Rows]) -> CachedAttend:
+        singles = [single for single in rows if single.num_tokens == 1]
+        tiles = [tile for span in rows[len(singles) :] for tile in span.pieces(TILE_TOKENS)]
+        calls = [
+            *(self._call(group, 1, SINGLES) for group in _groups(singles, SINGLES[-1])),
+            *(self._call(group, TILE_TOKENS, TILES) for group in _groups(tiles, TILES[-1])),
+        ]
+        return partial(self._attend, calls)
+
+    def _attend(
+        self, calls: Sequence[_Call], layer: int, queries: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        keys, values = (store.transpose(0, 1).unsqueeze(0) for store in self._blocks.slots(layer))
+        for call in calls:
+            tiles = queries.index_select(0, call.rows).view(*call.positions.shape, *queries.shape[1:])
+            attended = self._kernel(
+                tiles.transpose(1, 2), keys, values, self._starts, call.positions, call.full, call.partial
+            )
+            answers = attended.transpose(1, 2).flatten(0, 1)[: call.num_rows]
+            outputs.index_copy_(0, call.rows[: call.num_rows], answers)
+
+    def _call(self, tiles: Sequence[Rows], num_tokens: int, sizes: Sequence[int]) -> _Call:
+        """A tile that is too short repeats its last token: the same answer comes out again."""
+        block_size = self._blocks.block_size
+        size = next(size for size in sizes if size >= len(tiles))
+        lasts = np.array([tile.num_tokens - 1 for tile in tiles])[:, None]
+        offsets = np.minimum(np.arange(num_tokens), lasts)
+        rows = np.zeros((size, num_tokens), dtype=np.int64)
+        rows[: len(tiles)] = np.array([tile.first for tile in tiles])[:, None] + offsets
+        positions = np.zeros((size, num_tokens), dtype=np.int32)
+        positions[: len(tiles)] = np.array([tile.start for tile in tiles])[:, None] + offsets
+        num_full = [0 if num_tokens == 1 else (tile.start + 1) // block_size for tile in tiles]
+        part = _Lists(
+            [tile.block_ids[n : tile.num_blocks(block_size)] for tile, n in zip(tiles, num_full, strict=True)]
+        )
+        self._write_starts(part, num_full)
+        full = _Lists([tile.block_ids[:n] for tile, n in zip(tiles, num_full, strict=True)])
+        return _Call(
+            rows=torch.from_numpy(rows.ravel()).to(self._blocks.device),
+            num_rows=len(tiles) * num_tokens,
+            positions=torch.from_numpy(positions).to(self._blocks.device),
+            full=None if num_tokens == 1 else full.on(self._starts, size),
+            partial=part.on(self._starts, size),
+        )
+
+    def _write_starts(self, lists: "_Lists", num_before: Sequence[int]) -> None:
+        """A block that several sequences share is as far from the start in each of them."""
+        columns = np.arange(lists.table.shape[1])
+        used = columns < lists.lengths[:, None]
+        begins = ((np.array(num_before)[:, None] + columns) * self._blocks.block_size)[used]
+        block_ids = torch.from_numpy(lists.table[used].astype(np.int64)).to(self._blocks.device)
+        self._starts.index_copy_(
+            0, block_ids, torch.from_numpy(begins.astype(np.int32)).to(self._blocks.device)
+        )
+
+
+class _Lists:
+    """Lists of blocks, one for each tile, as a table that is as wide as the longest of them."""
+
+    def __init__(self, lists: Sequence[Sequence[int]]) -> None:
+        self.lengths = np.array([len(block_ids) for block_ids in lists], dtype=np.int32)
+        self.table = np.zeros((len(lists), self.lengths.max()), dtype=np.int32)
+        for row, block_ids in zip(self.table, lists, strict=True):
+            row[: len(block_ids)] = block_ids
+
+    def on(self, of_blocks: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `size` tiles, lengths and lists; the kernel wants lists that could hold every block."""
+        num_tiles, width = self.table.shape
+        device = of_blocks.device
+        lengths = torch.zeros((size, 1, 1), dtype=torch.int32, device=device)
+        lengths[:num_tiles, 0, 0] = torch.from_numpy(self.lengths).to(device)
+        indices = torch.zeros((size, 1, 1, len(of_blocks)), dtype=torch.int32, device=device)
+        indices[:num_tiles, 0, 0, :width] = torch.from_numpy(self.table).to(device)
+        return lengths, indices
+
+
+def _groups(tiles: Sequence[Rows], most: int) -> list[Sequence[Rows]]:
+    return [tiles[begin : begin + most] for begin in range(0, len(tiles), most)]
+
+
+def _attend_tiles(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    full: tuple[torch.Tensor, torch.Tensor] | None,
+    partial: tuple[torch.Tensor, torch.Tensor],
+    *,
+    block_size: int,
+) -> torch.Tensor:
+    """`queries` are `[tiles, heads, tokens, head_dim]`, keys and values `[1, kv_heads, slots, head_dim]`."""
+
+    def is_visible(
+        tile: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor
+    ) -> torch.Tensor:
+        return starts[slot // block_size] + slot % block_size <= positions[tile, query]
+
+    mask = BlockMask(
+        seq_lengths=(queries.shape[2], keys.shape[2]),
+        kv_num_blocks=partial[0],
+        kv_indices=partial[1],
+        full_kv_num_blocks=None if full is None else full[0],
+        full_kv_indices=None if full is None else full[1],
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(TILE_TOKENS, block_size),
+        mask_mod=is_visible,
+    )
+    attended = flex_attention(
+        queries,
+        keys,
+        values,
+        block_mask=mask,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+        # Triton's kernel takes as many keys at a time as divide a block.
+        kernel_options={"BLOCK_N": math.gcd(block_size, 64)},
+    )
+    assert isinstance(attended, torch.Tensor)
+    return attended
