@@ -79,6 +79,7 @@ def test_a_killed_router_is_replaced_and_requests_go_on_meanwhile(running: Kvasi
     assert routers(running)["router-0"] == before["router-0"]
 
 
+@pytest.mark.slow  # Ray and two replicas start anew, twice
 def test_a_killed_raylet_comes_back_and_new_replicas_take_over_from_those_that_serve_on(
     running: KvasirCommand,
 ) -> None:
