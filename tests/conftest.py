@@ -5,7 +5,6 @@ import inspect
 import os
 import ssl
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,6 +15,8 @@ from loadtests.stacks import local_stack
 from tests.certificates import Authority
 from tests.examples import examples
 from tests.redis_server import RedisServer
+
+pytest_plugins = ["tests.side_by_side"]
 
 # Before anything loads torch, which reads it once: vLLM's kernels want the same number in every thread,
 # and on a busy machine threads that wait for each other take a hundred times as long.
@@ -44,54 +45,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("patient")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--alone", action="store_true", help="only the tests that need the machine to themselves"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # The order below holds side by side, too, instead of that by the number of a group's tests.
-    config.option.loadscopereorder = False
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of those that run alone there are few, and whatever lies in other files need not be loaded."""
-    if not config.getoption("--alone") or collection_path.suffix != ".py":
-        return None
-    return "mark.alone" not in collection_path.read_text() or None
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side, one worker runs all of a group. What takes longest comes first, so that no worker is left
-    with it at the end."""
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    if not is_worker and not config.getoption("--alone"):
-        return
-    left_out = [item for item in items if _is(item, "alone") == is_worker]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if _is(item, "alone") != is_worker]
-    turns: dict[str, int] = {}
-    for item in items:
-        turns[_group(item)] = min(_turn(item), turns.get(_group(item), _turn(item)))
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: turns[_group(item)])
-
-
-def _group(item: pytest.Item) -> str:
-    """Tests of a file share what is built for their module. vLLM takes memory, images take minutes."""
-    return next((mark for mark in ("vllm", "images") if _is(item, mark)), str(item.path))
-
-
-def _turn(item: pytest.Item) -> int:
-    marks = ("images", "vllm", "slow", "cluster")
-    return next((turn for turn, mark in enumerate(marks) if _is(item, mark)), len(marks))
-
-
-def _is(item: pytest.Item, mark: str) -> bool:
-    return item.get_closest_marker(mark) is not None  # a keyword may be the name of a folder, too
 
 
 @pytest.fixture(scope="session")

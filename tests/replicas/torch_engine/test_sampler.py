@@ -59,7 +59,8 @@ def distribution(request: Request, logits: torch.Tensor) -> list[float]:
     if sampling.temperature == 0:
         best = scores.index(max(scores))
         return [float(token == best) for token in range(len(scores))]
-    weights = [math.exp((score - max(scores)) / sampling.temperature) for score in scores]
+    highest = max(scores)
+    weights = [math.exp((score - highest) / sampling.temperature) for score in scores]
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     kept = [token for token in order if weights[token] >= sampling.min_p * weights[order[0]]]
     if sampling.top_k:

@@ -1,0 +1,69 @@
+"""How `pytest -n` shares the tests out: a file to one worker, what takes longest first, some not at all.
+
+The `--dist loadgroup` of xdist does not: it writes groups into the names of tests, which pytest 9 ignores
+without a word. So groups are made of the names that tests have anyway.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+FILES_WITH_IMAGES = ("test_images.py", "test_compose_runs.py", "test_cuda_image.py")
+
+
+class Groups(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of a file share what is built for their module. vLLM takes memory, images take minutes."""
+    file = nodeid.partition("::")[0]
+    if "vllm" in nodeid.lower():
+        return "vllm"
+    return "images" if file.endswith(FILES_WITH_IMAGES) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
+    config.option.loadscopereorder = False  # in the order below, not by the number of tests
+    return Groups(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", action="store_true", help="only what needs the machine to itself")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of those that run alone there are few, and whatever lies in other files need not be loaded."""
+    if not config.getoption("--alone") or collection_path.suffix != ".py":
+        return None
+    return "mark.alone" not in collection_path.read_text() or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if not is_worker and not config.getoption("--alone"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if _is(item, "alone") == is_worker])
+    items[:] = [item for item in items if _is(item, "alone") != is_worker]
+    turns: dict[str, int] = {}
+    for item in items:
+        group = group_of(item.nodeid)
+        for mark in ("vllm", "images"):
+            if _is(item, mark) and group != mark:
+                raise pytest.UsageError(f"{item.nodeid} is marked {mark}, and its name does not say so")
+        turns[group] = min(_turn(item), turns.get(group, _turn(item)))
+    items.sort(key=lambda item: turns[group_of(item.nodeid)])
+
+
+def _turn(item: pytest.Item) -> int:
+    marks = ("images", "vllm", "slow", "cluster")
+    return next((turn for turn, mark in enumerate(marks) if _is(item, mark)), len(marks))
+
+
+def _is(item: pytest.Item, mark: str) -> bool:
+    return item.get_closest_marker(mark) is not None  # a keyword may be the name of a folder, too

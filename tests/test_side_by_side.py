@@ -1,0 +1,61 @@
+"""Tests side by side: what the workers of pytest-xdist are given, asked of real ones."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FILE = """
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_numbers(number): ...
+
+@pytest.mark.alone
+def test_alone(): ...
+"""
+MARKS = "[pytest]\nmarkers =\n" + "".join(f"    {mark}: \n" for mark in ("alone", "slow"))
+
+
+def run(folder: Path, *words: str) -> list[tuple[str, str]]:
+    """Worker, or nothing, and test, in the order in which they passed."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-c",
+        "pytest.ini",
+        "-p",
+        "tests.side_by_side",
+        "--color=no",
+    ]
+    environment = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-p", "xdist.plugin", *words],
+        **{"cwd": folder, "env": environment, "capture_output": True, "text": True, "check": False},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    side_by_side = re.findall(r"^\[(gw\d)\].* PASSED (\S+)", ran.stdout, re.M)
+    return side_by_side or [("", name) for name in re.findall(r"^(\S+) PASSED", ran.stdout, re.M)]
+
+
+def test_a_file_has_one_worker_a_slow_one_is_first_and_what_runs_alone_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / f"test_{name}.py").write_text(FILE)
+    (tmp_path / "test_e.py").write_text(f"{FILE}\npytestmark = pytest.mark.slow\n")
+    passed = run(tmp_path, "-n", "2")
+    files = [name.partition("::")[0] for _, name in passed]
+    workers = {file: {worker for worker, name in passed if name.startswith(file)} for file in files}
+    assert len(passed) == 5 * 6
+    assert all(len(each) == 1 for each in workers.values()), workers
+    assert set.union(*workers.values()) == {"gw0", "gw1"}
+    first_tests = [next(name for each, name in passed if each == worker) for worker in ("gw0", "gw1")]
+    assert any(name.startswith("test_e.py") for name in first_tests)
+    alone = run(tmp_path, "--alone")
+    assert sorted(name for _, name in alone) == [
+        f"test_{name}.py::test_alone" for name in ("a", "b", "c", "d", "e")
+    ]
