@@ -8,11 +8,10 @@ import logging
 from collections.abc import Coroutine
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from replicas.errors import StartupError
+from replicas.process.plain_redis import plain_redis
 from replicas.process.settings import without_password
 
 logger = logging.getLogger(__name__)
@@ -22,18 +21,9 @@ FAREWELL_SECONDS = 1.0
 
 
 def connect(url: str) -> "Redis":
-    """A client that never retries by itself: a transaction sent twice would be two changes.
-
-    Nor does it watch the time: its users do.
-    """
+    """Raises StartupError if this is not a Redis address."""
     try:
-        return Redis.from_url(
-            url,
-            protocol=2,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-        )
+        return plain_redis(url)
     except ValueError:  # which may quote the password
         raise StartupError(f"setting redis_url is not a Redis address: {without_password(url)}") from None
 

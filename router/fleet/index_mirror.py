@@ -23,12 +23,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
+from replicas.process.plain_redis import plain_redis
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.bounds import parsed_number
 from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
@@ -182,17 +181,7 @@ class IndexMirror:
 
     async def _connect_and_follow(self) -> None:
         """Never returns but by an error. Nothing is retried below here: a reconnection must be noticed."""
-        client = Redis.from_url(
-            self._redis_url,
-            protocol=2,
-            decode_responses=False,
-            # Timeouts stand around each question: with one of its own the client waits in
-            # asyncio.wait_for, which before Python 3.12 may lose a cancellation.
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            driver_info=None,  # else each connection reads the package metadata from disk
-        )
+        client = plain_redis(self._redis_url)
         try:
             if self._has_followed and self._rng is not None:
                 await asyncio.sleep(self._rng.uniform(0, RESCAN_SPREAD_SECONDS))

@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mappin
 from typing import NamedTuple, Protocol, TypeVar
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError, WatchError
 
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
+from replicas.process.plain_redis import plain_redis
 from replicas.protocol.keys import (
     MODELS_KEY,
     RECORD_FIELDS,
@@ -99,17 +98,7 @@ class RegistrySource:
 
     async def views(self) -> AsyncIterator[ReplicaRecords]:
         # Nothing is retried below here: a look that fails is followed by the next one anyway.
-        redis = Redis.from_url(
-            self._redis_url,
-            protocol=2,
-            decode_responses=False,
-            # The timeout stands around the whole look: with one of its own the client waits in
-            # asyncio.wait_for, which before Python 3.12 may lose a cancellation.
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            driver_info=None,  # else each connection reads the package metadata from disk
-        )
+        redis = plain_redis(self._redis_url)
         try:
             while True:
                 raise_if_cancelled()
