@@ -101,6 +101,19 @@ class ClientProtocol(HttpToolsProtocol):
         """The client reads more slowly than it is written to."""
         return self.flow.write_paused
 
+    @property
+    def takes_parts(self) -> bool:
+        cycle = self._answering
+        return (
+            cycle is not None
+            and cycle.response_started
+            and bool(cycle.chunked_encoding)
+            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+        )
+
+    def write_part(self, part: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
     async def drained(self) -> None:
         await self.flow.drain()
 

@@ -159,14 +159,17 @@ def local_stack(
     router_core: int | None = None,
     other_core: int | None = None,
     replica_module: str = "replicas",
+    checkout: Path | None = None,
 ) -> Iterator[LocalStack]:
     """Start everything, wait until the router knows every replica, stop everything at the end.
 
     `router_core` and `other_core` pin the router, and the rest with this process, to one core each.
-    `replica_module` is what runs as `python -m` with a replica's flags.
+    `replica_module` is what runs as `python -m` with a replica's flags. `checkout` is another state of this
+    repository, whose router and replicas run instead.
     """
     if other_core is not None:
         os.sched_setaffinity(0, {other_core})
+    prefix = [] if checkout is None else ["env", f"PYTHONPATH={checkout}"]
     with tempfile.TemporaryDirectory(prefix="kvasir-") as folder:
         stack = LocalStack(Path(folder), router_core, other_core)
         stack.secret_file.write_text(secrets.token_hex(32))
@@ -176,9 +179,11 @@ def local_stack(
             stack.wait_redis()
             for number in range(num_replicas):
                 own = {"replica_id": f"replica-{number}", **stack.shared}
-                stack.start(f"replica-{number}", python_command(replica_module, {**own, **replica_settings}))
+                command = python_command(replica_module, {**own, **replica_settings})
+                stack.start(f"replica-{number}", [*prefix, *command])
             router = {"port": stack.port, **stack.shared}
-            stack.start("router", python_command("router", {**router, **(router_settings or {})}))
+            command = python_command("router", {**router, **(router_settings or {})})
+            stack.start("router", [*prefix, *command])
             stack.wait_ready(num_replicas)
             yield stack
         finally:

@@ -49,6 +49,10 @@ class ChoiceOutput:
         """A stop string ended this choice, so that the engine has yet to be told."""
         return self._detokenizer.stop_string is not None
 
+    @property
+    def has_stop_strings(self) -> bool:
+        return self._detokenizer.has_stop_strings
+
     def add(self, delta: TokenDelta) -> str:
         """The new text. Sets `finish_reason` with the last of it."""
         token_ids = delta.token_ids

@@ -19,6 +19,7 @@ from router.api.http import read_body
 from router.api.prepared import Bounds
 from router.config import RouterConfig
 from router.dispatch.dispatch_state import DispatchStatistics
+from router.dispatch.inflight import Listener
 from router.generation import Generation
 from router.large_bodies.offload import Offload
 from router.limits.admission import Admission, AdmissionHold, demand_of
@@ -35,7 +36,7 @@ from router.turns import Turns
 
 
 class Runs(Protocol):
-    """One generation under way: `router.dispatch.generation_run.Run`, or a script of one in tests."""
+    """One generation under way: a `GenerationRun` of `router.dispatch`, or a script of one in tests."""
 
     @property
     def decision(self) -> Decision: ...
@@ -51,6 +52,7 @@ class Runs(Protocol):
     def num_waiting(self) -> int: ...
     def __aiter__(self) -> "Runs": ...
     async def __anext__(self) -> Sequence[TokenDelta]: ...
+    def listen(self, listener: Listener) -> None: ...
     def abort_choice(self, choice: int) -> None: ...
 
 

@@ -51,6 +51,14 @@ class ClientConnection(Protocol):
         """The client sends nothing more; it may wait for its answer, or have left."""
         ...
 
+    @property
+    def takes_parts(self) -> bool:
+        """A stream is under way and its client keeps up: `write_part` may be called."""
+        ...
+
+    def write_part(self, part: bytes) -> None:
+        """A part of a stream's body, as sending it would write it, but at once."""
+
     async def drained(self) -> None:
         """Until it is not backed up, or gone."""
 

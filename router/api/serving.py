@@ -166,6 +166,7 @@ class _Exchange:
     async def _run_prompt(self, request: ApiRequest, prompt: Prompt) -> None:
         async with self._context.dispatcher.run(prompt.generation, self.trace.generation()) as run:
             self._run = self._run or run
+            self._listen(request, prompt, run)
             try:
                 async for batch in run:
                     if self._first_token_seconds is None:
@@ -174,12 +175,41 @@ class _Exchange:
                         self._gaps.arrived(self._context.clock())
                     events = self._take(request, prompt, run, batch)
                     if events:
-                        await self._stream(events)
                         if self._connection is not None and self._connection.is_backed_up:
                             await _wait_for_reader(self._connection, run)
+                        await self._stream(events)
             finally:
                 if prompt.usage is None:  # no replica has answered, and there may have been several attempts
                     prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
+
+    def _listen(self, request: ApiRequest, prompt: Prompt, run: Runs) -> None:
+        """Have tokens in the middle of a choice taken as they arrive. Stop strings, which may end it there,
+        and connections that are not ours are for the task."""
+        connection, dialect = self._connection, request.dialect
+        if prompt.outputs[0].has_stop_strings or (request.stream and connection is None):
+            return
+
+        def take(delta: TokenDelta) -> bool:
+            output = prompt.outputs[delta.key.choice]
+            if not output.num_tokens or output.has_finished():
+                return False
+            if request.stream:
+                assert connection is not None
+                if not connection.takes_parts:
+                    return False
+            if self._gaps is not None and delta.token_ids:
+                self._gaps.arrived(self._context.clock())
+            text, logprobs = output.add(delta), delta.logprobs or ()
+            if not request.stream:
+                output.parts.append(text)
+                output.logprobs.extend(logprobs)
+            elif text or logprobs:
+                self._num_sent += 1
+                assert connection is not None
+                connection.write_part(dialect.text(prompt, delta.key.choice, text, logprobs))
+            return True
+
+        run.listen(take)
 
     def _start(self, request: ApiRequest, run: Runs, batch: Sequence[TokenDelta]) -> None:
         now = self._context.clock()

@@ -23,7 +23,7 @@ from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, Request
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, Choice
 from router.dispatch.dispatch_state import DispatchState
-from router.dispatch.inflight import Mailbox, ReplicaLost
+from router.dispatch.inflight import Listener, Mailbox, ReplicaLost
 from router.dispatch.placement import Obstacle, Placement
 from router.errors import (
     ContextLengthExceeded,
@@ -57,7 +57,8 @@ class GenerationRun:
         self._mailbox = Mailbox()
         self._placement = Placement(state, generation, trace, self._mailbox.wake)
         self._visible = False
-        self._error: RouterError | None = None
+        self._listener: Listener | None = None
+        self._error: Exception | None = None
 
     @property
     def num_attempts(self) -> int:
@@ -105,6 +106,12 @@ class GenerationRun:
                 await self._mailbox.wait()
                 continue
             await self._pause(seconds)
+
+    def listen(self, listener: Listener) -> None:
+        """From now on `listener` is asked first to take what comes in the middle of a choice, as it comes.
+        All else comes by iteration, and so does what it raises."""
+        self._listener = listener
+        self._mailbox.listener = self._hand_over
 
     async def _pause(self, seconds: float) -> None:
         """Until something comes, the run is called, or the time is over."""
@@ -160,6 +167,23 @@ class GenerationRun:
         batch.append(delta)
         if finish is not None:
             self._close_choice(choice)
+
+    def _hand_over(self, delta: TokenDelta) -> bool:
+        """What `_receive` does with it, where that is little, and the listener instead of a batch."""
+        if len(self._attempts) != 1 or delta.usage is not None or not self._visible:
+            return False
+        attempt, index = self._attempts[0], delta.key.choice
+        if attempt.trial is not None or attempt.choices[index] != index or not attempt.started:
+            return False
+        assert self._listener is not None
+        try:
+            if not self._listener(delta):
+                return False
+        except Exception as error:  # it is this request's, and the frame is everybody's
+            self._error = error
+            return False
+        self._choices[index].token_ids.extend(delta.token_ids)
+        return True
 
     def _close_choice(self, choice: Choice) -> None:
         attempt, choice.attempt = choice.attempt, None

@@ -1,9 +1,13 @@
 """Inflight: one submitted request, and what has arrived for it. Mailbox: who is woken then.
 
 Owns the deltas that were not yet taken. What becomes of a request is decided in `generation_run.py`.
+
+To wake a task for a token costs several times what is then done with it. So a mailbox may have a listener,
+which takes a delta in the middle of an answer as it arrives; the task sleeps on.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from replicas.protocol.frames import TokenDelta
 
@@ -12,13 +16,24 @@ class ReplicaLost(Exception):
     """The stream to the replica is gone, and with it every request that was on it. The message says why."""
 
 
+Listener = Callable[[TokenDelta], bool]
+"""Says whether it has taken the delta. It runs where frames are read, so it never raises."""
+
+
 class Mailbox:
     """Wakes the one task that waits for deltas, from however many inflights. No queue, no lock."""
 
-    __slots__ = ("_waiter",)
+    __slots__ = ("_waiter", "listener")
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
+        self.listener: Listener | None = None
+
+    def hands_over(self, delta: TokenDelta) -> bool:
+        """True when the listener has taken it: only while the task waits, which has dealt with all before."""
+        if self.listener is None or self._waiter is None or self._waiter.done():
+            return False
+        return self.listener(delta)
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -68,11 +83,13 @@ class Inflight:
         return self.take()
 
     def deliver(self, delta: TokenDelta) -> None:
+        self.num_tokens += len(delta.token_ids)
         # Wakes once per frame however many deltas it brings: the consumer runs after the read loop.
         if not self._deltas:
+            if delta.finish_reason is None and self._mailbox.hands_over(delta):
+                return
             self._mailbox.wake()
         self._deltas.append(delta)
-        self.num_tokens += len(delta.token_ids)
 
     def fail(self, lost: ReplicaLost) -> None:
         self.lost = lost

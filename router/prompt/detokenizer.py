@@ -59,6 +59,10 @@ class Detokenizer:
         self._num_tokens = 0
         self.stop_string: str | None = None
 
+    @property
+    def has_stop_strings(self) -> bool:
+        return bool(self._stop)
+
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that is now certain. Text of the first `min_tokens` tokens never stops anything."""
         if not self._stop:

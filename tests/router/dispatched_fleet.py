@@ -133,10 +133,21 @@ async def generate(
     generation: Generation = GENERATION,
     *,
     after_first: Callable[[GenerationRun], Awaitable[None]] | None = None,
+    heard: list[TokenDelta] | None = None,
 ) -> list[TokenDelta]:
-    """Run to the end. `after_first` is awaited once, after the first batch."""
+    """Run to the end. `after_first` is awaited once, after the first batch. With `heard`, a listener takes
+    what it is offered, which is put there as well."""
     deltas: list[TokenDelta] = []
+
+    def take(delta: TokenDelta) -> bool:
+        assert heard is not None
+        heard.append(delta)
+        deltas.append(delta)
+        return True
+
     async with fleet.dispatcher.run(generation) as run:
+        if heard is not None:
+            run.listen(take)
         async for batch in run:
             if not deltas and after_first is not None:
                 await after_first(run)

@@ -7,6 +7,7 @@ from types import TracebackType
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta, TokenLogprobs
 from replicas.protocol.status import ReplicaId
 from router.dispatch.dispatch_state import DispatchStatistics
+from router.dispatch.inflight import Listener
 from router.generation import Generation
 from router.observation.trace_points import NO_TRACE, GenerationTrace
 from router.routing.decision import Decision, DecisionReason
@@ -97,6 +98,7 @@ class ScriptedRun:
         self._dispatcher = dispatcher
         self._steps = steps
         self._aborted: set[int] = set()
+        self._listener: Listener | None = None
         self.num_waiting = dispatcher.num_waiting
 
     async def __aenter__(self) -> "ScriptedRun":
@@ -128,7 +130,18 @@ class ScriptedRun:
         if isinstance(step, str):
             self._dispatcher.is_silent = True
             await asyncio.Event().wait()
-        return [delta for delta in step if delta.key.choice not in self._aborted]
+        batch = [delta for delta in step if delta.key.choice not in self._aborted]
+        while batch and self._hears(batch[0]):
+            del batch[0]
+        return batch
+
+    def listen(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def _hears(self, delta: TokenDelta) -> bool:
+        """As a real run offers what is in the middle of a choice."""
+        is_middle = delta.finish_reason is None and delta.usage is None
+        return is_middle and self._listener is not None and self._listener(delta)
 
     def abort_choice(self, choice: int) -> None:
         self._aborted.add(choice)

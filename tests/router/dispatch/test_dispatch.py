@@ -28,14 +28,53 @@ from tests.router.scripted_replica import eventually
 __all__ = ["fleet"]
 
 
+@pytest.mark.parametrize("listens", [False, True])
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_a_generation_yields_every_token_of_every_choice_once(
-    fleet: DispatchedFleet, num_choices: int
+    fleet: DispatchedFleet, num_choices: int, listens: bool
 ) -> None:
-    await fleet.add("r0")
-    deltas = await generate(fleet, changed(GENERATION, num_choices=num_choices))
+    (await fleet.add("r0")).script.step_seconds = 0.01
+    heard: list[TokenDelta] = []
+    generation = changed(GENERATION, num_choices=num_choices)
+    deltas = await generate(fleet, generation, heard=heard if listens else None)
     assert_complete(deltas, num_choices)
+    assert bool(heard) == listens
     assert fleet.replicas[ReplicaId("r0")].submits[0].token_ids() == PROMPT
+
+
+async def test_what_a_listener_does_not_take_comes_by_iteration(fleet: DispatchedFleet) -> None:
+    (await fleet.add("r0")).script.step_seconds = 0.01
+    deltas: list[TokenDelta] = []
+    num_asked = 0
+
+    def take_every_other(delta: TokenDelta) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked % 2:
+            deltas.append(delta)
+        return num_asked % 2 == 1
+
+    async with fleet.dispatcher.run(GENERATION) as run:
+        run.listen(take_every_other)
+        async for batch in run:
+            deltas += batch
+    assert_complete(deltas, 1)
+    assert num_asked > 2
+
+
+async def test_what_a_listener_raises_ends_its_own_run_alone(fleet: DispatchedFleet) -> None:
+    (await fleet.add("r0")).script.step_seconds = 0.01
+
+    def fail(delta: TokenDelta) -> bool:
+        raise KeyError("no such piece")
+
+    other = asyncio.create_task(generate(fleet))
+    async with fleet.dispatcher.run(GENERATION) as run:
+        run.listen(fail)
+        with pytest.raises(KeyError, match="no such piece"):
+            async for _ in run:
+                pass
+    assert_complete(await other, 1)
 
 
 async def test_a_run_says_who_serves_it(fleet: DispatchedFleet) -> None:

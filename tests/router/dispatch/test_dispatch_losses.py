@@ -54,10 +54,11 @@ async def test_a_replica_lost_before_the_first_token_is_invisible(fleet: Dispatc
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (1, 0, 1)
 
 
+@pytest.mark.parametrize("listens", [False, True])
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("death", ["stream", "kill"])
 async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
-    fleet: DispatchedFleet, death: str, num_choices: int
+    fleet: DispatchedFleet, death: str, num_choices: int, listens: bool
 ) -> None:
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.step_seconds = 0.01
@@ -69,7 +70,8 @@ async def test_a_replica_lost_in_mid_stream_is_resumed_elsewhere(
         else:
             dying.script.die_after_tokens = dying.num_tokens_sent + 3 * num_choices + 1
 
-    deltas = await generate(fleet, changed(GENERATION, num_choices=num_choices), after_first=die)
+    generation = changed(GENERATION, num_choices=num_choices)
+    deltas = await generate(fleet, generation, after_first=die, heard=[] if listens else None)
     assert_complete(deltas, num_choices)
     statistics = fleet.dispatcher.statistics()
     assert (statistics.num_retries, statistics.num_resumes, statistics.num_lost) == (0, num_choices, 1)

@@ -1,0 +1,231 @@
+"""What one request costs a router in CPU, next to another state of it and to SGLang's and vLLM's routers.
+
+Every system answers the same chats of about 1,000 tokens with one shared system prompt, over 64 connections,
+each with its next request when it has its last answer: streamed, and whole. Engines take steps of some
+milliseconds and give every request one token with each, since that is how answers come: an engine without any
+cost lets a busy router find several tokens at once. Kvasir's is the simulated engine; behind the other
+routers, which speak HTTP, stands a server with the same steps. All are up all the time and take turns in
+short bursts, and who goes first goes round. `--checkout` adds another state of this repository.
+
+    python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
+    python -m loadtests.benches.door --peers peers/bin/python --checkout before=../kvasir-before
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from loadtests.benches.router import PromptMix, bodies
+from loadtests.figures import cpu_seconds, print_header
+from loadtests.load.streaming import Connection
+from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
+
+MODEL = "toy"
+OUTPUT_TOKENS = 32
+CONCURRENCY = 64
+WORKLOAD = PromptMix("one shared system prompt", 1, 800, 190)
+HARDWARE = "h100-8b"
+STEP_SECONDS = 0.0126
+"""What that hardware takes for a step of 64 requests."""
+
+REPLICA = {
+    "engine": "simulated",
+    "simulated_hardware": HARDWARE,
+    "num_blocks": 65536,
+    "model_name": MODEL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A router that can be asked. `pid` is its process."""
+
+    name: str
+    port: int
+    pid: int
+
+
+# What stands behind the other routers.
+
+
+class StepServer:
+    """OpenAI's chats without a model: with each step every request that is open gets a token."""
+
+    def __init__(self) -> None:
+        self._open: list[asyncio.Queue[None]] = []
+
+    async def step(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_SECONDS)
+            for steps in self._open:
+                steps.put_nowait(None)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+                _, has_body, rest = head.partition("content-length: ")
+                body = await reader.readexactly(int(rest.split("\r\n")[0])) if has_body else b""
+                if head.startswith("post"):
+                    await self._answer(writer, json.loads(body))
+                else:
+                    _write_whole(writer, {"data": [{"id": MODEL, "object": "model"}], "status": "ok"})
+                await writer.drain()
+        writer.close()
+
+    async def _answer(self, writer: asyncio.StreamWriter, body: dict[str, object]) -> None:
+        steps: asyncio.Queue[None] = asyncio.Queue()
+        self._open.append(steps)
+        head = {"id": "chatcmpl-0123456789abcdef", "created": 1, "model": MODEL}
+        usage = {"prompt_tokens": 1000, "completion_tokens": OUTPUT_TOKENS, "total_tokens": 1032}
+        if body.get("stream"):
+            kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\n" + kind)
+            for number in range(OUTPUT_TOKENS):
+                await steps.get()
+                finish = "length" if number == OUTPUT_TOKENS - 1 else None
+                choice = {
+                    "index": 0,
+                    "delta": {"content": " word"},
+                    "logprobs": None,
+                    "finish_reason": finish,
+                }
+                _write_event(writer, {**head, "object": "chat.completion.chunk", "choices": [choice]})
+            _write_event(writer, {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+            writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        else:
+            for _ in range(OUTPUT_TOKENS):
+                await steps.get()
+            message = {"role": "assistant", "content": " word" * OUTPUT_TOKENS}
+            choice = {"index": 0, "message": message, "finish_reason": "length"}
+            _write_whole(writer, {**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+        self._open.remove(steps)
+
+
+def _write_event(writer: asyncio.StreamWriter, content: dict[str, object]) -> None:
+    event = b"data: " + json.dumps(content).encode() + b"\n\n"
+    writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+
+
+def _write_whole(writer: asyncio.StreamWriter, content: dict[str, object]) -> None:
+    body = json.dumps(content).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    writer.write(head % len(body) + body)
+
+
+async def serve_steps(port: int) -> None:
+    server = StepServer()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", port), asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.step())
+
+
+# Who is compared.
+
+
+def peer_commands(python: str, url: str) -> Iterator[tuple[str, list[str], int]]:
+    """Name, command and port of each router."""
+    for name, module in (("sglang-router", "sglang_router"), ("vllm-router", "vllm_router")):
+        port = free_port()
+        command = [python, "-m", f"{module}.launch_router", "--port", str(port), "--worker-urls", url]
+        command += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level"]
+        yield name, [*command, "warn" if name == "sglang-router" else "warning"], port
+
+
+def start_peers(stack: LocalStack, python: str) -> Iterator[System]:
+    backend = free_port()
+    stack.start("steps", [sys.executable, "-m", "loadtests.benches.door", "--serve", str(backend)])
+    _wait_healthy(stack, backend)
+    for name, command, port in peer_commands(python, f"http://127.0.0.1:{backend}"):
+        stack.start(name, command)
+        _wait_healthy(stack, port)
+        yield System(name, port, stack.pid(name))
+
+
+def _wait_healthy(stack: LocalStack, port: int) -> None:
+    def healthy() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return False
+
+    stack.poll(healthy, f"port {port}")
+
+
+# What is measured.
+
+
+async def burst(system: System, requests: Sequence[bytes]) -> float:
+    """The router's CPU in microseconds per request."""
+    queue = iter(requests)
+
+    async def client() -> None:
+        connection = Connection("127.0.0.1", system.port)
+        for body in queue:
+            answer = await connection.post("/v1/chat/completions", body)
+            if answer.status != 200 or not answer.is_whole:
+                raise RuntimeError(f"{system.name} answered {answer.status}, whole: {answer.is_whole}")
+        await connection.close()
+
+    before = cpu_seconds(system.pid)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONCURRENCY):
+            group.create_task(client())
+    return (cpu_seconds(system.pid) - before) / len(requests) * 1e6
+
+
+def compare(systems: Sequence[System], num_rounds: int, num_requests: int) -> None:
+    for stream in (True, False):
+        found: dict[str, list[float]] = {system.name: [] for system in systems}
+        for number in range(-1, num_rounds):  # the first round warms up
+            requests = bodies(
+                WORKLOAD, num_requests, stream=stream, max_tokens=OUTPUT_TOKENS, seed=100 + number
+            )
+            first = number % len(systems)
+            for system in [*systems[first:], *systems[:first]]:
+                cost = asyncio.run(burst(system, requests))
+                if number >= 0:
+                    found[system.name].append(cost)
+        print(f"\n{'streamed' if stream else 'whole'}: router CPU, us a request\n")
+        print(f"| | median of {num_rounds} bursts (lowest to highest) | times {systems[0].name} |")
+        print("|---|---|---|")
+        for name, costs in found.items():
+            ratios = [cost / own for cost, own in zip(costs, found[systems[0].name], strict=True)]
+            spread = f"{statistics.median(costs):.0f} ({min(costs):.0f} to {max(costs):.0f})"
+            print(f"| {name} | {spread} | {statistics.median(ratios):.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", help="Python of the environment with the other routers")
+    parser.add_argument("--checkout", nargs="*", default=[], metavar="NAME=PATH")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=500, help="per burst")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        asyncio.run(serve_steps(arguments.serve))
+        return
+    print_header("Router CPU per request")
+    with contextlib.ExitStack() as stacks:
+        own = stacks.enter_context(local_stack(replica_settings=REPLICA))
+        systems = [System("Kvasir", own.port, own.pid("router"))]
+        for pair in arguments.checkout:
+            name, _, path = pair.partition("=")
+            stack = stacks.enter_context(local_stack(replica_settings=REPLICA, checkout=Path(path).resolve()))
+            systems.append(System(name, stack.port, stack.pid("router")))
+        if arguments.peers:
+            systems += start_peers(own, arguments.peers)
+        compare(systems, arguments.rounds, arguments.requests)
+
+
+if __name__ == "__main__":
+    main()
