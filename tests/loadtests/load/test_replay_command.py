@@ -28,7 +28,8 @@ SMALL_B2B = ["b2b", "--scale-tokens", "0.1", "--set", "num_groups=4", "--set", "
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
     replica = {"engine": "simulated", "model_name": "toy", "num_blocks": 4096, "simulated_speed": 4.0}
-    with local_stack(replica_settings=replica, router_settings={"max_in_flight": MAX_IN_FLIGHT}) as running:
+    router = {"max_in_flight": MAX_IN_FLIGHT, "address_share": 1.0}  # all clients are one address here
+    with local_stack(replica_settings=replica, router_settings=router) as running:
         yield running
 
 
