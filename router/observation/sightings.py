@@ -65,14 +65,12 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 class Known(msgspec.Struct, frozen=True):
     """What was known of a prompt when it was decided where to serve it, from prompts that had ended by then.
 
-    `num_tokens` lead it. `replica_id` is who served, most recently at `seen_at`, the first tokens that were
-    known but not cached; None if there are none. `is_elsewhere` says that its beginning was seen in another
-    namespace.
+    `num_tokens` lead it. `replica_id` most recently served the first tokens that were known but not cached;
+    None if there are none. `is_elsewhere` says that its beginning was seen in another namespace.
     """
 
     num_tokens: int
     replica_id: ReplicaId | None = None
-    seen_at: float | None = None
     is_elsewhere: bool = False
 
 
@@ -299,7 +297,7 @@ class Sightings:
         if first_missed is None:
             return Known(num_tokens, is_elsewhere=is_elsewhere)
         uses = first_missed.uses
-        return Known(num_tokens, uses.last_replica_id, uses.last_ended_at, is_elsewhere)
+        return Known(num_tokens, uses.last_replica_id, is_elsewhere)
 
     def _begin(self, sighting: Sighting) -> None:
         if sighting.beginning is None:

@@ -37,14 +37,14 @@ def kinds(num_cached: int, made: Decision | None, known: Known, num_prompt_token
         (0, decision(a=0, b=0), NOTHING_KNOWN, ["new"]),
         (0, decision(a=0, b=0), Known(0, is_elsewhere=True), ["new", "namespace"]),
         (512, decision(a=512, b=0), Known(512), ["new"]),
-        (0, decision(a=0, b=512), Known(512, ReplicaId("b"), 1.0), ["elsewhere", "new"]),
-        (0, decision(a=0, b=512), Known(992, ReplicaId("b"), 1.0), ["elsewhere", "gone"]),
-        (0, decision(a=0, b=0), Known(992, ReplicaId("b"), 1.0), ["gone"]),
-        (256, decision(a=512, b=0), Known(992, ReplicaId("a"), 1.0), ["stale", "gone"]),
+        (0, decision(a=0, b=512), Known(512, ReplicaId("b")), ["elsewhere", "new"]),
+        (0, decision(a=0, b=512), Known(992, ReplicaId("b")), ["elsewhere", "gone"]),
+        (0, decision(a=0, b=0), Known(992, ReplicaId("b")), ["gone"]),
+        (256, decision(a=512, b=0), Known(992, ReplicaId("a")), ["stale", "gone"]),
         # Another replica holds more, but not more than this one was believed to.
-        (256, decision(a=512, b=384), Known(512, ReplicaId("a"), 1.0), ["stale", "new"]),
+        (256, decision(a=512, b=384), Known(512, ReplicaId("a")), ["stale", "new"]),
         (0, None, Known(0), ["new"]),
-        (0, None, Known(992, ReplicaId("b"), 1.0), []),
+        (0, None, Known(992, ReplicaId("b")), []),
     ],
 )
 def test_each_miss_has_its_reason(
@@ -59,7 +59,7 @@ def test_a_prompt_without_a_full_block_before_its_last_token_can_hit_nothing() -
 
 
 def test_the_sentences_name_replicas_tokens_and_costs() -> None:
-    known = Known(992, ReplicaId("b"), 1.0)
+    known = Known(992, ReplicaId("b"))
     found = findings(PromptUsage(1000, 0, 0), decision(a=0, b=512), known, BLOCK_SIZE)
     elsewhere, gone = (finding.text for finding in found)
     assert elsewhere == (

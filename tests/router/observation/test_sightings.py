@@ -116,7 +116,7 @@ class Twin:
         if not missed:
             return Known(num_tokens)
         uses = self.listed[missed[0]].uses
-        return Known(num_tokens, uses.last_replica_id, uses.last_ended_at)
+        return Known(num_tokens, uses.last_replica_id)
 
     def num_blocks(self) -> int:
         return sum(len(prefix) - 1 - self.start(prefix) for prefix in self.listed)
