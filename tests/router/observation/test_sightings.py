@@ -207,7 +207,7 @@ def test_what_a_prompt_missed_was_last_seen_at_some_replica_or_never() -> None:
     sightings = Sightings()
     assert sightings.see(sighting("xxxx", 10, replica_id=ReplicaId("r1"))) == Known(0)
     known = sightings.see(sighting("xxxxyy", 20, cached=2))
-    assert known == Known(4 * BLOCK_SIZE, ReplicaId("r1"), 10)
+    assert known == Known(4 * BLOCK_SIZE, ReplicaId("r1"))
     assert sightings.see(sighting("xxxxyy", 30, cached=6)) == Known(6 * BLOCK_SIZE)
     # A request that had not ended when this one was decided tells nothing about what was there then.
     assert sightings.see(sighting("xxxxyy", 40, decided_at=15, cached=0)).num_tokens == 4 * BLOCK_SIZE

@@ -19,9 +19,9 @@ def test_a_request_ends_after_its_parts_though_it_was_counted_from_later_than_it
         request = tracing.request("POST", PATH, "one", None)
         time.sleep(0.05)  # the process waits for a core before the durations begin to count
         arrived = time.perf_counter()
-        run = request.run()
+        generation = request.generation()
         read = time.perf_counter() - arrived
-        run.end()
+        generation.end()
         ended = time.perf_counter() - arrived
         request.end(
             ServedRequest(
