@@ -27,7 +27,7 @@ from cluster.registry import Registry, read_registry
 from replicas.process.settings import SettingsError
 
 if TYPE_CHECKING:
-    from cluster.controller.members import FleetView  # it loads Ray, which a refused file need not wait for
+    from cluster.controller.views import FleetView  # it loads Ray, which a refused file need not wait for
 
 
 Say = Callable[[str], None]

@@ -11,7 +11,7 @@ from cluster.registry import Registry
 from replicas.process.settings import without_password
 
 if TYPE_CHECKING:
-    from cluster.controller.members import FleetView, ReplicaView  # it loads Ray
+    from cluster.controller.views import FleetView, ReplicaView  # it loads Ray
 
 
 def as_plain(view: "FleetView", registry: Registry) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
-from ray.exceptions import RayError
 
-from cluster.config import FleetSpec, PoolSpec, pool_of_id
+from cluster.config import FleetSpec, PoolSpec
 from cluster.controller import actors
-from cluster.controller.actors import ReplicaHandle, StartFailure
 from cluster.controller.bulletin import Bulletin
 from cluster.controller.capacity import Machine
 from cluster.controller.changes import FleetState, applied, given_up, rolled, scaled, settled
@@ -27,10 +25,12 @@ from cluster.controller.endpoint import MetricsEndpoint
 from cluster.controller.kept_state import from_kept, to_kept
 from cluster.controller.leases import LeaseBook, LoadHistory
 from cluster.controller.looks import repeat
-from cluster.controller.members import FleetView, Incarnation, first_end, mark_waiting, pool_views
 from cluster.controller.metrics import FleetMetrics
 from cluster.controller.model_check import check_models
-from cluster.controller.plan import Action, ActionKind, count_early_deaths, plan
+from cluster.controller.plan import plan
+from cluster.controller.replica_keeper import ReplicaKeeper
+from cluster.controller.replica_life import Action, ActionKind
+from cluster.controller.views import FleetView, pool_views
 from cluster.registry import read_signed_registry
 from replicas.process.logs import set_up_logs
 from replicas.process.settings import SettingsError
@@ -47,8 +47,6 @@ ROOM_SECONDS = 2.0
 """Time between looks at the replicas that start: whether they wait for room."""
 ENDPOINT_SECONDS = 15.0
 """Time until a port that was taken is tried again."""
-STOP_SECONDS = 3.0
-"""How long a replica may take to say goodbye before it is killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,6 @@ class FleetController:
         self._state = FleetState(spec) if kept_state is None else from_kept(kept_state)
         _set_up_logs(self._spec)
         self._runs_itself = runs_itself
-        self._members: dict[ReplicaId, Incarnation] = {}
         self._tasks = asyncio.TaskGroup()
         self._stopping = False
         self._wake = asyncio.Event()
@@ -75,6 +72,13 @@ class FleetController:
         self._loads = LoadHistory()
         self._metrics = FleetMetrics(CollectorRegistry())
         self._endpoint = MetricsEndpoint(self._metrics.registry)
+        self._replicas = ReplicaKeeper(
+            self._tasks,
+            self._metrics,
+            spec=lambda: self._spec,
+            changed=self._wake.set,
+            note=self._note,
+        )
         if runs_itself:
             self._life = asyncio.get_running_loop().create_task(self._run_or_die())
 
@@ -124,20 +128,19 @@ class FleetController:
 
     async def _look_for_room(self) -> str | None:
         """Replicas may wait for a machine for as long as it takes: that is shown, and never an error."""
-        is_starting = any(member.state is ReplicaState.STARTING for member in self._members.values())
+        is_starting = any(life.state is ReplicaState.STARTING for life in self._replicas.lives())
         pending = await asyncio.to_thread(actors.waiting_for_room) if is_starting else frozenset()
-        for member in mark_waiting(self._members.values(), pending, ROOM_SECONDS):
-            await self._note(f"{member.replica_id} waits for room: no machine has enough to spare")
+        for replica_id in self._replicas.look_for_room(pending, ROOM_SECONDS):
+            await self._note(f"{replica_id} waits for room: no machine has enough to spare")
         return None
 
     async def _clear_leaving(self) -> str | None:
         """Replicas finish what they do on a machine that is about to go, and come back elsewhere."""
         leaving = await asyncio.to_thread(actors.leaving_machines)
-        for member in list(self._members.values()):
-            machine = None if member.report is None else member.report.machine
-            if machine in leaving and member.state is ReplicaState.READY:
-                why = f"the machine of {member.replica_id} is about to go"
-                await self._execute(Action(ActionKind.DRAIN, member.replica_id, why))
+        for life in self._replicas.lives():
+            if life.machine in leaving and life.state is ReplicaState.READY:
+                why = f"the machine of {life.replica_id} is about to go"
+                await self._replicas.execute(Action(ActionKind.DRAIN, life.replica_id, why))
         return None
 
     async def _complain(self, what: str, complaint: str | None) -> None:
@@ -149,7 +152,7 @@ class FleetController:
     async def _run(self) -> None:
         for replica_id, actor in (await asyncio.to_thread(actors.find)).items():
             await self._note(f"found {replica_id}, which runs already")
-            self._adopt(Incarnation(replica_id, actor=actor), None)
+            self._replicas.take_found(replica_id, actor)
         while not self._stopping:
             self._wake.clear()
             with self._metrics.reconcile_seconds.time():
@@ -159,15 +162,14 @@ class FleetController:
                     await self._wake.wait()
 
     async def _reconcile(self) -> float | None:
-        observed = tuple(member.observed() for member in self._members.values())
-        decided = plan(self._spec, observed, time.monotonic())
+        decided = plan(self._spec, self._replicas.lives(), time.monotonic())
         for action in decided.actions:
-            await self._execute(action)
+            await self._replicas.execute(action)
         for name, why in decided.failed_rollouts:
             if name not in self._state.failures:
                 await self._keep(given_up(self._state, name, why))
                 await self._note(f"the rollout of pool {name} is given up, the old replicas stay: {why}")
-        for view in pool_views(self._state, self._members.values()):
+        for view in pool_views(self._state, self._replicas.lives()):
             if view.is_settled and view.name in self._state.previous:
                 await self._keep(settled(self._state, view.name))
                 await self._note(f"pool {view.name} is rolled over to revision {view.revision}")
@@ -193,12 +195,13 @@ class FleetController:
 
     async def drain(self, replica_id: ReplicaId) -> str | None:
         """Let one replica finish and leave. The plan then fills its place."""
-        member = self._members.get(replica_id)
-        if member is None:
-            return f"there is no replica {replica_id}; there is {', '.join(sorted(self._members)) or 'none'}"
-        if member.state is not ReplicaState.READY:
-            return f"{replica_id} cannot drain: it is {member.state.value}"
-        await self._execute(Action(ActionKind.DRAIN, replica_id, f"{replica_id} was asked to"))
+        states = {life.replica_id: life.state for life in self._replicas.lives()}
+        state = states.get(replica_id)
+        if state is None:
+            return f"there is no replica {replica_id}; there is {', '.join(sorted(states)) or 'none'}"
+        if state is not ReplicaState.READY:
+            return f"{replica_id} cannot drain: it is {state.value}"
+        await self._replicas.execute(Action(ActionKind.DRAIN, replica_id, f"{replica_id} was asked to"))
         return None
 
     async def _change(
@@ -241,11 +244,15 @@ class FleetController:
     async def view(self, seen_version: int | None = None) -> FleetView:
         """The fleet, as soon as it is newer than `seen_version`; None takes it as it is."""
         notes = await self._bulletin.newer_than(-1 if seen_version is None else seen_version)
-        replicas = tuple(self._members[name].view() for name in sorted(self._members))
         return FleetView(
-            *(self._bulletin.version, replicas, notes, self._endpoint.address),
-            *(pool_views(self._state, self._members.values()), self._spec.redis_url),
-            *(self._state.applied_revision, tuple(self._bulletin.complaints.values())),
+            version=self._bulletin.version,
+            replicas=self._replicas.views(),
+            notes=notes,
+            metrics_address=self._endpoint.address,
+            pools=pool_views(self._state, self._replicas.lives()),
+            redis_url=self._spec.redis_url,
+            applied_revision=self._state.applied_revision,
+            complaints=tuple(self._bulletin.complaints.values()),
         )
 
     async def stop_fleet(self) -> None:
@@ -254,105 +261,8 @@ class FleetController:
         self._wake.set()
         if self._runs_itself:
             await asyncio.to_thread(actors.forget)
-        async with asyncio.TaskGroup() as tasks:
-            for member in self._members.values():
-                if member.state is not ReplicaState.STOPPED:
-                    tasks.create_task(self._end(member))
-        await self._bulletin.until(self._has_ended)
-
-    def _has_ended(self) -> bool:
-        return all(member.state is ReplicaState.STOPPED for member in self._members.values())
-
-    def _adopt(self, member: Incarnation, pool: PoolSpec | None) -> None:
-        self._members[member.replica_id] = member
-        self._tasks.create_task(self._live(member, pool))
-
-    async def _execute(self, action: Action) -> None:
-        member = self._members.get(action.replica_id)
-        match action.kind:
-            case ActionKind.START | ActionKind.REPLACE:
-                pool = self._spec.pool_of(action.replica_id)
-                assert pool is not None, "only replicas of a pool are started"
-                deaths = member.num_early_deaths if member else 0
-                self._adopt(Incarnation(action.replica_id, deaths, revision=pool.revision), pool)
-                self._metrics.starts.labels(pool.name).inc()
-                if action.kind is ActionKind.REPLACE:
-                    self._metrics.restarts.labels(pool.name).inc()
-            case ActionKind.DRAIN:
-                assert member is not None
-                member.move(ReplicaState.DRAINING)
-                self._tasks.create_task(self._drain(member))
-            case ActionKind.STOP:
-                assert member is not None
-                if member.state is ReplicaState.STOPPED:
-                    del self._members[action.replica_id]
-                elif member.dismissed:
-                    return  # it is on its way out
-                else:
-                    self._tasks.create_task(self._end(member))
-        await self._note(f"{action.kind}: {action.details}")
-
-    async def _live(self, member: Incarnation, pool: PoolSpec | None) -> None:
-        """From the creation of its actor, unless it has one already, to its end, whatever the end is."""
-        actor = member.actor
-        is_new = actor is None
-        try:
-            if actor is None:
-                assert pool is not None, "only replicas of a pool are started"
-                actor = member.actor = await self._launch(pool, member.replica_id)
-            outcome = await actor.start.remote()
-            if isinstance(outcome, StartFailure):
-                member.refused_to_start, cause = True, outcome.sentence
-            else:
-                member.report, member.revision = outcome, outcome.revision
-                if is_new:
-                    assert pool is not None
-                    self._metrics.start_seconds.labels(pool.name).observe(time.monotonic() - member.since)
-                member.move(ReplicaState.READY)
-                self._wake.set()
-                await self._note(f"{member.replica_id} is ready at {outcome.address}, epoch {outcome.epoch}")
-                cause = await first_end(actor.run_until_dead.remote(), member.lost)
-        except (RayError, ValueError) as error:  # ValueError: its name in Ray is still taken
-            logger.info("%s: %s", member.replica_id, error, extra={"replica": member.replica_id})
-            cause = "its process ended" if isinstance(error, RayError) else str(error)
-        await self._bury(member, cause)
-
-    async def _launch(self, pool: PoolSpec, replica_id: ReplicaId) -> ReplicaHandle:
-        try:
-            return await actors.launch(pool, replica_id, self._spec.log_directory)
-        except (RayError, ValueError):
-            self._metrics.reconcile_errors.inc()
-            raise
-
-    async def _bury(self, member: Incarnation, cause: str) -> None:
-        await asyncio.to_thread(actors.remove, member.replica_id, member.actor)
-        if member.dismissed or member.state is ReplicaState.DRAINING:
-            member.num_early_deaths, member.cause = 0, None
-        else:
-            served = time.monotonic() - member.since if member.state is ReplicaState.READY else None
-            member.num_early_deaths = count_early_deaths(member.num_early_deaths, served, self._spec.backoff)
-            member.cause = cause
-            self._metrics.failures.labels(pool_of_id(member.replica_id)).inc()
-        member.move(ReplicaState.STOPPED)
-        self._wake.set()
-        await self._note(f"{member.replica_id} has ended" + (f": {member.cause}" if member.cause else ""))
-
-    async def _drain(self, member: Incarnation) -> None:
-        assert member.actor is not None
-        with contextlib.suppress(RayError):  # its end is _live's to notice
-            await member.actor.drain.remote()
-        await self._end(member)
-
-    async def _end(self, member: Incarnation) -> None:
-        """Make `_live` come to its end: ask, wait a little, kill."""
-        member.dismissed = True
-        if member.actor is None:
-            return
-        with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await member.actor.stop.remote()
-        # Its place in Ray is given back in _bury: after that it may be its successor's.
-        await asyncio.to_thread(actors.kill, member.actor)
+        self._replicas.end_all()
+        await self._bulletin.until(self._replicas.have_ended)
 
     async def _look_at_leases(self) -> str | None:
         """Follow the registry: a machine that is cut off falls silent there long before Ray gives it up."""
@@ -364,14 +274,8 @@ class FleetController:
             self._loads.forget_all()
             return f"Redis does not answer: {registry.complaint}"
         now = time.monotonic()
-        ready = {
-            member.replica_id: member.report.epoch
-            for member in self._members.values()
-            if member.state is ReplicaState.READY and member.report is not None
-        }
-        for replica_id in self._leases.look(registry.records, ready, now):
-            if not self._members[replica_id].lost.done():
-                self._members[replica_id].lost.set_result("its lease ran out")
+        for replica_id in self._leases.look(registry.records, self._replicas.ready(), now):
+            self._replicas.give_up(replica_id, "its lease ran out")
         for pool in self._spec.pools:
             if pool.autoscaling is not None:
                 await self._follow_load(pool, registry.records, now)
@@ -387,7 +291,7 @@ class FleetController:
             await self._note(why + (f", but {refusal}" if refusal else ""))
 
     def _see(self) -> None:
-        self._metrics.see(self._spec, ((each.replica_id, each.state) for each in self._members.values()))
+        self._metrics.see(self._spec, ((life.replica_id, life.state) for life in self._replicas.lives()))
 
     async def _note(self, text: str) -> None:
         logger.info("%s", text)

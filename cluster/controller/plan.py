@@ -1,40 +1,24 @@
 """plan(): what to do next, given what should exist and what does.
 
-Owns the decisions about the fleet. Observations come with their times, and what became of a plan is in the
-next observation.
+Owns the decisions about the fleet; what a single replica needs, `replica_life.py` says. Lives come
+with their times, and what became of a plan is in the lives that the next one is given.
 
 A pool is what its spec says when it has `num_replicas` replicas of the spec's revision. Replicas of
 another revision are stale: fresh ones are started beside them, as many as `surge` allows, and a stale
 one drains only while enough others are ready without it.
 """
 
-import enum
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config import BackoffSpec, FleetSpec, PoolSpec, pool_of_id
+from cluster.config import FleetSpec, PoolSpec, pool_of_id
+from cluster.controller.replica_life import Action, ActionKind, Advice, ReplicaLife
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SETTLE_SECONDS = 2.0
 """How long a fresh replica has been ready before a stale one drains for it: routers have found it by then."""
-
-
-class ActionKind(enum.StrEnum):
-    """In the order in which a plan lists them: first make room, then capacity, then take some away."""
-
-    STOP = "stop"
-    REPLACE = "replace"
-    START = "start"
-    DRAIN = "drain"
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    kind: ActionKind
-    replica_id: ReplicaId
-    details: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +32,6 @@ class Plan:
     actions: tuple[Action, ...] = ()
     wake_in_seconds: float | None = None
     failed_rollouts: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedReplica:
-    """One replica as the controller knows it. `since` is when it entered `state`.
-
-    STOPPED is how every end looks, `cause` says which. `num_early_deaths` is 0 for one that was
-    stopped on purpose. `revision` is that of the pool that it was made for; None if that is not known,
-    as is `machine`.
-    """
-
-    replica_id: ReplicaId
-    state: ReplicaState
-    since: float
-    num_early_deaths: int = 0
-    cause: str | None = None
-    revision: str | None = None
-    machine: str | None = None
 
 
 _BEST_FIRST = {
@@ -86,13 +52,16 @@ class _Draft:
     waits: list[float] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
 
-    def act(self, kind: ActionKind, replica_id: ReplicaId, details: str) -> None:
-        self.actions.append(Action(kind, replica_id, details))
+    def take(self, advice: Advice) -> None:
+        if isinstance(advice, Action):
+            self.actions.append(advice)
+        elif advice is not None:
+            self.waits.append(advice)
 
 
-def plan(spec: FleetSpec, observed: tuple[ObservedReplica, ...], now: float) -> Plan:
+def plan(spec: FleetSpec, observed: tuple[ReplicaLife, ...], now: float) -> Plan:
     """The actions that bring `observed` nearer to `spec`. Empty when all is well or only time helps."""
-    by_pool: dict[str, list[ObservedReplica]] = defaultdict(list)
+    by_pool: dict[str, list[ReplicaLife]] = defaultdict(list)
     for replica in sorted(observed, key=lambda replica: _number(replica.replica_id)):
         by_pool[pool_of_id(replica.replica_id)].append(replica)
     assert len({replica.replica_id for replica in observed}) == len(observed), "a replica was observed twice"
@@ -102,16 +71,16 @@ def plan(spec: FleetSpec, observed: tuple[ObservedReplica, ...], now: float) -> 
         _plan_pool(draft, pool, by_pool.pop(pool.name, []))
     for orphans in by_pool.values():
         for replica in orphans:
-            _remove(draft, replica, "is surplus")
+            draft.take(replica.if_unwanted("is surplus"))
     for replica in observed:
-        _limit_drain(draft, replica)
+        draft.take(replica.if_draining(spec.drain_limit(replica.replica_id), now))
     order = list(ActionKind)
     draft.actions.sort(key=lambda action: order.index(action.kind))
     return Plan(tuple(draft.actions), min(draft.waits, default=None), tuple(draft.failed))
 
 
-def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica]) -> None:
-    if any(replica.revision is None for replica in replicas):
+def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ReplicaLife]) -> None:
+    if any(replica.revision is None and replica.state is not ReplicaState.STOPPED for replica in replicas):
         return  # a controller that has just started has found it; it will say what it is, or end
     fresh = [replica for replica in replicas if replica.revision == pool.revision]
     stale = [replica for replica in replicas if replica.revision != pool.revision]
@@ -122,10 +91,9 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica
     kept = _most_wanted(draft, fresh)[: pool.num_replicas]
     for replica in fresh:
         if replica not in kept:
-            _remove(draft, replica, "is surplus")
+            draft.take(replica.if_unwanted("is surplus"))
     for replica in kept:
-        if replica.state is ReplicaState.STOPPED:
-            _bring_back(draft, replica)
+        draft.take(replica.if_wanted(draft.spec.backoff, draft.now))
     living_stale = [
         replica for replica in stale if replica.state in (ReplicaState.STARTING, ReplicaState.READY)
     ]
@@ -134,18 +102,18 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ObservedReplica
         num_missing = min(num_missing, pool.num_replicas + pool.surge - len(kept) - len(living_stale))
     taken = {replica.replica_id for replica in replicas}
     for replica_id in _free_ids(pool, taken, num_missing):
-        draft.act(ActionKind.START, replica_id, f"{replica_id} does not run yet")
+        draft.take(Action(ActionKind.START, replica_id, f"{replica_id} does not run yet"))
     _retire(draft, pool, kept, stale)
 
 
-def _most_wanted(draft: _Draft, fresh: Sequence[ObservedReplica]) -> list[ObservedReplica]:
+def _most_wanted(draft: _Draft, fresh: Sequence[ReplicaLife]) -> list[ReplicaLife]:
     """The order in which a pool keeps its replicas: those that serve, then the lower numbers.
 
     Where Ray's autoscaler takes idle machines away, those on the fullest machines go before those with lower
     numbers: what leaves is then what stands in the way of an idle machine.
     """
 
-    def rank(replica: ObservedReplica) -> tuple[int, int, str]:
+    def rank(replica: ReplicaLife) -> tuple[int, int, str]:
         if not draft.spec.is_growing or replica.machine is None:
             return (_BEST_FIRST[replica.state], 0, "")
         return (_BEST_FIRST[replica.state], -draft.crowds[replica.machine], replica.machine)
@@ -153,7 +121,7 @@ def _most_wanted(draft: _Draft, fresh: Sequence[ObservedReplica]) -> list[Observ
     return sorted(fresh, key=rank)
 
 
-def _failure(fresh: Sequence[ObservedReplica], stale: Sequence[ObservedReplica]) -> str | None:
+def _failure(fresh: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> str | None:
     """Why a rollout cannot go on: stale replicas serve, no fresh one ever has, and one has ended."""
     if not any(replica.state is ReplicaState.READY for replica in stale):
         return None
@@ -165,17 +133,7 @@ def _failure(fresh: Sequence[ObservedReplica], stale: Sequence[ObservedReplica])
     return None
 
 
-def _bring_back(draft: _Draft, replica: ObservedReplica) -> None:
-    wait = replica.since + draft.spec.backoff.delay_seconds(replica.num_early_deaths) - draft.now
-    if wait > 0:
-        draft.waits.append(wait)
-    else:
-        draft.act(ActionKind.REPLACE, replica.replica_id, _why_replaced(replica))
-
-
-def _retire(
-    draft: _Draft, pool: PoolSpec, kept: Sequence[ObservedReplica], stale: Sequence[ObservedReplica]
-) -> None:
+def _retire(draft: _Draft, pool: PoolSpec, kept: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> None:
     """Take away as many stale replicas as the pool can do without just now."""
     num_ready = 0
     for replica in kept:
@@ -189,35 +147,10 @@ def _retire(
     num_spare = max(0, num_ready + len(ready) - num_needed)
     for replica in stale:
         if replica.state is not ReplicaState.READY:
-            _remove(draft, replica, "is of an earlier revision")
+            draft.take(replica.if_unwanted("is of an earlier revision"))
         elif num_spare > 0:
             num_spare -= 1
-            _remove(draft, replica, "is of an earlier revision")
-
-
-def _remove(draft: _Draft, replica: ObservedReplica, why: str) -> None:
-    name = replica.replica_id
-    match replica.state:
-        case ReplicaState.READY:
-            draft.act(ActionKind.DRAIN, name, f"{name} {why}")
-        case ReplicaState.STARTING:
-            draft.act(ActionKind.STOP, name, f"{name} {why} and serves no request yet")
-        case ReplicaState.STOPPED:
-            draft.act(ActionKind.STOP, name, f"{name} {why} and has ended")
-        case ReplicaState.DRAINING:
-            pass  # it goes already
-
-
-def _limit_drain(draft: _Draft, replica: ObservedReplica) -> None:
-    if replica.state is not ReplicaState.DRAINING:
-        return
-    limit = draft.spec.drain_limit(replica.replica_id)
-    left = replica.since + limit - draft.now
-    if left > 0:
-        draft.waits.append(left)
-    else:
-        details = f"{replica.replica_id} has drained for {limit:g} s, and that is enough"
-        draft.act(ActionKind.STOP, replica.replica_id, details)
+            draft.take(replica.if_unwanted("is of an earlier revision"))
 
 
 def _free_ids(pool: PoolSpec, taken: set[ReplicaId], count: int) -> list[ReplicaId]:
@@ -235,19 +168,3 @@ def _number(replica_id: ReplicaId) -> tuple[str, int]:
     """The order of replicas: -10 after -9."""
     pool, _, number = replica_id.rpartition("-")
     return (pool, int(number) if number.isdecimal() else 0)
-
-
-def _why_replaced(replica: ObservedReplica) -> str:
-    cause = f" ({replica.cause})" if replica.cause else ""
-    if replica.num_early_deaths == 0:
-        return f"{replica.replica_id} was stopped{cause} and is wanted again"
-    if replica.num_early_deaths == 1:
-        return f"{replica.replica_id} died{cause}"
-    return f"{replica.replica_id} died{cause}, {replica.num_early_deaths} times in a row"
-
-
-def count_early_deaths(previous: int, served_seconds: float | None, backoff: BackoffSpec) -> int:
-    """`num_early_deaths` after one more death; `served_seconds` is None if it never became ready."""
-    if served_seconds is not None and served_seconds >= backoff.healthy_seconds:
-        return 1
-    return previous + 1

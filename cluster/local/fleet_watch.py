@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from cluster.config import BackoffSpec, FleetSpec, pool_of_id
 from cluster.controller.actors import find_or_create_controller
 from cluster.controller.fleet_controller import FleetController
-from cluster.controller.members import FleetView, ReplicaView
+from cluster.controller.views import FleetView, ReplicaView
 from cluster.errors import StartFailed
 from replicas.protocol.status import ReplicaState
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec
-from cluster.controller.members import FleetView
+from cluster.controller.views import FleetView
 from cluster.errors import StartFailed
 from cluster.local.fleet_watch import FleetWatch
 from cluster.local.processes import Service, kill_marked

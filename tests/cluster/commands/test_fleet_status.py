@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.commands.fleet_words import as_plain, missing, render, trouble
 from cluster.controller.actors import ReplicaReport
-from cluster.controller.members import FleetView, PoolView, ReplicaView
+from cluster.controller.views import FleetView, PoolView, ReplicaView
 from cluster.registry import Registry
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 

@@ -14,7 +14,7 @@ from cluster.config import FleetSpec
 from cluster.controller import actors
 from cluster.controller import fleet_controller as controller
 from cluster.controller.fleet_controller import FleetController
-from cluster.controller.members import FleetView
+from cluster.controller.views import FleetView
 from replicas.process.logs import JsonFormatter
 
 SPEC = FleetSpec(())

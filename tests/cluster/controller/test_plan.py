@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec
-from cluster.controller.plan import SETTLE_SECONDS, ActionKind, ObservedReplica, count_early_deaths, plan
+from cluster.controller.plan import SETTLE_SECONDS, plan
+from cluster.controller.replica_life import ActionKind, ReplicaLife
 from replicas.protocol.status import ReplicaId, ReplicaState
 
 SPEC = FleetSpec((PoolSpec(2),), BackoffSpec(initial_seconds=1, max_seconds=8), drain_seconds=20)
@@ -15,9 +16,9 @@ NOW = 100.0
 STARTING, READY, DRAINING, STOPPED = ReplicaState
 
 
-def seen(name: str, state: ReplicaState, since: float = 90.0, deaths: int = 0) -> ObservedReplica:
+def seen(name: str, state: ReplicaState, since: float = 90.0, deaths: int = 0) -> ReplicaLife:
     cause = "killed" if deaths else None
-    return ObservedReplica(ReplicaId(name), state, since, deaths, cause, SPEC.pools[0].revision)
+    return ReplicaLife(ReplicaId(name), state, since, deaths, cause, SPEC.pools[0].revision)
 
 
 READY_0, READY_1 = seen("replica-0", READY), seen("replica-1", READY)
@@ -87,7 +88,7 @@ READY_0, READY_1 = seen("replica-0", READY), seen("replica-1", READY)
         ),
     ],
 )
-def test_plan(observed: list[ObservedReplica], actions: list[str], wake: float | None) -> None:
+def test_plan(observed: list[ReplicaLife], actions: list[str], wake: float | None) -> None:
     made = plan(SPEC, tuple(observed), NOW)
     assert [f"{action.kind} {action.replica_id}" for action in made.actions] == actions
     assert made.wake_in_seconds == wake
@@ -103,18 +104,11 @@ def test_every_action_says_why() -> None:
     assert action.details == "replica-1 died (killed), 3 times in a row"
 
 
-def test_a_replica_that_served_long_enough_starts_counting_again() -> None:
-    backoff = BackoffSpec(healthy_seconds=30)
-    assert count_early_deaths(5, 30.0, backoff) == 1
-    assert count_early_deaths(5, 29.9, backoff) == 6
-    assert count_early_deaths(0, None, backoff) == 1
-
-
-def fleet(*replicas: tuple[str, ReplicaState, str], deaths: int = 0) -> tuple[ObservedReplica, ...]:
+def fleet(*replicas: tuple[str, ReplicaState, str], deaths: int = 0) -> tuple[ReplicaLife, ...]:
     """Names, states, and the revision: new, old, or one that nobody knows."""
     revisions = {"new": SPEC.pools[0].revision, "old": "0ld", "unknown": None}
     return tuple(
-        ObservedReplica(
+        ReplicaLife(
             *(ReplicaId(name), state, 90.0, deaths if state is STOPPED else 0),
             *("it is broken" if state is STOPPED else None, revisions[revision]),
         )
@@ -194,9 +188,15 @@ def fleet(*replicas: tuple[str, ReplicaState, str], deaths: int = 0) -> tuple[Ob
             [],
             id="what was found and has not yet said what it is stays",
         ),
+        pytest.param(
+            1,
+            fleet(("replica-0", STOPPED, "unknown"), ("replica-1", READY, "new")),
+            ["stop replica-0", "start replica-2"],
+            id="what was found and has ended before it said what it is holds nothing up",
+        ),
     ],
 )
-def test_a_rollout(surge: int, observed: tuple[ObservedReplica, ...], actions: list[str]) -> None:
+def test_a_rollout(surge: int, observed: tuple[ReplicaLife, ...], actions: list[str]) -> None:
     spec = replace(SPEC, pools=(replace(SPEC.pools[0], surge=surge),))
     made = plan(spec, observed, NOW)
     assert [f"{action.kind} {action.replica_id}" for action in made.actions] == actions
@@ -204,7 +204,7 @@ def test_a_rollout(surge: int, observed: tuple[ObservedReplica, ...], actions: l
 
 def test_an_old_replica_stays_until_routers_have_found_the_new_one() -> None:
     old = fleet(("replica-0", READY, "old"), ("replica-1", READY, "old"))
-    new = ObservedReplica(ReplicaId("replica-2"), READY, NOW - 0.5, revision=SPEC.pools[0].revision)
+    new = ReplicaLife(ReplicaId("replica-2"), READY, NOW - 0.5, revision=SPEC.pools[0].revision)
     made = plan(SPEC, (*old, new), NOW)
     assert (made.actions, made.wake_in_seconds) == ((), SETTLE_SECONDS - 0.5)
 
@@ -232,7 +232,7 @@ def test_whatever_happens_in_which_order_a_rollout_ends_and_enough_replicas_serv
     spec = FleetSpec((pool,))
     num_needed = min(num_old, num_replicas - (surge == 0))
     seen = {
-        pool.replica_id(number): ObservedReplica(pool.replica_id(number), READY, 0.0, revision="0ld")
+        pool.replica_id(number): ReplicaLife(pool.replica_id(number), READY, 0.0, revision="0ld")
         for number in range(num_old)
     }
     goal = [(READY, pool.revision)] * num_replicas
@@ -243,7 +243,7 @@ def test_whatever_happens_in_which_order_a_rollout_ends_and_enough_replicas_serv
         for action in plan(spec, tuple(seen.values()), now).actions:
             match action.kind:
                 case ActionKind.START | ActionKind.REPLACE:
-                    fresh = ObservedReplica(action.replica_id, STARTING, now, revision=pool.revision)
+                    fresh = ReplicaLife(action.replica_id, STARTING, now, revision=pool.revision)
                     seen[action.replica_id] = fresh
                 case ActionKind.DRAIN:
                     seen[action.replica_id] = replace(seen[action.replica_id], state=DRAINING, since=now)
@@ -260,11 +260,11 @@ def test_whatever_happens_in_which_order_a_rollout_ends_and_enough_replicas_serv
     assert plan(spec, tuple(seen.values()), now).actions == ()
 
 
-def placed(machines: str) -> tuple[ObservedReplica, ...]:
+def placed(machines: str) -> tuple[ReplicaLife, ...]:
     """A letter for each replica: the machine that it is on."""
     revision = SPEC.pools[0].revision
     return tuple(
-        ObservedReplica(ReplicaId(f"replica-{number}"), READY, 90.0, revision=revision, machine=machine)
+        ReplicaLife(ReplicaId(f"replica-{number}"), READY, 90.0, revision=revision, machine=machine)
         for number, machine in enumerate(machines)
     )
 

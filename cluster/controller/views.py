@@ -1,0 +1,77 @@
+"""FleetView, PoolView, ReplicaView: the fleet at one moment, as the controller shows it to others.
+
+Owns what is shown. Decides nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.config import PoolSpec, pool_of_id
+from cluster.controller.actors import ReplicaReport
+from cluster.controller.changes import FleetState
+from cluster.controller.replica_life import ReplicaLife
+from cluster.fleet_file import model_name
+from replicas.protocol.status import ReplicaId, ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica as shown to people. `report` is there once it has started; `cause` once it has ended."""
+
+    replica_id: ReplicaId
+    state: ReplicaState
+    report: ReplicaReport | None
+    cause: str | None
+    num_early_deaths: int
+    refused_to_start: bool
+    revision: str | None
+    is_waiting_for_room: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool as shown to people. `is_settled`: its replicas are what its spec says, and no others exist.
+    `failure` says why the latest rollout was given up."""
+
+    name: str
+    model: str
+    revision: str
+    num_replicas: int
+    num_ready: int
+    is_settled: bool
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The fleet at one moment. `version` grows with every change; `notes` are those since the last look.
+    `applied_revision` is that of the spec that was applied last; None if none was."""
+
+    version: int
+    replicas: tuple[ReplicaView, ...]
+    notes: tuple[str, ...]
+    metrics_address: str | None
+    pools: tuple[PoolView, ...]
+    redis_url: str | None
+    applied_revision: str | None = None
+    complaints: tuple[str, ...] = ()
+    """What is wrong with the controller itself, just now."""
+
+
+def pool_views(state: FleetState, lives: Sequence[ReplicaLife]) -> tuple[PoolView, ...]:
+    return tuple(_pool_view(state, pool, lives) for pool in state.spec.pools)
+
+
+def _pool_view(state: FleetState, pool: PoolSpec, lives: Sequence[ReplicaLife]) -> PoolView:
+    own = [life for life in lives if pool_of_id(life.replica_id) == pool.name]
+    ready = [life for life in own if life.state is ReplicaState.READY]
+    fresh = [life for life in ready if life.revision == pool.revision]
+    return PoolView(
+        name=pool.name,
+        model=model_name(pool.replica),
+        revision=pool.revision,
+        num_replicas=pool.num_replicas,
+        num_ready=len(ready),
+        is_settled=len(fresh) == len(own) == pool.num_replicas,
+        failure=state.failures.get(pool.name),
+    )
