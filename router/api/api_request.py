@@ -16,8 +16,9 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
     TokenLogprobs,
-    UserTag,
 )
+from router.api.context import ApiContext
+from router.api.sampling import GenerationFields, stop_strings
 from router.generation import Generation
 from router.prompt.catalog import ServedModel
 from router.prompt.detokenizer import Detokenizer
@@ -105,23 +106,20 @@ class ApiRequest:
 
 
 def make_prompt(
+    context: ApiContext,
     model: ServedModel,
+    request: GenerationFields,
     token_ids: list[int],
     sampling: SamplingParams,
     *,
-    num_choices: int,
-    first_index: int,
-    stop: Sequence[str],
-    salt: str | None,
-    prompt_cache_key: str | None,
-    priority: int,
-    user: UserTag,
+    first_index: int = 0,
     num_stable_tokens: int | None = None,
 ) -> Prompt:
-    """Everything that routing, engine and answer need of one prompt."""
+    """Everything that routing, engine and answer need of one prompt of the request."""
     card = model.card
-    root = model.root(None, salt)
+    root = model.root(None, request.cache_salt)
     packed_tokens = pack_token_ids(token_ids)
+    key = request.prompt_cache_key
     generation = Generation(
         model=card.name,
         token_ids=token_ids,
@@ -130,23 +128,24 @@ def make_prompt(
             packed_tokens=packed_tokens,
             sampling=sampling,
             root=root,
-            num_choices=num_choices,
-            priority=priority,
+            num_choices=request.n or 1,
+            priority=context.priority(request.priority),
             adapter=None if model.adapter is None else model.adapter.name,
-            user=user,
+            user=context.catalog.user_tag(request.end_user),
         ),
         block_hashes=model.block_hashes(root, packed_tokens),
-        bucket=bucket_of(root, prompt_cache_key, token_ids, num_stable_tokens, card.block_size),
+        bucket=bucket_of(root, key, token_ids, num_stable_tokens, card.block_size),
         adapter=model.adapter,
-        tenant=model.tenant_label(salt),
-        prompt_cache_key=prompt_cache_key,
+        tenant=model.tenant_label(request.cache_salt),
+        prompt_cache_key=key,
     )
     silent = model.eos_token_ids
     if sampling.stop_token_ids:
         silent = silent.union(sampling.stop_token_ids)
+    stop = stop_strings(request.stop)
     outputs = [
         ChoiceOutput(model.tokenizer.new_detokenizer(stop, min_tokens=sampling.min_tokens), silent)
-        for _ in range(num_choices)
+        for _ in range(generation.num_choices)
     ]
     return Prompt(generation, first_index, outputs)
 

@@ -15,7 +15,7 @@ from router.api.chat_prompt import ChatRequest, check_chat, num_stable_tokens, r
 from router.api.context import ApiContext
 from router.api.openai_shared import decode_body, encode_json
 from router.api.prepared import PreparedRequest
-from router.api.sampling import TokenRules, check_text_length, sampling_params, stop_strings
+from router.api.sampling import TokenRules, check_text_length, sampling_params
 from router.api.sse import DONE, ChunkWriter
 from router.errors import about_model
 from router.prompt.catalog import ServedModel
@@ -52,19 +52,7 @@ def _answer(
         seed=context.rng.getrandbits(64) if request.seed is None else request.seed,
         prompt_parameter="messages",
     )
-    prompt = make_prompt(
-        model,
-        token_ids,
-        sampling,
-        num_choices=request.n or 1,
-        first_index=0,
-        stop=stop_strings(request.stop),
-        salt=request.cache_salt,
-        prompt_cache_key=request.prompt_cache_key,
-        priority=context.priority(request.priority),
-        user=context.catalog.user_tag(request.end_user),
-        num_stable_tokens=num_stable_tokens,
-    )
+    prompt = make_prompt(context, model, request, token_ids, sampling, num_stable_tokens=num_stable_tokens)
     dialect = _ChatDialect(context, request, model, prompt)
     return ApiRequest(model, [prompt], bool(request.stream), dialect)
 

@@ -22,7 +22,7 @@ from router.api.completion_prompt import (
 from router.api.context import ApiContext
 from router.api.openai_shared import decode_body, encode_json
 from router.api.prepared import EncodedPrompt, PreparedRequest
-from router.api.sampling import TokenRules, sampling_params, stop_strings
+from router.api.sampling import TokenRules, sampling_params
 from router.api.sse import DONE, ChunkWriter
 from router.errors import about_model
 from router.prompt.catalog import ServedModel
@@ -77,7 +77,6 @@ async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
 async def _make_prompts(
     context: ApiContext, request: CompletionRequest, model: ServedModel, encoded: AsyncIterator[_Encoded]
 ) -> list[Prompt]:
-    stop = stop_strings(request.stop)
     seed = context.rng.getrandbits(64) if request.seed is None else request.seed
     num_choices = request.n or 1
     prompts: list[Prompt] = []
@@ -95,18 +94,7 @@ async def _make_prompts(
             seed=seed + first_index,
             prompt_parameter="prompt",
         )
-        prompt = make_prompt(
-            model,
-            token_ids,
-            sampling,
-            num_choices=num_choices,
-            first_index=first_index,
-            stop=stop,
-            salt=request.cache_salt,
-            prompt_cache_key=request.prompt_cache_key,
-            priority=context.priority(request.priority),
-            user=context.catalog.user_tag(request.end_user),
-        )
+        prompt = make_prompt(context, model, request, token_ids, sampling, first_index=first_index)
         prompt.echo = echo
         prompts.append(prompt)
         await work.give_way()
