@@ -103,7 +103,7 @@ def test_what_cannot_happen_raises(before: ReplicaLife, event: Event) -> None:
         (replace(life(READY, deaths=2), is_dismissed=True), 0, None),
     ],
 )
-def test_an_end_that_nobody_asked_for_is_a_death(
+def test_an_end_that_was_not_asked_for_is_a_death(
     before: ReplicaLife, num_early_deaths: int, cause: str | None
 ) -> None:
     after, _ = before.after(Ended("killed"), NOW, BACKOFF)
@@ -333,8 +333,8 @@ class FleetLife(RuleBasedStateMachine):
             watchers = [order for order in following if order in (Order.LAUNCH, Order.START, Order.WATCH)]
             assert len(watchers) == (one.life.state is not STOPPED), "its end would not be heard of"
             if one.has_actor:
-                assert self.current.get(one.life.replica_id) is one, "nobody knows it any more"
-                assert not one.life.is_dismissed or Order.END in following, "nobody ends it"
+                assert self.current.get(one.life.replica_id) is one, "it is forgotten and runs"
+                assert not one.life.is_dismissed or Order.END in following, "nothing ends it"
 
     @invariant()
     def draining_ends(self) -> None:
