@@ -273,7 +273,10 @@ class _Parts:
         replica_id = ReplicaId(config.replica_id)
         self.index = self._index_writer(config, epoch)
         self.registration = Registration(
-            *(self._lease_redis, self.card.name, replica_id, epoch),
+            self._lease_redis,
+            self.card.name,
+            replica_id,
+            epoch,
             record=host.record,
             index=self.index,
             lease_seconds=config.lease_seconds,

@@ -101,7 +101,11 @@ class ReplicaActor:
             return StartFailure(str(error) or repr(error))
         host = self._host
         return ReplicaReport(
-            *(os.getpid(), host.address, host.epoch, host.metrics_address, self._revision),
+            pid=os.getpid(),
+            address=host.address,
+            epoch=host.epoch,
+            metrics_address=host.metrics_address,
+            revision=self._revision,
             machine=ray.get_runtime_context().get_node_id(),
         )
 
