@@ -86,7 +86,7 @@ def test_a_replica_that_comes_back_under_its_name_is_believed_nothing_of_old(sta
     )
     stack.wait_ready(2)
     # The new one deletes them, or if it took so long that nothing tells of the old one, they expire.
-    wait_until(lambda: not indexed_blocks(stack, victim, before), "what the old one had is gone")
+    wait_until(lambda: not indexed_blocks(stack, victim, before), "what the old one had is gone", seconds=120)
     # The other replica has the prefix now; the one that came back holds nothing and must not win.
     assert ask(stack, "What is a block?")[1] == other
 

@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas.toy_model import toy_model_path
 from replicas.toy_model.corpus_texts import load_corpus
@@ -30,12 +30,12 @@ Ask = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(toy_model_path())
+    return transformers.AutoTokenizer.from_pretrained(toy_model_path())
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(toy_model_path(), dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(toy_model_path(), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,9 @@ import torch
 import transformers
 
 VOCAB_SIZE = 199
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
+_NAMES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Of transformers' classes. They take seconds to load, so only what uses them does."""
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -34,7 +32,8 @@ def make_checkpoint(
     directory: Path, family: str, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", **overrides: Any
 ) -> Path:
     """Weights are drawn wide, so that logits differ clearly and attention matters."""
-    config_class, model_class = _CLASSES[family]
+    config_class: Any = getattr(transformers, f"{_NAMES[family]}Config")
+    model_class: Any = getattr(transformers, f"{_NAMES[family]}ForCausalLM")
     shape = {**_SHAPE, **overrides}
     if shape["hidden_size"] % shape["num_attention_heads"]:
         shape["hidden_size"] = 16 * shape["num_attention_heads"]
