@@ -90,6 +90,7 @@ DAY = timedelta(days=1)
         (NOW - 9 * DAY, NOW - 2 * DAY, f"expired on {NOW - 2 * DAY:%Y-%m-%d %H:%M:%S} UTC"),
         (NOW + DAY, NOW + 9 * DAY, f"is not valid before {NOW + DAY:%Y-%m-%d %H:%M:%S} UTC"),
     ],
+    ids=["expired", "not valid yet"],
 )
 def test_a_certificate_and_a_ca_whose_time_is_not_now_are_refused_with_the_date(
     ca: Authority, tmp_path: Path, begins: datetime, ends: datetime, sentence: str
