@@ -22,12 +22,12 @@ from cluster.controller.replica_life import (
     ActionKind,
     Drained,
     EndAsked,
-    Ended,
     Event,
     Launched,
     Order,
+    ReplicaEnded,
     ReplicaLife,
-    Started,
+    ReplicaStarted,
     after_action,
     found,
 )
@@ -157,10 +157,10 @@ class ReplicaKeeper:
             await self._bury(one, _end_by(one, error))
             return
         if isinstance(outcome, StartFailure):
-            await self._bury(one, Ended(outcome.sentence, is_refusal=True))
+            await self._bury(one, ReplicaEnded(outcome.sentence, is_refusal=True))
             return
         asked_at, one.report = one.life.since, outcome
-        self._hear(one, Started(outcome.revision, outcome.machine))
+        self._hear(one, ReplicaStarted(outcome.revision, outcome.machine))
         if one.life.state is ReplicaState.READY:
             if one.pool is not None:
                 self._metrics.start_seconds.labels(one.pool.name).observe(one.life.since - asked_at)
@@ -169,12 +169,12 @@ class ReplicaKeeper:
 
     async def _watch(self, one: Incarnation) -> None:
         try:
-            end = Ended(await first_end(one.actor.run_until_dead.remote(), one.lost))
+            end = ReplicaEnded(await first_end(one.actor.run_until_dead.remote(), one.lost))
         except (RayError, ValueError) as error:
             end = _end_by(one, error)
         await self._bury(one, end)
 
-    async def _bury(self, one: Incarnation, end: Ended) -> None:
+    async def _bury(self, one: Incarnation, end: ReplicaEnded) -> None:
         await asyncio.to_thread(actors.remove, one.replica_id, one.actor)
         if not one.life.is_expected_to_end:
             self._metrics.failures.labels(pool_of_id(one.replica_id)).inc()
@@ -195,7 +195,7 @@ class ReplicaKeeper:
         await asyncio.to_thread(actors.kill, one.actor)
 
 
-def _end_by(one: Incarnation, error: Exception) -> Ended:
+def _end_by(one: Incarnation, error: Exception) -> ReplicaEnded:
     """ValueError: its name in Ray is still taken."""
     logger.info("%s: %s", one.replica_id, error, extra={"replica": one.replica_id})
-    return Ended("its process ended" if isinstance(error, RayError) else str(error))
+    return ReplicaEnded("its process ended" if isinstance(error, RayError) else str(error))

@@ -41,11 +41,11 @@ class Order(enum.StrEnum):
     """What is to be done in Ray. Each ends with an event."""
 
     LAUNCH = "launch"
-    """Create its actor: Launched, or Ended."""
+    """Create its actor: Launched, or ReplicaEnded."""
     START = "start"
-    """Let it start to serve: Started, or Ended."""
+    """Let it start to serve: ReplicaStarted, or ReplicaEnded."""
     WATCH = "watch"
-    """Wait for its end, and give its place back: Ended."""
+    """Wait for its end, and give its place back: ReplicaEnded."""
     DRAIN = "drain"
     """Let it finish what it does: Drained."""
     END = "end"
@@ -58,7 +58,7 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ReplicaStarted:
     """It serves; `machine` is Ray's id of the one that it runs on."""
 
     revision: str
@@ -81,14 +81,14 @@ class EndAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ReplicaEnded:
     """It is gone, and its place in Ray is free. `is_refusal`: it would not start, and `cause` is its word."""
 
     cause: str
     is_refusal: bool = False
 
 
-Event: TypeAlias = Launched | Started | DrainAsked | Drained | EndAsked | Ended
+Event: TypeAlias = Launched | ReplicaStarted | DrainAsked | Drained | EndAsked | ReplicaEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +114,13 @@ class ReplicaLife:
     """It would not start."""
     is_waiting_for_room: bool = False
 
-    def after(self, event: Event, now: float, backoff: BackoffSpec) -> "Turn":
+    def after(self, event: Event, now: float, backoff: BackoffSpec) -> "LifeAndOrders":
         """The life from now on, and what to do. An event that changes nothing any more is passed over."""
         match event:
             case Launched():
                 launched = replace(self, is_launched=True)
                 return (launched, (Order.WATCH, Order.END) if self.is_dismissed else (Order.START,))
-            case Started(revision, machine):
+            case ReplicaStarted(revision, machine):
                 if self.is_dismissed:
                     return self, (Order.WATCH,)
                 ready = self._moved(ReplicaState.READY, now)
@@ -133,7 +133,7 @@ class ReplicaLife:
                 if self.is_dismissed or self.state is ReplicaState.STOPPED:
                     return self, ()
                 return replace(self, is_dismissed=True), (Order.END,) if self.is_launched else ()
-            case Ended(cause, is_refusal):
+            case ReplicaEnded(cause, is_refusal):
                 return self._ended(cause, is_refusal, now, backoff), ()
 
     def _ended(self, cause: str, is_refusal: bool, now: float, backoff: BackoffSpec) -> "ReplicaLife":
@@ -195,12 +195,12 @@ class ReplicaLife:
         return f"{self.replica_id} died{cause}, {self.num_early_deaths} times in a row"
 
 
-Turn: TypeAlias = tuple[ReplicaLife, tuple[Order, ...]]
+LifeAndOrders: TypeAlias = tuple[ReplicaLife, tuple[Order, ...]]
 
 
 def asked_for(
     replica_id: ReplicaId, revision: str, now: float, predecessor: ReplicaLife | None = None
-) -> Turn:
+) -> LifeAndOrders:
     """A new incarnation. It takes the early deaths of the one before with it."""
     assert predecessor is None or predecessor.state is ReplicaState.STOPPED, "a replica runs once"
     num_early_deaths = 0 if predecessor is None else predecessor.num_early_deaths
@@ -215,7 +215,7 @@ def asked_for(
     return life, (Order.LAUNCH,)
 
 
-def found(replica_id: ReplicaId, now: float) -> Turn:
+def found(replica_id: ReplicaId, now: float) -> LifeAndOrders:
     """One that an earlier controller has launched: asked to start, it says what it is, or ends."""
     return ReplicaLife(replica_id=replica_id, state=ReplicaState.STARTING, since=now), (Order.START,)
 

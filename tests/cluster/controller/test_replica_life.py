@@ -15,12 +15,12 @@ from cluster.controller.replica_life import (
     DrainAsked,
     Drained,
     EndAsked,
-    Ended,
     Event,
     Launched,
     Order,
+    ReplicaEnded,
     ReplicaLife,
-    Started,
+    ReplicaStarted,
     after_action,
     asked_for,
     count_early_deaths,
@@ -32,7 +32,7 @@ STARTING, READY, DRAINING, STOPPED = ReplicaState
 NAME = ReplicaId("replica-0")
 NOW = 100.0
 BACKOFF = BackoffSpec(initial_seconds=1, max_seconds=8, healthy_seconds=30)
-STARTED = Started("abc", "m")
+STARTED = ReplicaStarted("abc", "m")
 
 
 def life(state: ReplicaState, since: float = 90.0, deaths: int = 0) -> ReplicaLife:
@@ -52,25 +52,25 @@ def dismissed(state: ReplicaState) -> ReplicaLife:
     ("before", "event", "state", "orders"),
     [
         (asked(), Launched(), STARTING, [Order.START]),
-        (asked(), Ended("no room"), STOPPED, []),
+        (asked(), ReplicaEnded("no room"), STOPPED, []),
         (asked(), EndAsked(), STARTING, []),
         (replace(asked(), is_dismissed=True), Launched(), STARTING, [Order.WATCH, Order.END]),
         (replace(asked(), is_dismissed=True), EndAsked(), STARTING, []),
         (life(STARTING), STARTED, READY, [Order.WATCH]),
-        (life(STARTING), Ended("broken", is_refusal=True), STOPPED, []),
+        (life(STARTING), ReplicaEnded("broken", is_refusal=True), STOPPED, []),
         (life(STARTING), DrainAsked(), STARTING, []),
         (life(STARTING), EndAsked(), STARTING, [Order.END]),
         (dismissed(STARTING), STARTED, STARTING, [Order.WATCH]),
-        (dismissed(STARTING), Ended("killed"), STOPPED, []),
+        (dismissed(STARTING), ReplicaEnded("killed"), STOPPED, []),
         (life(READY), DrainAsked(), DRAINING, [Order.DRAIN]),
         (life(READY), EndAsked(), READY, [Order.END]),
-        (life(READY), Ended("killed"), STOPPED, []),
+        (life(READY), ReplicaEnded("killed"), STOPPED, []),
         (dismissed(READY), DrainAsked(), READY, []),
         (dismissed(READY), EndAsked(), READY, []),
         (life(DRAINING), DrainAsked(), DRAINING, []),
         (life(DRAINING), Drained(), DRAINING, [Order.END]),
         (life(DRAINING), EndAsked(), DRAINING, [Order.END]),
-        (life(DRAINING), Ended("killed"), STOPPED, []),
+        (life(DRAINING), ReplicaEnded("killed"), STOPPED, []),
         (dismissed(DRAINING), Drained(), DRAINING, []),
         (life(STOPPED), Drained(), STOPPED, []),
         (life(STOPPED), EndAsked(), STOPPED, []),
@@ -86,7 +86,7 @@ def test_what_follows_from_an_event(
 
 @pytest.mark.parametrize(
     ("before", "event"),
-    [(life(STOPPED), STARTED), (life(STOPPED), Ended("again")), (life(READY), STARTED)],
+    [(life(STOPPED), STARTED), (life(STOPPED), ReplicaEnded("again")), (life(READY), STARTED)],
 )
 def test_what_cannot_happen_raises(before: ReplicaLife, event: Event) -> None:
     with pytest.raises(ValueError, match="cannot go from"):
@@ -106,7 +106,7 @@ def test_what_cannot_happen_raises(before: ReplicaLife, event: Event) -> None:
 def test_an_end_that_was_not_asked_for_is_a_death(
     before: ReplicaLife, num_early_deaths: int, cause: str | None
 ) -> None:
-    after, _ = before.after(Ended("killed"), NOW, BACKOFF)
+    after, _ = before.after(ReplicaEnded("killed"), NOW, BACKOFF)
     assert (after.num_early_deaths, after.cause, after.has_refused) == (num_early_deaths, cause, False)
 
 
@@ -226,7 +226,7 @@ class FleetLife(RuleBasedStateMachine):
         self.orders += [(one, order) for order in orders]
 
     def hear(self, one: Incarnation, event: Event) -> None:
-        if isinstance(event, Ended):
+        if isinstance(event, ReplicaEnded):
             one.has_actor = False
         one.life, orders = one.life.after(event, self.now, BACKOFF)
         self.orders += [(one, order) for order in orders]
@@ -238,17 +238,17 @@ class FleetLife(RuleBasedStateMachine):
         self.orders.remove((one, order))
         match order:
             case Order.LAUNCH if fails:
-                self.hear(one, Ended("its name is still taken"))
+                self.hear(one, ReplicaEnded("its name is still taken"))
             case Order.LAUNCH:
                 one.has_actor = True
                 self.hear(one, Launched())
             case Order.START if one.has_actor and not fails:
                 revision = one.life.revision or self.pool.revision
-                self.hear(one, Started(revision, "m"))
+                self.hear(one, ReplicaStarted(revision, "m"))
             case Order.START:
-                self.hear(one, Ended("it is broken", is_refusal=one.has_actor))
+                self.hear(one, ReplicaEnded("it is broken", is_refusal=one.has_actor))
             case Order.WATCH:
-                self.hear(one, Ended("its process ended"))
+                self.hear(one, ReplicaEnded("its process ended"))
             case Order.DRAIN:
                 self.hear(one, Drained())
             case Order.END:
