@@ -33,7 +33,7 @@ from replicas.engine_process.parent import (
     Refused,
     ResetPrefixCache,
     StartLoop,
-    Step,
+    StepOnce,
     Stepped,
     Take,
     ToChild,
@@ -128,7 +128,7 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
 def _answer(engine: Engine, question: ToChild) -> FromChild:
     try:
         match question:
-            case Step():
+            case StepOnce():
                 frame = engine.step()
                 return Stepped(frame, has_work=engine.has_work())
             case Add(key, submit):

@@ -50,7 +50,7 @@ class AbortChoice(msgspec.Struct, frozen=True, tag=True):
     key: RequestKey
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class StepOnce(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -111,7 +111,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-ToChild: TypeAlias = Build | Add | AbortChoice | Step | ResetPrefixCache | StartLoop | Take | Close
+ToChild: TypeAlias = Build | Add | AbortChoice | StepOnce | ResetPrefixCache | StartLoop | Take | Close
 FromChild: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -163,7 +163,7 @@ class EngineProcess:
         return self._has_work
 
     def step(self) -> StepFrame:
-        answer = self._call(Step())
+        answer = self._call(StepOnce())
         assert isinstance(answer, Stepped)
         return answer.frame
 

@@ -165,7 +165,7 @@ def test_it_waits_for_room_once_it_is_late_and_until_it_serves() -> None:
 
 
 @dataclass(eq=False)
-class Incarnation:
+class HeldLife:
     life: ReplicaLife
     has_actor: bool = False
 
@@ -176,9 +176,9 @@ class FleetLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.current: dict[ReplicaId, Incarnation] = {}
-        self.all: list[Incarnation] = []
-        self.orders: list[tuple[Incarnation, Order]] = []
+        self.current: dict[ReplicaId, HeldLife] = {}
+        self.all: list[HeldLife] = []
+        self.orders: list[tuple[HeldLife, Order]] = []
 
     @initialize(num_replicas=st.integers(0, 4), surge=st.integers(0, 2))
     def begin(self, num_replicas: int, surge: int) -> None:
@@ -218,20 +218,20 @@ class FleetLife(RuleBasedStateMachine):
             one.life = after
             self.orders += [(one, order) for order in orders]
         else:
-            self.adopt(Incarnation(after), orders)
+            self.adopt(HeldLife(after), orders)
 
-    def adopt(self, one: Incarnation, orders: tuple[Order, ...]) -> None:
+    def adopt(self, one: HeldLife, orders: tuple[Order, ...]) -> None:
         self.current[one.life.replica_id] = one
         self.all.append(one)
         self.orders += [(one, order) for order in orders]
 
-    def hear(self, one: Incarnation, event: Event) -> None:
+    def hear(self, one: HeldLife, event: Event) -> None:
         if isinstance(event, ReplicaEnded):
             one.has_actor = False
         one.life, orders = one.life.after(event, self.now, BACKOFF)
         self.orders += [(one, order) for order in orders]
 
-    def carry_out(self, one: Incarnation, order: Order, *, fails: bool) -> None:
+    def carry_out(self, one: HeldLife, order: Order, *, fails: bool) -> None:
         """A watch goes on while there is something to watch."""
         if order is Order.WATCH and one.has_actor:
             return
@@ -306,7 +306,7 @@ class FleetLife(RuleBasedStateMachine):
         self.current, self.all, self.orders = {}, [], []
         for name in living:
             after, orders = found(name, self.now)
-            self.adopt(Incarnation(after, has_actor=True), orders)
+            self.adopt(HeldLife(after, has_actor=True), orders)
         self.reconcile()
 
     def knows_all(self) -> bool:
