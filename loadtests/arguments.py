@@ -42,3 +42,29 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
     return int(text)
+
+
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
+    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)},
+}
+
+
+def size(text: str) -> int:
+    """Bytes, as 256GB or 512MiB."""
+    digits = text.rstrip("BkKMGTi")
+    unit = _UNITS.get(text[len(digits) :] or "B")
+    try:
+        value = float(digits)
+    except ValueError:
+        value = math.nan
+    if unit is None or not (math.isfinite(value) and value * unit >= 1):
+        raise argparse.ArgumentTypeError(f"needs a size such as 256GB or 512MiB, not {text}")
+    return int(value * unit)
+
+
+def rate(text: str) -> int:
+    """Bytes per second, as 10GB/s."""
+    if not text.endswith("/s"):
+        raise argparse.ArgumentTypeError(f"needs a rate such as 10GB/s, not {text}")
+    return size(text.removesuffix("/s"))

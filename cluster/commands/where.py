@@ -17,11 +17,13 @@ from cluster.commands.tables import align
 from cluster.errors import ClusterError
 from cluster.registry import live_names
 from replicas.process.settings import without_password
-from replicas.protocol.blocks import HASH_BYTES
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.events import Tier
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
     RECORD_FIELDS,
     blocks_key,
+    blocks_member,
     decode_record,
     record_fields,
     replica_key,
@@ -33,17 +35,22 @@ class IndexEntry(NamedTuple):
     """A hash that the index keeps, and how many tokens of the prompt it stands for."""
 
     num_tokens: int
-    block_hash: bytes
+    block_hash: BlockHash
 
 
 class Holding(NamedTuple):
-    """What one replica's set says: `num_tokens` of the prompt lie there, as far as the chain has no hole."""
+    """What one replica's set says: `num_tokens` of the prompt lie there, as far as the chain has no hole.
+
+    Of the entries, so many have their fastest copy in host memory or on disk; the others are on the device.
+    """
 
     model: str
     replica_id: ReplicaId
     has_set: bool
     num_entries: int
     num_tokens: int
+    num_in_host: int = 0
+    num_on_disk: int = 0
 
 
 def where(
@@ -75,7 +82,9 @@ def where(
 def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> list[Holding]:
     """At every live replica of one model, or of all. Raises RedisError."""
     places = []
-    members = [BLOCKS_MARKER, *(entry.block_hash for entry in entries)]
+    members = [BLOCKS_MARKER]
+    for tier in Tier:
+        members += [blocks_member(entry.block_hash, tier) for entry in entries]
     with redis.Redis.from_url(redis_url, socket_timeout=5, socket_connect_timeout=5, protocol=2) as client:
         for name, replica_id in live_names(client):
             if model not in (None, name):
@@ -85,8 +94,13 @@ def find(redis_url: str, model: str | None, entries: Sequence[IndexEntry]) -> li
                 if any(values):
                     epoch = decode_record(replica_id, record_fields(values)).epoch
                     key = blocks_key(name, replica_id, epoch)
-                    has_set, *held = map(bool, client.smismember(key, members))
-                    places.append(Holding(name, replica_id, has_set, sum(held), _depth(entries, held)))
+                    has_set, *answers = map(bool, client.smismember(key, members))
+                    size = len(entries)
+                    device, host, disk = (answers[at : at + size] for at in (0, size, 2 * size))
+                    held = list(map(any, zip(device, host, disk, strict=True)))
+                    depth = _depth(entries, held)
+                    holding = Holding(name, replica_id, has_set, sum(held), depth, sum(host), sum(disk))
+                    places.append(holding)
     return places
 
 
@@ -95,22 +109,25 @@ def render(places: Sequence[Holding], num_asked: int, *, has_depth: bool) -> str
     rows = [("MODEL", "REPLICA", "INDEX ENTRIES", *(("DEPTH",) if has_depth else ()))]
     for place in places:
         entries = f"{place.num_entries} of {num_asked}" if place.has_set else "no set"
+        tiers = ((place.num_in_host, "in host memory"), (place.num_on_disk, "on disk"))
+        below = ", ".join(f"{number} {tier}" for number, tier in tiers if number)
+        entries += f" ({below})" if below else ""
         depth = (f"{place.num_tokens} tokens",) if has_depth else ()
         rows.append((place.model, place.replica_id, entries, *depth))
     return "\n".join(align(rows))
 
 
-def _block_hash(text: str | None) -> bytes | None:
+def _block_hash(text: str | None) -> BlockHash | None:
     """A block hash in hex digits; None if it is something else."""
     try:
         value = bytes.fromhex(text or "")
     except ValueError:
         return None
-    return value if len(value) == HASH_BYTES else None
+    return BlockHash(value) if len(value) == HASH_BYTES else None
 
 
 def _entries(listed: Sequence[dict[str, Any]]) -> list[IndexEntry]:
-    return [IndexEntry(entry["num_tokens"], bytes.fromhex(entry["hash"])) for entry in listed]
+    return [IndexEntry(entry["num_tokens"], BlockHash(bytes.fromhex(entry["hash"]))) for entry in listed]
 
 
 def _depth(entries: Sequence[IndexEntry], held: Sequence[bool]) -> int:

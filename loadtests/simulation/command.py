@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from loadtests.arguments import count, number, positive, share
+from loadtests.arguments import count, number, positive, rate, share, size
 from loadtests.reports.report import Slo
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
-from loadtests.simulation.shape import ReplicaShape
+from loadtests.simulation.shape import ReplicaShape, TierShape
 from loadtests.simulation.summary import Summary, median, table
 from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
@@ -113,7 +113,29 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         help="whether a replica's load counts a request at its arrival, or only after the running step",
     )
     add("--index-stride", type=count, default=128, metavar="N", help="default: 128")
+    _add_tiers(parser)
     _add_delays(parser)
+
+
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--ram",
+        type=size,
+        metavar="SIZE",
+        help="host memory for KV, a replica (default: none)",
+    )
+    add("--disk", type=size, default=0, metavar="SIZE", help="disk for KV, a replica (default: none)")
+    add("--pull", type=rate, metavar="RATE", help="between replicas, as 10GB/s (default: no pulls)")
+    add(
+        "--host-rate",
+        type=rate,
+        default=25e9,
+        metavar="RATE",
+        help="device to host memory (default: 25GB/s)",
+    )
+    add("--disk-rate", type=rate, default=5e9, metavar="RATE", help="of the disk (default: 5GB/s)")
+    add("--write-rate", type=rate, metavar="RATE", help="most written to the disk (default: no bound)")
 
 
 def _add_delays(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +168,8 @@ def _add_accidents(parser: argparse.ArgumentParser) -> None:
         "--kill",
         action="append",
         default=[],
-        metavar="REPLICA@SECONDS[:BACK_AFTER]",
-        help="a replica dies, and comes back empty; repeatable",
+        metavar="REPLICA@SECONDS[:BACK_AFTER[:new]]",
+        help="a replica dies, and comes back with its disk, or new on another machine; repeatable",
     )
     add("--redis-down", action="append", default=[], metavar="FROM-TO", help="in seconds; repeatable")
     add("--no-announcements", action="store_true", help="routers hear of blocks only when they are computed")
@@ -276,6 +298,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         decodes_beside=arguments.decodes_beside,
         reads_shared_once=arguments.reads_shared_once,
         counts_arrivals=arguments.counts_arrivals,
+        tiers=_tiers(arguments, hardware.bytes_per_token),
     )
     try:
         options = FleetOptions(
@@ -310,6 +333,22 @@ def _policies(text: str) -> list[str]:
         if policy not in POLICIES:
             raise ClusterError(f"there is no policy {policy}; there are {', '.join(sorted(POLICIES))}")
     return policies
+
+
+def _tiers(arguments: argparse.Namespace, bytes_per_token: int) -> TierShape | None:
+    if arguments.ram is None:
+        if arguments.disk or arguments.pull:
+            raise ClusterError("--disk and --pull need --ram, through which KV moves")
+        return None
+    return TierShape(
+        bytes_per_token,
+        host_bytes=arguments.ram,
+        disk_bytes=arguments.disk,
+        host_bytes_per_second=arguments.host_rate,
+        disk_bytes_per_second=arguments.disk_rate,
+        pull_bytes_per_second=arguments.pull,
+        write_bytes_per_second=arguments.write_rate,
+    )
 
 
 def _parameters(arguments: argparse.Namespace) -> tuple[tuple[str, float | int | str], ...]:

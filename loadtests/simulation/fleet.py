@@ -16,6 +16,7 @@ from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
 from loadtests.simulation.request import HashedRequest, VirtualRequest
 from loadtests.simulation.router import VirtualRouter
+from loadtests.simulation.store import VirtualStore
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Patience, RetryPolicy, Tries
@@ -109,6 +110,8 @@ class VirtualFleet:
 
     def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
         """Serve all of them, to the end. Once per fleet."""
+        for host in self.hosts:
+            self._introduce(host)
         for kill in self._options.kills:
             self._at(kill.at, lambda kill=kill: self._kill(kill))  # type: ignore[misc]
         for outage in self._options.outages:
@@ -234,10 +237,33 @@ class VirtualFleet:
             virtual.announcement_id = routed.announcement.announcement_id
             host.announce(routed.announcement)
             self._publish(host)
-        host.replica.submit(virtual, self._now)
+        host.replica.submit(virtual, self._now, peer=self._peer(routed))
         if self._options.shape.counts_arrivals:
-            self._report(host, host.replica.report())
+            self._report(host, host.replica.report(self._now))
         self._plan_step(host, host.replica)
+        self._plan_moves(host, host.replica)
+
+    def _peer(self, routed: RoutedRequest) -> VirtualStore | None:
+        """Whom the replica should pull from, if it still lives."""
+        if routed.decision.pull_from is None:
+            return None
+        replica = self._host(routed.decision.pull_from).replica
+        return None if replica is None else replica.store
+
+    def _plan_moves(self, host: VirtualHost, replica: VirtualReplica) -> None:
+        ends_at = replica.moves_end_at
+        if ends_at is not None and (host.planned_moves_end is None or ends_at < host.planned_moves_end):
+            host.planned_moves_end = ends_at
+            self._at(ends_at, lambda: self._end_moves(host, replica, ends_at))
+
+    def _end_moves(self, host: VirtualHost, replica: VirtualReplica, ends_at: float) -> None:
+        if host.replica is not replica or host.planned_moves_end != ends_at:
+            return  # it died, or a move that ends sooner was planned since
+        host.planned_moves_end = None
+        host.observe(replica.end_moves(self._now))
+        self._publish(host)
+        self._plan_step(host, replica)
+        self._plan_moves(host, replica)
 
     def _plan_step(self, host: VirtualHost, replica: VirtualReplica) -> None:
         ends_at = replica.ends_at
@@ -262,6 +288,7 @@ class VirtualFleet:
         for virtual in outcome.finished:
             self._after(network, lambda virtual=virtual: self._see_end(virtual))  # type: ignore[misc]
         self._plan_step(host, replica)
+        self._plan_moves(host, replica)
 
     def _see_first_token(self, virtual: VirtualRequest) -> None:
         run = self._runs.get(virtual.number)
@@ -327,6 +354,8 @@ class VirtualFleet:
             return
         host.replica.crash(self._now)
         self._num_preemptions += host.replica.num_preemptions
+        if kill.keeps_disk and host.replica.store is not None:
+            host.left_on_disk = host.replica.store.directory.on_disk()
         host.die()
         for router in self.routers:
             router.remove(host)
@@ -347,13 +376,24 @@ class VirtualFleet:
             self._at(max([back_at, *ends]), lambda: self._bring_back(host))
 
     def _bring_back(self, host: VirtualHost) -> None:
-        host.start(VirtualReplica(self._options.shape, self._new_meter()))
+        replica = VirtualReplica(self._options.shape, self._new_meter(), host.left_on_disk)
+        host.left_on_disk = []
+        host.start(replica)
         host.is_coming = False
         for router in self.routers:
             router.add(host)
+        self._introduce(host)
         line, self._line = self._line, []
         for run in line:
             self._place(run)
+
+    def _introduce(self, host: VirtualHost) -> None:
+        """What a replica with tiers says before its first request: what it has found, and what moving takes."""
+        assert host.replica is not None
+        if host.replica.store is not None:
+            host.observe(host.replica.store.take_events())
+            self._publish(host)
+            self._report(host, host.replica.report(self._now))
 
     def _look_for_copies(self) -> None:
         kept = [host.kept for host in self.hosts]

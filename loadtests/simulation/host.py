@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from loadtests.simulation.replica import LoadReport, VirtualReplica
 from replicas.index.announcements import Announcements
 from replicas.index.residency import Residency
+from replicas.kvstore.directory import ChunkName
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.keys import Announcement, IndexChange
@@ -53,6 +54,10 @@ class VirtualHost:
         """Requests that came to this incarnation."""
         self.planned_end: float | None = None
         """The end of a step that somebody already waits for."""
+        self.planned_moves_end: float | None = None
+        """The end of a move of KV that is waited for."""
+        self.left_on_disk: list[ChunkName] = []
+        """While it is dead: what its next life will find."""
         self.num_lives = 0
         self._index_stride = index_stride
         self._residency: Residency | None = None
@@ -76,7 +81,7 @@ class VirtualHost:
         self.replica = replica
         self.num_lives += 1
         self.num_received = 0
-        self.planned_end = None
+        self.planned_end = self.planned_moves_end = None
         self._residency = Residency(replica.shape.block_size, self._index_stride)
         self._announcements = Announcements()
         self._last_change = 0
@@ -111,6 +116,8 @@ class VirtualHost:
             self._next_number(),
             added=net.added,
             removed=net.removed,
+            in_host=net.in_host,
+            on_disk=net.on_disk,
             announced=announced,
             ended=ended,
         )
@@ -118,12 +125,14 @@ class VirtualHost:
     def whole_set(self) -> IndexChange:
         """All that it holds and is about to make, in place of whatever was known."""
         assert self._residency is not None
-        self._residency.take_change()
+        whole = self._residency.take_all()
         return IndexChange(
             self.replica_id,
             self.epoch,
             self._next_number(),
-            added=tuple(self._residency.kept),
+            added=whole.added,
+            in_host=whole.in_host,
+            on_disk=whole.on_disk,
             cleared=True,
             announced=self._announcements.take_all(),
         )

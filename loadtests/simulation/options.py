@@ -30,11 +30,14 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The replica dies at a time, and comes back empty, if at all, `back_after` seconds later."""
+    """The replica dies at a time, and comes back, if at all, `back_after` seconds later: with its disk, or
+    without it, on another machine.
+    """
 
     replica: int
     at: float
     back_after: float | None = None
+    keeps_disk: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,18 @@ class FleetOptions:
 
 
 def parse_kill(text: str) -> Kill:
-    """REPLICA@SECONDS or REPLICA@SECONDS:BACK_AFTER. Raises ValueError."""
+    """REPLICA@SECONDS, with :BACK_AFTER, with :new if it is on another machine then. Raises ValueError."""
     try:
         replica, _, when = text.partition("@")
-        at, _, back_after = when.partition(":")
-        return Kill(int(replica), float(at), float(back_after) if back_after else None)
+        at, *rest = when.split(":")
+        if rest[1:] not in ([], ["new"]):
+            raise ValueError
+        return Kill(int(replica), float(at), float(rest[0]) if rest else None, keeps_disk=not rest[1:])
     except ValueError:
-        raise ValueError(f"a kill reads REPLICA@SECONDS or REPLICA@SECONDS:BACK_AFTER, not {text}") from None
+        raise ValueError(
+            f"a kill reads REPLICA@SECONDS, REPLICA@SECONDS:BACK_AFTER or REPLICA@SECONDS:BACK_AFTER:new,"
+            f" not {text}"
+        ) from None
 
 
 def parse_outage(text: str) -> Outage:

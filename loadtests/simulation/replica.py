@@ -6,6 +6,7 @@ every request just decodes are taken many at a time (`lockstep.py`), up to the n
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -14,11 +15,16 @@ from loadtests.simulation.lockstep import Lockstep
 from loadtests.simulation.request import VirtualRequest
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.step import Step, VirtualChunk, prefill_seconds
+from loadtests.simulation.store import PATIENCE, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
+from replicas.kvstore.directory import ChunkName
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
 
 _rank = attrgetter("rank")
+
+UNMEASURED_TOKEN_SECONDS = 1e-4
+"""What a token takes to compute, as long as no step has shown it."""
 
 
 class Meter(Protocol):
@@ -48,10 +54,19 @@ class StepOutcome:
 
 
 class VirtualReplica:
-    """`submit` and `advance` with the time that it is; `ends_at` says when to call `advance` next."""
+    """`submit` and `advance` with the time that it is; `ends_at` says when to call `advance` next.
 
-    def __init__(self, shape: ReplicaShape, meter: Meter) -> None:
+    With memory below the device, `moves_end_at` says when to call `end_moves` next. `restored` is what an
+    earlier life has left on disk.
+    """
+
+    def __init__(self, shape: ReplicaShape, meter: Meter, restored: Iterable[ChunkName] = ()) -> None:
         self.shape = shape
+        self.store = None if shape.tiers is None else VirtualStore(shape.tiers, shape.block_size, restored)
+        self._loading: list[VirtualRequest] = []
+        """They have blocks, into which KV is copied from host memory."""
+        self._completed: list[ChunkName] = []
+        """Chunks that the step computes."""
         self.pool = BlockPool(shape.num_blocks + 1)
         self.num_computed_tokens = 0
         """Prompt tokens that were computed, those of preempted requests each time."""
@@ -74,18 +89,27 @@ class VirtualReplica:
         return None if self._step is None else self._step.ends_at
 
     @property
+    def moves_end_at(self) -> float | None:
+        return None if self.store is None else self.store.ends_at
+
+    @property
     def num_requests(self) -> int:
-        return len(self._running) + len(self._waiting) + len(self._inbox)
+        return len(self._running) + len(self._loading) + len(self._waiting) + len(self._inbox)
 
     def accepts(self, request: VirtualRequest) -> bool:
         """Whether it can ever run: its known tokens must fit into the whole cache."""
         return request.num_tokens <= self.shape.capacity_tokens
 
-    def submit(self, request: VirtualRequest, now: float) -> None:
-        """Take a request. It is looked at when the step that is being computed has ended."""
+    def submit(self, request: VirtualRequest, now: float, *, peer: VirtualStore | None = None) -> None:
+        """Take a request. It is looked at when the step that is being computed has ended.
+
+        What `peer` has of its prompt may be pulled from there.
+        """
         assert self.accepts(request)
         limit = self.shape.capacity_tokens + 1 - request.num_prompt_tokens
         request.max_tokens = min(request.max_tokens, limit)
+        if self.store is not None:
+            self._bring(self.store, request, now, peer)
         self._inbox.append(request)
         step = self._step
         if step is None:
@@ -103,6 +127,14 @@ class VirtualReplica:
         self._start(now)
         return outcome
 
+    def end_moves(self, now: float) -> list[CacheEvent]:
+        """KV has come to where it was moved, and requests may have waited for it."""
+        assert self.store is not None
+        self.store.advance(now)
+        if self._step is None:
+            self._start(now)
+        return self._take_events()
+
     def crash(self, now: float) -> list[VirtualRequest]:
         """Everything stops. The requests that were here, with what they had produced so far."""
         step = self._step
@@ -112,7 +144,7 @@ class VirtualReplica:
             if request.is_decoding:
                 request.num_tokens = self._decoding.num_computed(request) + 1
         self._step = None
-        return self._running + self._waiting + self._inbox
+        return self._running + self._loading + self._waiting + self._inbox
 
     # A step begins.
 
@@ -129,6 +161,9 @@ class VirtualReplica:
         if self._owed_seconds and self._catch_up(step):
             return
         self._schedule(step)
+        if not step.chunks and not self._decoding.num_requests and self.moves_end_at is not None:
+            self._step = None  # all wait for KV that is on its way
+            return
         if step.chunks:
             seconds = prefill_seconds(self.shape.cost, step.chunks)
             if not self.shape.decodes_beside:
@@ -189,39 +224,122 @@ class VirtualReplica:
             self._decoding.note_growth(request)
 
     def _admit(self, step: Step, budget: int) -> None:
-        """One starts only if its whole prompt fits into what is free, even if its first chunk is smaller."""
-        block_size, pool = self.shape.block_size, self.pool
-        num_admitted = 0
-        while (
-            num_admitted < len(self._waiting) and budget > 0 and len(self._running) < self.shape.max_running
-        ):
-            request = self._waiting[num_admitted]
-            cached = self._find_cached(request)
-            num_missing = -(-request.num_tokens // block_size) - len(cached) + pool.num_free_among(cached)
-            if num_missing > pool.num_free:
+        """One starts only if its whole prompt fits into what is free, even if its first chunk is smaller.
+
+        One whose KV is on its way from disk or from a peer lets those behind it go first.
+        """
+        left: list[VirtualRequest] = []
+        for position, request in enumerate(self._waiting):
+            if budget <= 0 or len(self._running) + len(self._loading) >= self.shape.max_running:
+                left += self._waiting[position:]
                 break
-            pool.acquire(cached)
-            request.block_ids.extend(cached)
-            request.num_stored_blocks = len(cached)
-            request.num_computed = len(cached) * block_size
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = request.num_computed
-                request.num_cross_user_tokens = pool.writers.token_shares(
-                    request.hashes(len(cached)),
-                    request.user,
-                    block_size=block_size,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                ).cross_user
-            insort(self._running, request, key=_rank)
-            insort(self._prefilling, request, key=_rank)
-            num_tokens = min(request.num_left, budget)
-            allocated = self._allocate(request, request.num_computed + num_tokens)
-            assert allocated, "the whole prompt fits, but not its first chunk"
-            self._add_chunk(step, request, num_tokens)
-            budget -= num_tokens
-            self._num_waiting_tokens -= request.num_expected_tokens
-            num_admitted += 1
-        del self._waiting[:num_admitted]
+            cached = self._find_cached(request)
+            num_ready, is_more_coming = self._num_ready_blocks(request, len(cached), step.started_at)
+            if is_more_coming:
+                left.append(request)
+                continue
+            if not self._take_blocks(request, cached):
+                left += self._waiting[position:]
+                break
+            if num_ready > len(cached):
+                self._load(request, num_ready, step.started_at)
+            else:
+                self._count_cached(request)
+                budget -= self._begin_prefill(step, request, budget)
+        self._waiting = left
+
+    def _take_blocks(self, request: VirtualRequest, cached: list[int]) -> bool:
+        """Its cached blocks, if the rest of its prompt fits into what is free as well."""
+        pool = self.pool
+        num_missing = -(-request.num_tokens // self.shape.block_size) - len(cached)
+        if num_missing + pool.num_free_among(cached) > pool.num_free:
+            return False
+        pool.acquire(cached)
+        request.block_ids.extend(cached)
+        request.num_stored_blocks = len(cached)
+        request.num_computed = len(cached) * self.shape.block_size
+        self._num_waiting_tokens -= request.num_expected_tokens
+        return True
+
+    def _begin_prefill(self, step: Step, request: VirtualRequest, budget: int) -> int:
+        """Its first chunk of tokens, whose number it returns."""
+        insort(self._running, request, key=_rank)
+        insort(self._prefilling, request, key=_rank)
+        num_tokens = min(request.num_left, budget)
+        allocated = self._allocate(request, request.num_computed + num_tokens)
+        assert allocated, "the whole prompt fits, but not its first chunk"
+        self._add_chunk(step, request, num_tokens)
+        return num_tokens
+
+    def _count_cached(self, request: VirtualRequest) -> None:
+        """At its first start: what it need not compute, and whose that is."""
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed
+            request.num_cross_user_tokens = self.pool.writers.token_shares(
+                request.hashes(request.num_stored_blocks),
+                request.user,
+                block_size=self.shape.block_size,
+                num_prompt_tokens=request.num_prompt_tokens,
+            ).cross_user
+
+    # KV comes from below the device.
+
+    def _bring(
+        self, store: VirtualStore, request: VirtualRequest, now: float, peer: VirtualStore | None
+    ) -> None:
+        request.chunk_names = store.names(request.hashes(request.num_tokens // self.shape.block_size))
+        token_seconds = self._token_seconds
+        wait_seconds = self._num_waiting_tokens * token_seconds
+        way = store.bring(
+            request.chunk_names,
+            now,
+            num_device_blocks=len(self._find_cached(request)),
+            num_findable_blocks=self._num_findable_blocks(request),
+            wait_seconds=wait_seconds,
+            token_seconds=token_seconds,
+            peer=peer,
+        )
+        request.num_planned_tokens = way.num_ready_tokens
+        request.waits_until = now + PATIENCE * (wait_seconds + way.extra_seconds)
+
+    @property
+    def _token_seconds(self) -> float:
+        return self._meter.fill(LoadSnapshot()).prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS
+
+    def _num_ready_blocks(
+        self, request: VirtualRequest, num_cached_blocks: int, now: float
+    ) -> tuple[int, bool]:
+        """Its leading blocks on the device, and in host memory if they are sooner loaded than computed; and
+        whether it should wait for more."""
+        if self.store is None:
+            return num_cached_blocks, False
+        num_ready, is_more_coming = self.store.num_ready_blocks(
+            request.chunk_names, num_cached_blocks, self._num_findable_blocks(request)
+        )
+        num_loaded = num_ready - num_cached_blocks
+        compute_seconds = num_loaded * self.shape.block_size * self._token_seconds
+        if num_loaded and self.store.load_seconds(num_loaded, now) >= compute_seconds:
+            num_ready = num_cached_blocks
+        is_worth_waiting = num_ready * self.shape.block_size < request.num_planned_tokens
+        return num_ready, is_more_coming and is_worth_waiting and now < request.waits_until
+
+    def _load(self, request: VirtualRequest, num_ready_blocks: int, now: float) -> None:
+        """Copy its KV from host memory to new blocks; it is computed when that has ended."""
+        assert self.store is not None
+        num_cached_blocks = len(request.block_ids)
+        request.block_ids.extend(self.pool.allocate(num_ready_blocks - num_cached_blocks))
+        insort(self._loading, request, key=_rank)
+        self.store.load(
+            request.chunk_names, num_cached_blocks, num_ready_blocks, now, lambda: self._end_load(request)
+        )
+
+    def _end_load(self, request: VirtualRequest) -> None:
+        self._loading.remove(request)
+        self._store_up_to(request, len(request.block_ids), is_computed=False)
+        request.num_computed = len(request.block_ids) * self.shape.block_size
+        self._count_cached(request)
+        insort(self._running, request, key=_rank)
+        insort(self._prefilling, request, key=_rank)
 
     def _add_chunk(self, step: Step, request: VirtualRequest, num_tokens: int) -> None:
         """The blocks that it fills are shared at once: the whole batch writes before any of it reads."""
@@ -260,12 +378,16 @@ class VirtualReplica:
         insort(self._waiting, request, key=_rank)
 
     def _num_expected_tokens(self, request: VirtualRequest) -> int:
-        """What it would have to compute, by what is cached now."""
-        return request.num_tokens - len(self._find_cached(request)) * self.shape.block_size
+        """What it would have to compute, by what is cached now and what is being brought."""
+        num_cached_tokens = len(self._find_cached(request)) * self.shape.block_size
+        return request.num_tokens - max(num_cached_tokens, request.num_planned_tokens)
 
     def _find_cached(self, request: VirtualRequest) -> list[int]:
+        return self.pool.find_prefix(request.hashes(self._num_findable_blocks(request)))
+
+    def _num_findable_blocks(self, request: VirtualRequest) -> int:
         """The last token is always computed, since its logits are wanted."""
-        return self.pool.find_prefix(request.hashes((request.num_tokens - 1) // self.shape.block_size))
+        return (request.num_tokens - 1) // self.shape.block_size
 
     # A step ends.
 
@@ -298,7 +420,14 @@ class VirtualReplica:
             self._release(request)
         self.num_computed_tokens += num_prefilled
         self._measure(step, num_prefilled, num_decoded)
-        return StepOutcome(first_tokens, finished, self.pool.take_events(), self.report())
+        if self.store is not None:
+            self.store.copy_out(self._completed, step.ends_at)
+            self._completed.clear()
+        return StepOutcome(first_tokens, finished, self._take_events(), self.report(step.ends_at))
+
+    def _take_events(self) -> list[CacheEvent]:
+        events = self.pool.take_events()
+        return events if self.store is None else [*events, *self.store.take_events()]
 
     def _measure(self, step: Step, num_prefilled: int, num_decoded: int) -> None:
         seconds = step.ends_at - step.started_at
@@ -312,7 +441,7 @@ class VirtualReplica:
             frame = StepFrame(num_decode_tokens=num_decoded // step.num_steps)
             self._meter.observe(frame, step.decode_seconds / step.num_steps)
 
-    def report(self) -> LoadReport:
+    def report(self, now: float) -> LoadReport:
         """How busy it is. What is being computed counts as not computed yet."""
         num_pending_tokens, num_context_tokens = self._num_waiting_tokens, self._decoding.num_context_tokens
         counted_inbox = self._inbox if self.shape.counts_arrivals else ()
@@ -321,15 +450,19 @@ class VirtualReplica:
         for request in self._prefilling:
             num_context_tokens += request.num_computed
             num_pending_tokens += request.num_left
+        for request in self._loading:
+            num_pending_tokens += request.num_tokens - len(request.block_ids) * self.shape.block_size
         load = LoadSnapshot(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(counted_inbox),
+            num_waiting=len(self._waiting) + len(self._loading) + len(counted_inbox),
             num_pending_tokens=num_pending_tokens,
             num_context_tokens=num_context_tokens - self._decoding.num_requests,
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_cached,
             num_total_blocks=self.pool.num_usable,
         )
+        if self.store is not None:
+            load = self.store.fill(load, now)
         return LoadReport(self._meter.fill(load), self._num_added + len(counted_inbox))
 
     # Prices.
@@ -357,13 +490,15 @@ class VirtualReplica:
 
     # Blocks.
 
-    def _store_up_to(self, request: VirtualRequest, num_blocks: int) -> None:
+    def _store_up_to(self, request: VirtualRequest, num_blocks: int, *, is_computed: bool = True) -> None:
         """Share full blocks, in two events if the prompt's last full block lies inside."""
         first, prompt_end = request.num_stored_blocks, request.num_prompt_tokens // self.shape.block_size
         if first >= num_blocks:
             return
         request.num_stored_blocks = num_blocks
         hashes = request.hashes(num_blocks)
+        if self.store is not None and is_computed:
+            self._completed += self.store.names(hashes, first // self.store.blocks_per_chunk)
         for start, end in ((first, min(num_blocks, prompt_end)), (max(first, prompt_end), num_blocks)):
             if start < end:
                 self.pool.store(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtests.workloads import TraceRequest, Workload
+from replicas.kvstore.directory import ChunkName
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from router.routing.bucket import BUCKET_TOKENS, bucket_of
@@ -71,6 +72,7 @@ class VirtualRequest:
         "announcement_id",
         "block_hashes",
         "block_ids",
+        "chunk_names",
         "is_decoding",
         "kv_offset",
         "max_tokens",
@@ -78,6 +80,7 @@ class VirtualRequest:
         "num_computed",
         "num_cross_user_tokens",
         "num_expected_tokens",
+        "num_planned_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_stored_blocks",
@@ -87,6 +90,7 @@ class VirtualRequest:
         "rank",
         "stint",
         "user",
+        "waits_until",
     )
 
     def __init__(
@@ -108,6 +112,12 @@ class VirtualRequest:
         self.announcement_id: int | None = None
         """While what it will make is announced."""
         self.block_ids: list[int] = []
+        self.chunk_names: list[ChunkName] = []
+        """Of what it may find cached, where there is memory below the device."""
+        self.num_planned_tokens = 0
+        """Those that are brought to the device while it waits."""
+        self.waits_until = 0.0
+        """Then it is computed without what has not come."""
         self.rank = 0
         self.stint = 0
         """Grows whenever it stops to decode, so that what was noted for before is known to be void."""

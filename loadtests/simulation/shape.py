@@ -1,4 +1,4 @@
-"""ReplicaShape: the size and the habits of a simulated replica.
+"""ReplicaShape and TierShape: the size and the habits of a simulated replica.
 
 Owns what they are called. Does not know what a replica does with them.
 """
@@ -6,6 +6,28 @@ Owns what they are called. Does not know what a replica does with them.
 from dataclasses import dataclass
 
 from replicas.simulated_engine.hardware import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class TierShape:
+    """What one replica has below its device, and how fast KV moves there.
+
+    `host_bytes_per_second` is one way between device and host memory, `pull_bytes_per_second` one way
+    between two replicas; without it none pulls.
+    """
+
+    bytes_per_token: int
+    host_bytes: float
+    disk_bytes: float = 0.0
+    chunk_tokens: int = 128
+    host_bytes_per_second: float = 25e9
+    disk_bytes_per_second: float = 5e9
+    pull_bytes_per_second: float | None = None
+    write_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.host_bytes_per_second, self.disk_bytes_per_second) <= 0:
+            raise ValueError("KV moves at more than 0 bytes a second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +49,7 @@ class ReplicaShape:
     decodes_beside: bool = False
     reads_shared_once: bool = False
     counts_arrivals: bool = True
+    tiers: TierShape | None = None
 
     @property
     def capacity_tokens(self) -> int:

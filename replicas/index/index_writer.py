@@ -19,16 +19,16 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from replicas.index.announcements import Announcements
 from replicas.index.redis_room import NoRoom, RedisRoom
-from replicas.index.residency import Residency
+from replicas.index.residency import NetChange, Residency
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
@@ -38,6 +38,7 @@ from replicas.protocol.keys import (
     Announcement,
     IndexChange,
     blocks_key,
+    blocks_member,
     encode_change,
     events_key,
 )
@@ -256,7 +257,7 @@ class IndexWriter:
                     if self._must_rewrite:
                         await self._write_whole_set()
                     else:
-                        await self._write_change(self._take_change())
+                        await self._write_change(*self._take_change())
                 except BaseException:  # whatever it was, the write may have got halfway
                     self._must_rewrite = True
                     self._unwritten_since = since
@@ -276,13 +277,22 @@ class IndexWriter:
                 self._unwritten_since = self._clock()
             self._wanted.set()
 
-    def _take_change(self) -> list[IndexChange]:
+    def _take_change(self) -> tuple[list[IndexChange], Mapping[BlockHash, Tier]]:
+        """The changes, and in which tier the set has what they name and it has already."""
         kept = self._residency.take_change()
         announced, ended = self._announcements.take_change()
-        return self._change(added=kept.added, removed=kept.removed, announced=announced, ended=ended)
+        changes = self._change(
+            added=kept.added,
+            removed=kept.removed,
+            in_host=kept.in_host,
+            on_disk=kept.on_disk,
+            announced=announced,
+            ended=ended,
+        )
+        return changes, kept.before
 
-    async def _write_change(self, changes: Sequence[IndexChange]) -> None:
-        if not any(change.added or change.removed for change in changes):
+    async def _write_change(self, changes: Sequence[IndexChange], before: Mapping[BlockHash, Tier]) -> None:
+        if not any(map(_num_hashes, changes)):
             for change in changes:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
                     await self._append(self._redis, change)
@@ -291,10 +301,12 @@ class IndexWriter:
         async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.sismember(self._blocks_key, BLOCKS_MARKER)  # type: ignore[arg-type]
             for change in changes:
-                if change.removed:
-                    pipeline.srem(self._blocks_key, *change.removed)
-                if change.added:
-                    pipeline.sadd(self._blocks_key, *change.added)
+                held = _held(change)
+                moved = [(each, before[each]) for each in (*change.removed, *held) if each in before]
+                if moved:
+                    pipeline.srem(self._blocks_key, *(blocks_member(*each) for each in moved))
+                if held:
+                    pipeline.sadd(self._blocks_key, *(blocks_member(*each) for each in held.items()))
                 self._append(pipeline, change)
             # Were the set lost and we to die now, what this leaves would else stay for ever.
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
@@ -305,8 +317,7 @@ class IndexWriter:
 
     async def _write_whole_set(self) -> None:
         """Build the set under another name, piece by piece, and put it in place at once."""
-        self._residency.take_change()
-        hashes = tuple(self._residency.kept)
+        whole = self._residency.take_all()
         announced = self._announcements.take_all()
         self._must_rewrite = False  # a wish to rewrite that comes during the writing counts again
         async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
@@ -314,10 +325,16 @@ class IndexWriter:
             pipeline.sadd(self._building_key, BLOCKS_MARKER)
             pipeline.pexpire(self._building_key, self._set_ttl_ms)
             await pipeline.execute()
-        for chunk in _chunks(hashes, HASHES_PER_CHANGE):
+        for some in _chunks(tuple(_held(whole).items()), HASHES_PER_CHANGE):
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                await self._redis.sadd(self._building_key, *chunk)
-        changes = self._change(added=hashes, announced=announced, cleared=True)
+                await self._redis.sadd(self._building_key, *(blocks_member(*each) for each in some))
+        changes = self._change(
+            added=whole.added,
+            in_host=whole.in_host,
+            on_disk=whole.on_disk,
+            announced=announced,
+            cleared=True,
+        )
         async with asyncio.timeout(TIMEOUT_SECONDS), self._redis.pipeline(transaction=True) as pipeline:
             pipeline.rename(self._building_key, self._blocks_key)
             pipeline.pexpire(self._blocks_key, self._set_ttl_ms)
@@ -349,29 +366,49 @@ class IndexWriter:
             await self._room.appended(sum(map(_num_bytes, changes)))
 
 
+def _held(change: IndexChange | NetChange) -> dict[BlockHash, Tier]:
+    """What the set has after the change, of what it names."""
+    return {
+        **dict.fromkeys(change.added, Tier.DEVICE),
+        **dict.fromkeys(change.in_host, Tier.HOST),
+        **dict.fromkeys(change.on_disk, Tier.DISK),
+    }
+
+
+def _num_hashes(change: IndexChange) -> int:
+    """Those that concern the set."""
+    return len(change.added) + len(change.removed) + len(change.in_host) + len(change.on_disk)
+
+
+def _num_announced(change: IndexChange) -> int:
+    return sum(len(announcement.block_hashes) for announcement in change.announced)
+
+
 def _num_bytes(change: IndexChange) -> int:
-    num_hashes = len(change.added) + len(change.removed)
-    num_hashes += sum(len(announcement.block_hashes) for announcement in change.announced)
-    return ENTRY_BYTES + HASH_BYTES * num_hashes
+    return ENTRY_BYTES + HASH_BYTES * (_num_hashes(change) + _num_announced(change))
 
 
 def _split(change: IndexChange) -> list[IndexChange]:
     """The same change in bites, in the order in which its parts apply, numbered from its number on."""
-    num_announced = sum(len(announcement.block_hashes) for announcement in change.announced)
-    if len(change.added) + len(change.removed) + num_announced <= HASHES_PER_CHANGE:
+    if _num_hashes(change) + _num_announced(change) <= HASHES_PER_CHANGE:
         return [change]
-    bare = replace(change, added=(), removed=(), cleared=False, announced=(), ended=())
-    parts = [replace(bare, removed=chunk) for chunk in _chunks(change.removed, HASHES_PER_CHANGE)]
-    parts += [replace(bare, added=chunk) for chunk in _chunks(change.added, HASHES_PER_CHANGE)]
+    bare = IndexChange(change.replica_id, change.epoch, change.number)
+    parts = [replace(bare, removed=some) for some in _chunks(change.removed, HASHES_PER_CHANGE)]
+    parts += [replace(bare, added=some) for some in _chunks(change.added, HASHES_PER_CHANGE)]
+    parts += [replace(bare, in_host=some) for some in _chunks(change.in_host, HASHES_PER_CHANGE)]
+    parts += [replace(bare, on_disk=some) for some in _chunks(change.on_disk, HASHES_PER_CHANGE)]
     parts += [replace(bare, announced=group) for group in _groups(change.announced, HASHES_PER_CHANGE)]
     parts[0] = replace(parts[0], cleared=change.cleared)
     parts[-1] = replace(parts[-1], ended=change.ended)
     return [replace(part, number=number) for number, part in enumerate(parts, change.number)]
 
 
-def _chunks(hashes: tuple[BlockHash, ...], size: int) -> Iterator[tuple[BlockHash, ...]]:
-    for at in range(0, len(hashes), size):
-        yield hashes[at : at + size]
+_T = TypeVar("_T")
+
+
+def _chunks(items: tuple[_T, ...], size: int) -> Iterator[tuple[_T, ...]]:
+    for at in range(0, len(items), size):
+        yield items[at : at + size]
 
 
 def _groups(announced: tuple[Announcement, ...], size: int) -> Iterator[tuple[Announcement, ...]]:

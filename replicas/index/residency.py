@@ -11,9 +11,11 @@ that tier's events alone. A hash is kept while at least one copy is resident, wh
 The second reason belongs to the hash, not to the copy that brought it. So copies are counted for every
 hash, kept or not: else the removal of the copy that ended a prompt would make the index forget a hash
 of which a copy, stored without that flag, is still there. The counts are bounded by the blocks of all tiers.
+
+Of a kept hash the index says in which tier its fastest copy lies, since that is what reading it takes.
 """
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
@@ -23,10 +25,17 @@ from replicas.protocol.keys import is_indexed
 
 @dataclass(frozen=True, slots=True)
 class NetChange:
-    """What turned one set of kept hashes into another: `added` and `removed` are disjoint."""
+    """What turned one state of the kept hashes into another; each hash is in one part at most.
+
+    `added`, `in_host` and `on_disk` name those whose fastest copy lies now on the device, in host memory or
+    on disk, and did not before. `before` says where it lay, of all hashes named here that were kept before.
+    """
 
     added: tuple[BlockHash, ...]
+    in_host: tuple[BlockHash, ...]
+    on_disk: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
+    before: Mapping[BlockHash, Tier]
 
 
 class Residency:
@@ -34,14 +43,21 @@ class Residency:
         self._block_size = block_size
         self._index_stride = index_stride
         self._copies: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in Tier}
-        self._kept: set[BlockHash] = set()
-        self._added: set[BlockHash] = set()
-        self._removed: set[BlockHash] = set()
+        self._fastest: dict[BlockHash, Tier] = {}
+        self._taken: dict[BlockHash, Tier] = {}
+        """`_fastest` at the last take."""
+        self._changed: set[BlockHash] = set()
+        """Where the two differ."""
 
     @property
     def kept(self) -> Set[BlockHash]:
         """The hashes that the index should hold now."""
-        return self._kept
+        return self._fastest.keys()
+
+    @property
+    def fastest(self) -> Mapping[BlockHash, Tier]:
+        """The tier of the fastest copy of each kept hash."""
+        return self._fastest
 
     def num_resident(self, tier: Tier) -> int:
         """Distinct hashes with at least one copy in this tier."""
@@ -49,7 +65,7 @@ class Residency:
 
     @property
     def has_change(self) -> bool:
-        return bool(self._added or self._removed)
+        return bool(self._changed)
 
     def observe(self, events: Iterable[CacheEvent]) -> int:
         """Count events, in order. Returns how many removals named a hash that was not there."""
@@ -64,15 +80,31 @@ class Residency:
                     cleared = self._copies[tier]
                     self._copies[tier] = {}
                     for block_hash in cleared:
-                        self._forget_unless_resident(block_hash)
+                        self._has_left(block_hash)
         return num_unknown
 
+    def take_all(self) -> NetChange:
+        """All kept hashes, as what has become of none."""
+        self._changed = set(self._fastest)
+        self._taken.clear()
+        return self.take_change()
+
     def take_change(self) -> NetChange:
-        """What became of `kept` since the last take: a hash that came and went is in neither part."""
-        change = NetChange(tuple(self._added), tuple(self._removed))
-        self._added.clear()
-        self._removed.clear()
-        return change
+        """What has become of the kept hashes since the last take: one that came and went is nowhere in it."""
+        now: dict[Tier | None, list[BlockHash]] = {tier: [] for tier in (None, *Tier)}
+        before: dict[BlockHash, Tier] = {}
+        for block_hash in self._changed:
+            taken = self._taken.pop(block_hash, None)
+            if taken is not None:
+                before[block_hash] = taken
+            tier = self._fastest.get(block_hash)
+            now[tier].append(block_hash)
+            if tier is not None:
+                self._taken[block_hash] = tier
+        self._changed.clear()
+        return NetChange(
+            tuple(now[Tier.DEVICE]), tuple(now[Tier.HOST]), tuple(now[Tier.DISK]), tuple(now[None]), before
+        )
 
     def _store(self, event: BlockStored) -> None:
         copies = self._copies[event.tier]
@@ -81,8 +113,12 @@ class Residency:
             copies[block_hash] = copies.get(block_hash, 0) + 1
             position = event.first_block_index + offset
             ends_prompt = event.ends_prompt and offset == last
-            if ends_prompt or is_indexed(position, self._block_size, self._index_stride):
-                self._keep(block_hash)
+            if (
+                ends_prompt
+                or block_hash in self._fastest
+                or is_indexed(position, self._block_size, self._index_stride)
+            ):
+                self._set_fastest(block_hash)
 
     def _remove(self, block_hash: BlockHash, tier: Tier) -> bool:
         copies = self._copies[tier]
@@ -93,23 +129,21 @@ class Residency:
             copies[block_hash] = num_copies - 1
             return True
         del copies[block_hash]
-        self._forget_unless_resident(block_hash)
+        self._has_left(block_hash)
         return True
 
-    def _keep(self, block_hash: BlockHash) -> None:
-        if block_hash in self._kept:
-            return
-        self._kept.add(block_hash)
-        if block_hash in self._removed:
-            self._removed.discard(block_hash)
-        else:
-            self._added.add(block_hash)
+    def _has_left(self, block_hash: BlockHash) -> None:
+        """The last copy in one tier is gone."""
+        if block_hash in self._fastest:
+            self._set_fastest(block_hash)
 
-    def _forget_unless_resident(self, block_hash: BlockHash) -> None:
-        if block_hash not in self._kept or any(block_hash in copies for copies in self._copies.values()):
-            return
-        self._kept.discard(block_hash)
-        if block_hash in self._added:
-            self._added.discard(block_hash)
+    def _set_fastest(self, block_hash: BlockHash) -> None:
+        tier = next((tier for tier, copies in self._copies.items() if block_hash in copies), None)
+        if tier is None:
+            del self._fastest[block_hash]
         else:
-            self._removed.add(block_hash)
+            self._fastest[block_hash] = tier
+        if tier is self._taken.get(block_hash):
+            self._changed.discard(block_hash)
+        else:
+            self._changed.add(block_hash)

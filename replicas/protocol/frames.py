@@ -203,6 +203,10 @@ class TokenDelta(Struct, frozen=True, array_like=True):
 class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     """How busy a replica is. Rates and times are measured from its own steps; 0.0 means not yet known.
 
+    A replica with memory below its device says what bringing a token's KV to the device takes, from host
+    memory, and to host memory, from disk or from a peer; `move_backlog_seconds` is how long what moves
+    already takes.
+
     `num_pending_tokens` are prompt tokens of admitted requests that are still to be computed.
     `num_context_tokens` are the tokens held by running requests.
     """
@@ -216,6 +220,10 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     num_total_blocks: NumBlocks = 0
     prefill_seconds_per_token: Seconds = 0.0
     decode_step_seconds: Seconds = 0.0
+    host_seconds_per_token: Seconds = 0.0
+    disk_seconds_per_token: Seconds = 0.0
+    pull_seconds_per_token: Seconds = 0.0
+    move_backlog_seconds: Seconds = 0.0
 
 
 class StepFrame(Struct, frozen=True, array_like=True):

@@ -4,7 +4,8 @@ Owns every byte that goes into or comes out of Redis; the connections are its ca
 
 All keys of one model share a hash tag, so they live in one slot of a Redis cluster and can change in
 one transaction. `blocks` sets carry one marker member that is no hash, so that an empty set still
-exists and a lost one is noticed.
+exists and a lost one is noticed. Every other member is a hash, with a mark behind it if the fastest copy
+of that block lies in host memory or on disk.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from replicas.protocol.bounds import (
     parsed_number,
     shown,
 )
+from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
@@ -35,6 +37,11 @@ ID_BYTES = 8
 
 BLOCKS_MARKER = b"\x00"
 """The member of every blocks set that is no hash."""
+
+TIER_MARKS = {Tier.DEVICE: b"", Tier.HOST: b"h", Tier.DISK: b"d"}
+"""What follows the hash in a member of a blocks set."""
+
+_TIERS_BY_MARK = {mark: tier for tier, mark in TIER_MARKS.items()}
 
 RECORD_FIELDS = (
     *("epoch", "address", "state", "card_digest", "last_change", "load", "order", "beat"),
@@ -61,8 +68,22 @@ def replica_key(model: str, replica_id: ReplicaId) -> str:
 
 
 def blocks_key(model: str, replica_id: ReplicaId, epoch: Epoch) -> str:
-    """Set of the block hashes that this incarnation holds and the index keeps."""
+    """Set of the block hashes that this incarnation holds and the index keeps, as `blocks_member` writes
+    them."""
     return f"{PREFIX}:{{{model}}}:blocks:{replica_id}:{epoch}"
+
+
+def blocks_member(block_hash: BlockHash, tier: Tier) -> bytes:
+    """The member of a blocks set for a hash whose fastest copy lies in this tier."""
+    return block_hash + TIER_MARKS[tier]
+
+
+def decode_blocks_member(member: bytes) -> tuple[BlockHash, Tier] | None:
+    """None for what is no hash with or without a mark."""
+    tier = _TIERS_BY_MARK.get(member[HASH_BYTES:])
+    if tier is None or len(member) < HASH_BYTES:
+        return None
+    return BlockHash(member[:HASH_BYTES]), tier
 
 
 def registrations_key(model: str) -> str:
@@ -203,7 +224,10 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class IndexChange:
-    """One step's change to one replica's blocks set: `cleared` first, then `removed`, then `added`.
+    """One step's change to one replica's blocks set: `cleared` first, then `removed`, then the rest.
+
+    `added`, `in_host` and `on_disk` are hashes that the set has from now on, by where the fastest copy of
+    their block lies: on the device, in host memory, on disk. One that it has already moves there.
 
     `announced` and then `ended` follow: announcements that begin, and the ids of those that are over.
     Announcements are no part of the set; `cleared` ends all of the replica's. Numbered from 1 per epoch
@@ -218,6 +242,8 @@ class IndexChange:
     cleared: bool = False
     announced: tuple[Announcement, ...] = ()
     ended: tuple[int, ...] = ()
+    in_host: tuple[BlockHash, ...] = ()
+    on_disk: tuple[BlockHash, ...] = ()
 
 
 def encode_change(change: IndexChange) -> dict[str, str | bytes]:
@@ -229,6 +255,10 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
         "removed": b"".join(change.removed),
         "cleared": "1" if change.cleared else "0",
     }
+    if change.in_host:
+        fields["in_host"] = b"".join(change.in_host)
+    if change.on_disk:
+        fields["on_disk"] = b"".join(change.on_disk)
     if change.announced:
         fields["announced"] = b"".join(map(_pack_announcement, change.announced))
     if change.ended:
@@ -237,8 +267,8 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
 
 
 def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
-    """Raises ValueError if a field is missing, unreadable or out of bounds; without announcements it has no
-    such fields."""
+    """Raises ValueError if a field is missing, unreadable or out of bounds. Without announcements or tiers
+    below the device it has no such fields."""
     num_bytes = sum(map(len, fields.values()))
     if num_bytes > MAX_HASHES_PER_CHANGE * HASH_BYTES:
         raise ValueError(f"an index change has {num_bytes} bytes, which is too many")
@@ -249,6 +279,8 @@ def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
             number=parsed_number(fields[b"number"]),
             added=split_hashes(fields[b"added"]),
             removed=split_hashes(fields[b"removed"]),
+            in_host=split_hashes(fields.get(b"in_host", b"")),
+            on_disk=split_hashes(fields.get(b"on_disk", b"")),
             cleared=fields[b"cleared"] == b"1",
             announced=tuple(_unpack_announcements(fields.get(b"announced", b""))),
             ended=_unpack_ids(fields.get(b"ended", b"")),

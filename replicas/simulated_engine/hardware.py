@@ -52,23 +52,24 @@ FREE = CostModel(a=0.0, b=0.0, c=0.0, d0=0.0, d1=0.0)
 @dataclass(frozen=True, slots=True)
 class SimulatedHardware:
     """`cache_tokens` is what the memory holds beside the weights, `max_batched_tokens` what a step computes
-    where no setting says otherwise.
+    where no setting says otherwise, `bytes_per_token` what the KV of a token takes.
     """
 
     cost: CostModel
     cache_tokens: int
     max_batched_tokens: int
+    bytes_per_token: int
 
 
 HARDWARE: Mapping[str, SimulatedHardware] = {
     # Llama-3.1-8B in bfloat16 on one H100: 128 KiB of KV a token.
     "h100-8b": SimulatedHardware(
-        CostModel(a=0.018, b=3.08e-5, c=9.4e-10, d0=7.7e-3, d1=7.6e-8), 430_000, 8192
+        CostModel(a=0.018, b=3.08e-5, c=9.4e-10, d0=7.7e-3, d1=7.6e-8), 430_000, 8192, 128 * 1024
     ),
     # Llama-3.1-70B on four: 320 KiB a token.
     "h100x4-70b": SimulatedHardware(
-        CostModel(a=0.022, b=6.76e-5, c=1.24e-9, d0=18e-3, d1=4.8e-8), 418_000, 8192
+        CostModel(a=0.022, b=6.76e-5, c=1.24e-9, d0=18e-3, d1=4.8e-8), 418_000, 8192, 320 * 1024
     ),
     # No machine: for measuring everything else.
-    "instant": SimulatedHardware(FREE, 131_072, 2048),
+    "instant": SimulatedHardware(FREE, 131_072, 2048, 128 * 1024),
 }

@@ -28,9 +28,17 @@ from redis.exceptions import RedisError, ResponseError
 from replicas.process.cancellation import raise_if_cancelled
 from replicas.process.complaints import Complaints
 from replicas.process.plain_redis import plain_redis
-from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.blocks import BlockHash
 from replicas.protocol.bounds import parsed_number
-from replicas.protocol.keys import BLOCKS_MARKER, ReplicaRecord, blocks_key, decode_change, events_key
+from replicas.protocol.events import Tier
+from replicas.protocol.keys import (
+    BLOCKS_MARKER,
+    ReplicaRecord,
+    blocks_key,
+    decode_blocks_member,
+    decode_change,
+    events_key,
+)
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.holders import StagedHashes
 from router.routing.overlap import ChangeOutcome, PrefixIndex
@@ -311,12 +319,11 @@ class IndexMirror:
                 cursor, some = await client.sscan(key, cursor, count=HASHES_PER_SCAN)
             members = cast("list[bytes]", some)
             is_there = is_there or BLOCKS_MARKER in members
-            hashes = [BlockHash(member) for member in members if len(member) == HASH_BYTES]
-            num_foreign += len(members) - len(hashes) - members.count(BLOCKS_MARKER)
-            num_read += len(hashes)
+            num_hashes = _stage(members, staged)
+            num_foreign += len(members) - num_hashes - members.count(BLOCKS_MARKER)
+            num_read += num_hashes
             if num_read > MAX_HASHES_PER_REPLICA:
                 raise ResponseError(f"more than {MAX_HASHES_PER_REPLICA} hashes")
-            staged.add(hashes)
             if cursor == 0:
                 break
         if num_foreign:
@@ -357,6 +364,19 @@ class IndexMirror:
         missed = record.last_change - self._index.last_change(record.replica_id)
         if missed > 0 or num_hashes != self._index.num_stored(record.replica_id):
             self._unread.setdefault(record.replica_id, Contained(record.epoch, record.last_change))
+
+
+def _stage(members: Sequence[bytes], staged: StagedHashes) -> int:
+    """How many of the members are hashes."""
+    by_tier: dict[Tier, list[BlockHash]] = {tier: [] for tier in Tier}
+    for member in members:
+        decoded = decode_blocks_member(member)
+        if decoded is not None:
+            block_hash, tier = decoded
+            by_tier[tier].append(block_hash)
+    for tier, hashes in by_tier.items():
+        staged.add(hashes, tier)
+    return sum(map(len, by_tier.values()))
 
 
 def _last_id(info: Mapping[str, Any]) -> StreamId:

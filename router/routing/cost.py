@@ -3,21 +3,28 @@
 Owns the arithmetic and its parameters. Knows no policy: who is asked, and what happens with near-ties,
 is decided in `decision.py`.
 
-    cost(r) = wait(r) + prefill(uncached at r)
-            + delay_price * requests at r * prefill(uncached at r)
-            + room_price * fill(r) * uncached at r * the fleet's seconds per token
+    cost(r) = max(wait(r), move(ready at r)) + prefill(rest)
+            + delay_price * requests at r * prefill(rest)
+            + room_price * fill(r) * new on r's device * the fleet's seconds per token
 
 The first two terms are the expected time to first token. The third is what other requests lose: those that
 decode at r, and those that wait there, stand still while the prompt is computed. Long prompts therefore
 gather where they disturb few, and short ones pass them by. The last is the price of room in r's cache:
 what is computed there evicts something else, the more surely the fuller the cache is. So a full fleet
-pays for copies of what another replica holds, and while there is room, sessions spread into it.
+pays for copies of what another replica holds, and while there is room, sessions spread into it. Where
+what is evicted can be fetched back from host memory, a token's room costs no more than fetching it does.
+
+How much of the prompt is *ready* when its turn comes is a choice, and the cheapest counts: what lies on
+the device alone, or also what lies in host memory, on disk, or deeper at a peer. KV moves while the request
+waits, and takes no time of the engine's, so only a move that is longer than the queue delays it. What it
+takes is the replica's own measurement; a way whose speed is unknown is never taken.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
+from replicas.protocol.ways import MoveSpeeds, Reach, cheapest_way
 from router.routing.load import ReplicaLoad
 
 SPEED_BAND = 2.0
@@ -68,14 +75,26 @@ class FleetRates(NamedTuple):
 
 
 class Cost(NamedTuple):
+    """`num_ready_tokens` is what it is cheapest to have on the device when the computing begins, and
+    `move_seconds` how much longer than the queue bringing it there takes.
+    """
+
     wait_seconds: float
     prefill_seconds: float
     delay_seconds: float
     room_seconds: float
+    move_seconds: float = 0.0
+    num_ready_tokens: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.wait_seconds + self.prefill_seconds + self.delay_seconds + self.room_seconds
+        return (
+            self.wait_seconds
+            + self.move_seconds
+            + self.prefill_seconds
+            + self.delay_seconds
+            + self.room_seconds
+        )
 
 
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
@@ -95,26 +114,42 @@ def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> Fle
 def cost_of(
     load: ReplicaLoad,
     *,
-    num_uncached_tokens: int,
+    num_tokens: int,
+    reach: Reach,
     rates: FleetRates,
     parameters: CostParameters,
 ) -> Cost:
-    """The cost of `num_uncached_tokens` at a replica that is this busy.
+    """The cost of a prompt of `num_tokens` at a replica that is this busy and has so much of it.
 
     Each request that runs or waits there delays this one by a decode step, since their steps share their
     time: of two replicas with equal caches and queues the one with the smaller batch is cheaper.
     """
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
-    prefill_seconds = num_uncached_tokens * rate
+    wait_seconds = load.num_pending_tokens * rate + load.num_requests * step
+    way = cheapest_way(
+        reach,
+        MoveSpeeds(
+            load.host_seconds_per_token,
+            load.disk_seconds_per_token,
+            load.pull_seconds_per_token,
+            load.move_backlog_seconds,
+        ),
+        wait_seconds=wait_seconds,
+        token_seconds=rate * (1.0 + parameters.delay_price * load.num_requests),
+    )
+    prefill_seconds = (num_tokens - way.num_ready_tokens) * rate
+    room_rate = rates.prefill_seconds_per_token
+    if load.host_seconds_per_token is not None:
+        fetch = min(room_rate, load.host_seconds_per_token)
+        room_rate = fetch + load.used_fill**0.5 * (room_rate - fetch)
     return Cost(
-        load.num_pending_tokens * rate + load.num_requests * step,
+        wait_seconds,
         prefill_seconds,
         parameters.delay_price * load.num_requests * prefill_seconds,
-        parameters.room_price
-        * max(load.cache_fill, LEAST_FILL)
-        * num_uncached_tokens
-        * rates.prefill_seconds_per_token,
+        parameters.room_price * max(load.cache_fill, LEAST_FILL) * (num_tokens - reach.device) * room_rate,
+        way.extra_seconds,
+        way.num_ready_tokens,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import Reach
 from router.routing.bucket import AffinityOrder, AffinityRanking
 from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
 from router.routing.levels import Overlaps, Slots
@@ -82,21 +83,28 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
 
 
 class Candidate(NamedTuple):
-    """A replica that was considered. `rank` is its place in the affinity order, 0 for home."""
+    """A replica that was considered. `rank` is its place in the affinity order, 0 for home.
+
+    `overlap_tokens` need no computing there: those that it is cheapest to have ready.
+    """
 
     replica_id: ReplicaId
     rank: int
     overlap_tokens: int
     load: ReplicaLoad
     cost: Cost
+    reach: Reach
 
 
 class Decision(msgspec.Struct, frozen=True):
+    """`pull_from` is the peer from which the replica should pull what it lacks of the overlap."""
+
     replica_id: ReplicaId
     overlap_tokens: int
     reason: DecisionReason
     rank: int
     candidates: tuple[Candidate, ...]
+    pull_from: ReplicaId | None = None
 
 
 def decide(
@@ -122,6 +130,7 @@ def decide(
         reason=_reason(chosen, candidates),
         rank=chosen.rank,
         candidates=candidates,
+        pull_from=peer_of(chosen, overlaps, rng),
     )
 
 
@@ -154,13 +163,21 @@ def weigh(
 ) -> tuple[Candidate, ...]:
     """What each would cost."""
     candidates = []
+    deepest = overlap_tokens(request, overlaps.deepest)
     for rank, replica_id, load in considered:
-        num_tokens = overlap_tokens(request, overlaps.depth(replica_id))
-        cost = cost_of(
-            load, num_uncached_tokens=request.num_tokens - num_tokens, rates=rates, parameters=parameters
-        )
-        candidates.append(Candidate(replica_id, rank, num_tokens, load, cost))
+        depths = overlaps.depths(replica_id)
+        device, host, local = (overlap_tokens(request, num_blocks) for num_blocks in depths)
+        reach = Reach(device, host, local, max(local, deepest))
+        cost = cost_of(load, num_tokens=request.num_tokens, reach=reach, rates=rates, parameters=parameters)
+        candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)
+
+
+def peer_of(chosen: Candidate, overlaps: Overlaps, rng: "random.Random") -> ReplicaId | None:
+    """The peer that the chosen one should pull from: of those that have most of the prompt, one by chance."""
+    if chosen.overlap_tokens <= chosen.reach.local:
+        return None
+    return next(overlaps.levels(overlaps.slots.everyone)).draw(1, rng)[0]
 
 
 def _considered(
@@ -247,7 +264,9 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
         for candidate in candidates
         if candidate.cost.seconds <= most_seconds and candidate.load.num_requests <= most_requests
     ]
-    return min(near_ties, key=lambda candidate: (-candidate.overlap_tokens, candidate.rank))
+    return min(
+        near_ties, key=lambda candidate: (-candidate.reach.local, -candidate.reach.device, candidate.rank)
+    )
 
 
 def _reason(chosen: Candidate, candidates: tuple[Candidate, ...]) -> DecisionReason:

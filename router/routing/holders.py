@@ -8,23 +8,41 @@ given back at once, with its bits still in the table, and taken again only when 
 has cleared them all: until then they mean no replica, and readers of the table look at the bits of living
 slots alone. In the same way a set that takes long to read is staged under a slot that is not read yet.
 
-The table is split by the hashes' first byte, so that neither its growth nor a slice takes long.
+A second and a third table say of which replicas the fastest copy lies below the device. They are empty
+where no replica has memory below its device, and then nothing looks at them.
+
+The tables are split by the hashes' first byte, so that neither their growth nor a slice takes long.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import TypeAlias
 
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Tier
 
 NUM_SHARDS = 256
 HASHES_PER_SLICE = 256
 
 
+Shards: TypeAlias = list[dict[BlockHash, int]]
+"""A table: `shards[block_hash[0]][block_hash]` has bits."""
+
+
 class Holders:
-    """`shards[block_hash[0]][block_hash]` has the bits of those that hold it, and of slots given back."""
+    """`shards` have the bits of those that hold a hash, and of slots given back.
+
+    `below` has for host memory and disk the bits of those whose fastest copy lies there; `has_tiers` is
+    False until there was one.
+    """
 
     def __init__(self) -> None:
-        self.shards: list[dict[BlockHash, int]] = [{} for _ in range(NUM_SHARDS)]
+        self.shards: Shards = [{} for _ in range(NUM_SHARDS)]
+        self.below: dict[Tier, Shards] = {
+            tier: [{} for _ in range(NUM_SHARDS)] for tier in (Tier.HOST, Tier.DISK)
+        }
+        self.has_tiers = False
         self._num_slots = 0
         self._free = 0
         """Bits that are nowhere in the table."""
@@ -52,42 +70,24 @@ class Holders:
     def stage(self) -> "StagedHashes":
         return StagedHashes(self)
 
-    def add(self, bit: int, block_hashes: Iterable[BlockHash]) -> int:
-        """How many of them are new."""
-        shards = self.shards
-        num_new = 0
-        # The blocks of a prompt mostly have equal holders. They share one number: of a fleet of 1,000 it
-        # takes 160 bytes.
-        before, after = 0, bit
-        for block_hash in block_hashes:
-            shard = shards[block_hash[0]]
-            holders = shard.get(block_hash, 0)
-            if holders & bit:
-                continue
-            if holders != before:
-                before, after = holders, holders | bit
-            shard[block_hash] = after
-            num_new += 1
-        return num_new
+    def add(self, bit: int, block_hashes: Collection[BlockHash], tier: Tier = Tier.DEVICE) -> int:
+        """These have their fastest copy in this tier from now on. How many of them are new."""
+        if tier is not Tier.DEVICE and block_hashes:
+            self.has_tiers = True
+        if self.has_tiers:
+            for other, shards in self.below.items():
+                if other is tier:
+                    _set(shards, bit, block_hashes)
+                else:
+                    _clear_bit(shards, bit, block_hashes)
+        return _set(self.shards, bit, block_hashes)
 
-    def remove(self, bit: int, block_hashes: Iterable[BlockHash]) -> int:
+    def remove(self, bit: int, block_hashes: Collection[BlockHash]) -> int:
         """How many of them were there."""
-        shards = self.shards
-        num_removed = 0
-        before, after = bit, 0
-        for block_hash in block_hashes:
-            shard = shards[block_hash[0]]
-            holders = shard.get(block_hash, 0)
-            if not holders & bit:
-                continue
-            if holders != before:
-                before, after = holders, holders ^ bit
-            if after:
-                shard[block_hash] = after
-            else:
-                del shard[block_hash]
-            num_removed += 1
-        return num_removed
+        if self.has_tiers:
+            for shards in self.below.values():
+                _clear_bit(shards, bit, block_hashes)
+        return _clear_bit(self.shards, bit, block_hashes)
 
     def holds(self, bit: int, block_hash: BlockHash) -> bool:
         return self.shards[block_hash[0]].get(block_hash, 0) & bit != 0
@@ -97,6 +97,15 @@ class Holders:
         return frozenset(
             block_hash for shard in self.shards for block_hash, holders in shard.items() if holders & bit
         )
+
+    def tier(self, bit: int, block_hash: BlockHash) -> Tier | None:
+        """Where the fastest copy of the one with this bit lies."""
+        if not self.holds(bit, block_hash):
+            return None
+        for tier, shards in self.below.items():
+            if shards[block_hash[0]].get(block_hash, 0) & bit:
+                return tier
+        return Tier.DEVICE
 
     def sweep(self) -> bool:
         """Clear a slice of what was given back. False: there is nothing left to clear."""
@@ -110,7 +119,7 @@ class Holders:
 
     def _sweep_all(self) -> Iterator[None]:
         dead, self._dead = self._dead, 0
-        for shard in self.shards:
+        for shard in itertools.chain(self.shards, *self.below.values()):
             block_hashes = list(shard)
             for start in range(0, len(block_hashes), HASHES_PER_SLICE):
                 _clear(shard, block_hashes[start : start + HASHES_PER_SLICE], dead)
@@ -130,9 +139,10 @@ class StagedHashes:
         self._is_taken = False
         self._num_hashes = 0
 
-    def add(self, block_hashes: Iterable[BlockHash]) -> None:
+    def add(self, block_hashes: Iterable[BlockHash], tier: Tier = Tier.DEVICE) -> None:
+        """Hashes whose fastest copy lies in this tier."""
         assert not self._is_taken, "it is a replica's already"
-        self._num_hashes += self._holders.add(self._bit, block_hashes)
+        self._num_hashes += self._holders.add(self._bit, tuple(block_hashes), tier)
 
     def take(self) -> tuple[int, int]:
         """The bit, which is the caller's from now on, and how many hashes have it."""
@@ -149,6 +159,43 @@ class StagedHashes:
         if not self._is_taken:
             bit, num_hashes = self.take()
             self._holders.give_back(bit, is_clean=num_hashes == 0)
+
+
+def _set(shards: Shards, bit: int, block_hashes: Iterable[BlockHash]) -> int:
+    """How many did not have the bit."""
+    num_new = 0
+    # The blocks of a prompt mostly have equal holders. They share one number: of a fleet of 1,000 it
+    # takes 160 bytes.
+    before, after = 0, bit
+    for block_hash in block_hashes:
+        shard = shards[block_hash[0]]
+        holders = shard.get(block_hash, 0)
+        if holders & bit:
+            continue
+        if holders != before:
+            before, after = holders, holders | bit
+        shard[block_hash] = after
+        num_new += 1
+    return num_new
+
+
+def _clear_bit(shards: Shards, bit: int, block_hashes: Iterable[BlockHash]) -> int:
+    """How many had the bit."""
+    num_removed = 0
+    before, after = bit, 0
+    for block_hash in block_hashes:
+        shard = shards[block_hash[0]]
+        holders = shard.get(block_hash, 0)
+        if not holders & bit:
+            continue
+        if holders != before:
+            before, after = holders, holders ^ bit
+        if after:
+            shard[block_hash] = after
+        else:
+            del shard[block_hash]
+        num_removed += 1
+    return num_removed
 
 
 def _clear(shard: dict[BlockHash, int], block_hashes: Sequence[BlockHash], dead: int) -> None:

@@ -7,7 +7,7 @@ bits only when it is asked, for a prefix may lie in every cache of a fleet of 1,
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -63,25 +63,55 @@ class Level:
         return self._slots.of(self._mask, rng.sample(range(num_holders), count))
 
 
-class Overlaps(Mapping[ReplicaId, int]):
-    """The leading blocks that each replica has, of those that have any.
+class Depths(NamedTuple):
+    """How many leading blocks a replica has on its device, in host memory or faster, and anywhere."""
 
-    `levels` are depths and the bits of those who have them, deepest first, each replica once.
+    device: int
+    host: int
+    anywhere: int
+
+
+Depth: TypeAlias = tuple[int, int]
+"""Leading blocks, and the bits of those who have just so many."""
+
+
+class Overlaps(Mapping[ReplicaId, int]):
+    """The leading blocks that each replica has in any tier, of those that have any.
+
+    `levels` are deepest first, each replica once; so are those of what lies on the device, and in host
+    memory or faster. Without these, all lies on the device.
     """
 
-    __slots__ = ("_levels", "slots")
+    __slots__ = ("_device_levels", "_host_levels", "_levels", "slots")
 
-    def __init__(self, slots: Slots, levels: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        levels: Sequence[Depth],
+        *,
+        host_levels: Sequence[Depth] | None = None,
+        device_levels: Sequence[Depth] | None = None,
+    ) -> None:
         self.slots = slots
         self._levels = levels
+        self._host_levels = host_levels
+        self._device_levels = device_levels
+
+    @property
+    def deepest(self) -> int:
+        """The leading blocks of the replica that has most; 0 if none has any."""
+        return self._levels[0][0] if self._levels else 0
 
     def depth(self, replica_id: ReplicaId) -> int:
         """0 if it has nothing."""
+        return _depth(self._levels, self.slots.bit(replica_id))
+
+    def depths(self, replica_id: ReplicaId) -> Depths:
         bit = self.slots.bit(replica_id)
-        for depth, mask in self._levels:
-            if mask & bit:
-                return depth
-        return 0
+        anywhere = _depth(self._levels, bit)
+        if not anywhere or self._host_levels is None or self._device_levels is None:
+            return Depths(anywhere, anywhere, anywhere)
+        return Depths(_depth(self._device_levels, bit), _depth(self._host_levels, bit), anywhere)
 
     def levels(self, among: int) -> Iterator[Level]:
         """Deepest first, with those alone that are in the mask `among`."""
@@ -104,3 +134,10 @@ class Overlaps(Mapping[ReplicaId, int]):
 
     def __repr__(self) -> str:
         return f"Overlaps({dict(self)})"
+
+
+def _depth(levels: Sequence[Depth], bit: int) -> int:
+    for depth, mask in levels:
+        if mask & bit:
+            return depth
+    return 0

@@ -26,15 +26,20 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
 
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold
     something; a replica that has said nothing yet is taken to be new, and empty. Rates are None until the
-    replica has measured them.
+    replica has measured them, and those of moving KV where nothing can move.
     """
 
     num_requests: int = 0
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
     cache_fill: float = 0.0
+    used_fill: float = 0.0
     prefill_seconds_per_token: float | None = None
     decode_step_seconds: float | None = None
+    host_seconds_per_token: float | None = None
+    disk_seconds_per_token: float | None = None
+    pull_seconds_per_token: float | None = None
+    move_backlog_seconds: float = 0.0
 
 
 class Reservation:
@@ -131,8 +136,13 @@ class _ReplicaBook:
                 num_pending_tokens=snapshot.num_pending_tokens + self.num_pending_tokens,
                 num_context_tokens=snapshot.num_context_tokens + self.num_context_tokens,
                 cache_fill=_cache_fill(snapshot),
+                used_fill=_used_fill(snapshot),
                 prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
                 decode_step_seconds=snapshot.decode_step_seconds or None,
+                host_seconds_per_token=snapshot.host_seconds_per_token or None,
+                disk_seconds_per_token=snapshot.disk_seconds_per_token or None,
+                pull_seconds_per_token=snapshot.pull_seconds_per_token or None,
+                move_backlog_seconds=snapshot.move_backlog_seconds,
             )
         return self.cached_view
 
@@ -143,6 +153,12 @@ def _cache_fill(snapshot: LoadSnapshot) -> float:
         return 0.0
     num_filled = max(snapshot.num_used_blocks, snapshot.num_cached_blocks)
     return min(1.0, num_filled / snapshot.num_total_blocks)
+
+
+def _used_fill(snapshot: LoadSnapshot) -> float:
+    if not snapshot.num_total_blocks:
+        return 0.0
+    return min(1.0, snapshot.num_used_blocks / snapshot.num_total_blocks)
 
 
 class LoadBook:

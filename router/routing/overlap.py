@@ -27,15 +27,18 @@ end may have been among them. A removal cancels a predicted block, whichever rou
 """
 
 import enum
+import functools
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
-from router.routing.holders import Holders, StagedHashes
-from router.routing.levels import Overlaps, Slots
+from router.routing.holders import Holders, Shards, StagedHashes
+from router.routing.levels import Depth, Overlaps, Slots
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Of own and announced predictions together."""
@@ -120,6 +123,15 @@ class PrefixIndex:
         replica = self._replicas.get(replica_id)
         return frozenset() if replica is None else self._holders.of(replica.bit)
 
+    def stored_in(self, replica_id: ReplicaId, tier: Tier) -> frozenset[BlockHash]:
+        """Those whose fastest copy lies in this tier. Looks at all that anybody has stored."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return frozenset()
+        return frozenset(
+            each for each in self.stored(replica_id) if self._holders.tier(replica.bit, each) is tier
+        )
+
     def missing(self, replica_id: ReplicaId, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
         """What the index will gain from the replica's computing a prompt of these blocks."""
         replica = self._replicas.get(replica_id)
@@ -130,26 +142,47 @@ class PrefixIndex:
         return tuple([each for each in kept if not shards[each[0]].get(each, 0) & bit])
 
     def overlaps(self, block_hashes: Sequence[BlockHash]) -> Overlaps:
-        """Leading blocks of this chain at each replica that has any."""
-        shards, predicted = self._holders.shards, self._predicted
-        stride = self._blocks_per_stride
+        """Leading blocks of this chain at each replica that has any, on its device and below."""
         if self._slots is None:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
-        levels: list[tuple[int, int]] = []
-        walking = self._slots.everyone
+        levels = self._levels(block_hashes, self._slots.everyone, ())
+        if not levels or not self._holders.has_tiers:
+            return Overlaps(self._slots, levels)
+        below = self._holders.below
+        holders = functools.reduce(operator.or_, (mask for _, mask in levels))
+        return Overlaps(
+            self._slots,
+            levels,
+            host_levels=self._levels(block_hashes, holders, (below[Tier.DISK],)),
+            device_levels=self._levels(block_hashes, holders, (below[Tier.DISK], below[Tier.HOST])),
+        )
+
+    def _levels(
+        self, block_hashes: Sequence[BlockHash], among: int, without: tuple[Shards, ...]
+    ) -> list[Depth]:
+        """Depths by what has not its fastest copy in one of the tiers `without`. A predicted block will be
+        on the device."""
+        shards, predicted = self._holders.shards, self._predicted
+        stride = self._blocks_per_stride
+        levels: list[Depth] = []
+        walking = among
         depth = 0
         for block_hash in block_hashes[stride - 1 :: stride]:
-            reached = walking & (shards[block_hash[0]].get(block_hash, 0) | predicted.get(block_hash, 0))
+            held = shards[block_hash[0]].get(block_hash, 0)
+            for table in without:
+                held &= ~table[block_hash[0]].get(block_hash, 0)
+            reached = walking & (held | predicted.get(block_hash, 0))
             if reached != walking:
-                self._probe(block_hashes, depth, depth + stride - 1, walking ^ reached, levels)
+                end = depth + stride - 1
+                self._probe(block_hashes, depth, end, walking ^ reached, without, levels)
                 walking = reached
                 if not walking:
                     break
             depth += stride
         if walking:
-            self._probe(block_hashes, depth, len(block_hashes), walking, levels)
+            self._probe(block_hashes, depth, len(block_hashes), walking, without, levels)
         levels.sort(reverse=True)
-        return Overlaps(self._slots, levels)
+        return levels
 
     def _probe(
         self,
@@ -157,13 +190,17 @@ class PrefixIndex:
         depth: int,
         end: int,
         mask: int,
-        levels: list[tuple[int, int]],
+        without: tuple[Shards, ...],
+        levels: list[Depth],
     ) -> None:
         """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`."""
         shards, predicted = self._holders.shards, self._predicted
         for block in range(end - 1, depth - 1, -1):
             block_hash = block_hashes[block]
-            found = mask & (shards[block_hash[0]].get(block_hash, 0) | predicted.get(block_hash, 0))
+            held = shards[block_hash[0]].get(block_hash, 0)
+            for table in without:
+                held &= ~table[block_hash[0]].get(block_hash, 0)
+            found = mask & (held | predicted.get(block_hash, 0))
             if found:
                 levels.append((block + 1, found))
                 mask ^= found
@@ -219,6 +256,8 @@ class PrefixIndex:
                 self._cancel(replica, block_hash)
         replica.num_stored -= self._holders.remove(replica.bit, change.removed)
         replica.num_stored += self._holders.add(replica.bit, change.added)
+        replica.num_stored += self._holders.add(replica.bit, change.in_host, Tier.HOST)
+        replica.num_stored += self._holders.add(replica.bit, change.on_disk, Tier.DISK)
         for announcement in change.announced:
             self._announce(replica, announcement)
         for announcement_id in change.ended:

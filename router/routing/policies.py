@@ -18,6 +18,7 @@ from router.routing.decision import (
     RoutingRequest,
     decide,
     everybody,
+    peer_of,
     weigh,
 )
 from router.routing.levels import Overlaps
@@ -94,7 +95,12 @@ def minimum_ttft(
 ) -> Candidate:
     """The least expected time to first token: ours without prices of copies and delays, without near-ties and
     with everybody compared. Ties go by affinity order."""
-    return min(candidates, key=lambda candidate: candidate.cost.wait_seconds + candidate.cost.prefill_seconds)
+
+    def seconds(candidate: Candidate) -> float:
+        cost = candidate.cost
+        return cost.wait_seconds + cost.move_seconds + cost.prefill_seconds
+
+    return min(candidates, key=seconds)
 
 
 def _least(
@@ -118,7 +124,7 @@ def _weighing(choose: Choose) -> Policy:
         rng: "random.Random",
     ) -> Decision:
         candidates = _all_weighed(request, replicas, overlaps, parameters)
-        return _decision(choose(request, candidates, rng), candidates, len(replicas))
+        return _decision(choose(request, candidates, rng), candidates, len(replicas), overlaps, rng)
 
     return policy
 
@@ -136,7 +142,7 @@ def _blind(pick: "Pick") -> Policy:
         picked = pick(request, replicas, rng)
         candidates = _all_weighed(request, replicas, overlaps, parameters)
         chosen = next(candidate for candidate in candidates if candidate.replica_id == picked)
-        return _decision(chosen, (chosen,), len(replicas))
+        return _decision(chosen, (chosen,), len(replicas), overlaps, rng)
 
     return policy
 
@@ -165,6 +171,19 @@ def _all_weighed(
     return weigh(request, everybody(request, replicas), overlaps, rates, parameters)
 
 
-def _decision(chosen: Candidate, candidates: tuple[Candidate, ...], num_replicas: int) -> Decision:
+def _decision(
+    chosen: Candidate,
+    candidates: tuple[Candidate, ...],
+    num_replicas: int,
+    overlaps: Overlaps,
+    rng: "random.Random",
+) -> Decision:
     reason = DecisionReason.ONLY_REPLICA if num_replicas == 1 else DecisionReason.POLICY
-    return Decision(chosen.replica_id, chosen.overlap_tokens, reason, chosen.rank, candidates)
+    return Decision(
+        chosen.replica_id,
+        chosen.overlap_tokens,
+        reason,
+        chosen.rank,
+        candidates,
+        peer_of(chosen, overlaps, rng),
+    )

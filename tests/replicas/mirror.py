@@ -5,11 +5,13 @@ from typing import Any
 from redis.asyncio import Redis
 
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Tier
 from replicas.protocol.keys import (
     BLOCKS_MARKER,
     IndexChange,
     ReplicaRecord,
     blocks_key,
+    decode_blocks_member,
     decode_change,
     decode_record,
     events_key,
@@ -29,7 +31,22 @@ async def read_set(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) 
     if not members:
         return None
     assert BLOCKS_MARKER in members
-    return {BlockHash(member) for member in members if member != BLOCKS_MARKER}
+    return set(map(_block_hash, members - {BLOCKS_MARKER}))
+
+
+async def read_tiers(redis: Any, model: str, replica_id: ReplicaId, epoch: Epoch) -> dict[BlockHash, Tier]:
+    """The hashes in the blocks set, and where the fastest copy of each lies; each is there once."""
+    members = await redis.smembers(blocks_key(model, replica_id, epoch))
+    decoded = [decode_blocks_member(member) for member in members - {BLOCKS_MARKER}]
+    tiers = dict(each for each in decoded if each is not None)
+    assert len(tiers) == len(decoded)
+    return tiers
+
+
+def _block_hash(member: bytes) -> BlockHash:
+    decoded = decode_blocks_member(member)
+    assert decoded is not None
+    return decoded[0]
 
 
 async def read_changes(redis: Any, model: str, epoch: Epoch) -> list[IndexChange]:
@@ -49,7 +66,7 @@ def replay(changes: list[IndexChange]) -> set[BlockHash]:
             assert change.number == previous + 1, "a gap that no rewrite explains"
         previous = change.number
         mirrored.difference_update(change.removed)
-        mirrored.update(change.added)
+        mirrored.update(change.added, change.in_host, change.on_disk)
     return mirrored
 
 

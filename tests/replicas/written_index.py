@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from replicas.index.index_writer import IndexWriter
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import BlockStored
+from replicas.protocol.events import BlockStored, Tier
 from replicas.protocol.status import Epoch, ReplicaId
 from tests.replicas.mirror import connect, live_announcements, read_changes, read_set, replay
 from tests.replicas.scripted_engine import CARD
@@ -24,8 +24,8 @@ def hashes(*numbers: int) -> tuple[BlockHash, ...]:
     return tuple(BlockHash(number.to_bytes(16, "big")) for number in numbers)
 
 
-def stored(*numbers: int) -> BlockStored:
-    return BlockStored(hashes(*numbers), 0)
+def stored(*numbers: int, tier: Tier = Tier.DEVICE) -> BlockStored:
+    return BlockStored(hashes(*numbers), 0, tier=tier)
 
 
 @asynccontextmanager

@@ -91,7 +91,7 @@ def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: st
         (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),
         (["b2b", "--sweep", "replicas"], "--sweep and --values need each other"),
         (["b2b", "--kill", "8@1"], "there is no replica 8 to kill; they count from 0"),
-        (["b2b", "--kill", "first"], "a kill reads REPLICA@SECONDS or "),
+        (["b2b", "--kill", "first"], "a kill reads REPLICA@SECONDS, "),
         (["b2b", "--redis-down", "5-3"], "an outage ends after it starts, not from 5 to 3"),
     ],
 )

@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry
 from replicas.index import index_writer
 from replicas.index.index_writer import IndexWriter
 from replicas.observation.metrics import ReplicaMetrics
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from replicas.protocol.keys import blocks_key, events_key
 from tests.redis_server import RedisServer
-from tests.replicas.mirror import connect, read_changes, read_set
+from tests.replicas.mirror import connect, read_changes, read_set, read_tiers
 from tests.replicas.scripted_engine import CARD
 from tests.replicas.waiting import until
 from tests.replicas.written_index import (
@@ -50,6 +50,29 @@ async def test_set_and_stream_follow_the_events(redis_url: str) -> None:
         writer.observe([AllBlocksCleared(), stored(5)])
         await until(lambda: writer.is_settled)
         await assert_redis_holds(redis_url, [5])
+
+
+async def test_set_and_stream_say_where_the_fastest_copy_lies(redis_url: str) -> None:
+    async with running_writer(redis_url) as writer:
+        redis = connect(redis_url)
+        writer.observe([stored(1, 2, 3), stored(2, tier=Tier.HOST), stored(3, 4, tier=Tier.DISK)])
+        await until(lambda: writer.is_settled)
+        one, two, three, four = hashes(1, 2, 3, 4)
+        device, host, disk = Tier
+        assert await read_tiers(redis, MODEL, REPLICA, EPOCH) == {
+            one: device, two: device, three: device, four: disk
+        }  # fmt: skip
+        writer.observe([BlockRemoved((one, two, three)), stored(4, tier=Tier.HOST)])
+        await until(lambda: writer.is_settled)
+        assert await read_tiers(redis, MODEL, REPLICA, EPOCH) == {two: host, three: disk, four: host}
+        last = (await read_changes(redis, MODEL, EPOCH))[-1]
+        assert (last.removed, set(last.in_host), last.on_disk) == ((one,), {two, four}, (three,))
+        writer.rewrite()
+        await until(lambda: writer.is_settled)
+        assert await read_tiers(redis, MODEL, REPLICA, EPOCH) == {two: host, three: disk, four: host}
+        last = (await read_changes(redis, MODEL, EPOCH))[-1]
+        assert last.cleared and (set(last.in_host), last.on_disk, last.added) == ({two, four}, (three,), ())
+        await redis.aclose()
 
 
 async def test_what_comes_and_goes_between_two_writes_is_never_written(redis_url: str) -> None:

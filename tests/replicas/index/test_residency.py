@@ -36,6 +36,10 @@ class NaiveTwin:
         """In these tiers, or in any."""
         return {block_hash for tier, block_hash in self.copies if tier in (tiers or Tier)}
 
+    def fastest(self) -> dict[BlockHash, Tier]:
+        """Of what is kept."""
+        return {each: next(tier for tier in Tier if each in self.resident(tier)) for each in self.kept()}
+
     def kept(self) -> set[BlockHash]:
         on_stride = {chain[position] for chain in HASHES for position in (2, 5)}
         return self.resident() & (on_stride | self.prompt_ends)
@@ -66,21 +70,29 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
     batches: list[list[CacheEvent]],
 ) -> None:
     residency, twin = Residency(BLOCK_SIZE, STRIDE), NaiveTwin()
-    mirrored: set[BlockHash] = set()
+    mirrored: dict[BlockHash, Tier] = {}
     for batch in batches:
         residency.observe(batch)
         for event in batch:
             twin.observe(event)
         assert residency.kept == twin.kept()
+        assert residency.fastest == twin.fastest()
         for tier in Tier:
             assert residency.num_resident(tier) == len(twin.resident(tier))
         change = residency.take_change()
-        assert mirrored.issuperset(change.removed)
-        assert mirrored.isdisjoint(change.added)
-        mirrored.difference_update(change.removed)
-        mirrored.update(change.added)
-        assert mirrored == residency.kept
+        before = {each: mirrored.pop(each) for each in change.removed}
+        for tier, hashes in zip(Tier, (change.added, change.in_host, change.on_disk), strict=True):
+            before |= {each: mirrored[each] for each in hashes if each in mirrored}
+            assert all(mirrored.get(each) is not tier for each in hashes)
+            mirrored |= dict.fromkeys(hashes, tier)
+        assert change.before == before
+        assert mirrored == residency.fastest
         assert not residency.has_change
+    whole = residency.take_all()
+    assert (set(whole.added) | set(whole.in_host) | set(whole.on_disk)) == residency.kept
+    assert set(whole.in_host) == {each for each, tier in mirrored.items() if tier is Tier.HOST}
+    assert set(whole.on_disk) == {each for each, tier in mirrored.items() if tier is Tier.DISK}
+    assert not whole.removed and not whole.before and not residency.has_change
 
 
 def test_a_prompt_end_is_kept_until_the_last_copy_is_gone_whichever_copy_goes_first() -> None:

@@ -43,6 +43,8 @@ CHANGES = st.builds(
     cleared=st.booleans(),
     announced=st.lists(st.builds(keys.Announcement, IDS, HASHES), max_size=4).map(tuple),
     ended=st.lists(IDS, max_size=4).map(tuple),
+    in_host=HASHES,
+    on_disk=HASHES,
 )
 
 
@@ -152,7 +154,9 @@ def test_a_change_that_no_writer_would_make_so_large_is_refused() -> None:
 @given(CHANGES, st.data())
 def test_a_change_that_lacks_a_field_is_refused(change: keys.IndexChange, data: st.DataObject) -> None:
     fields = as_redis_returns(keys.encode_change(change))
-    del fields[data.draw(st.sampled_from(sorted(fields.keys() - {b"announced", b"ended"})))]
+    del fields[
+        data.draw(st.sampled_from(sorted(fields.keys() - {b"announced", b"ended", b"in_host", b"on_disk"})))
+    ]
     with pytest.raises(ValueError, match="has no field"):
         keys.decode_change(fields)
 
@@ -171,6 +175,13 @@ def test_a_torn_announcement_is_refused(name: bytes, value: bytes) -> None:
     fields = as_redis_returns(keys.encode_change(change)) | {name: value}
     with pytest.raises(ValueError, match="announcement"):
         keys.decode_change(fields)
+
+
+@pytest.mark.parametrize("name", [b"added", b"removed", b"in_host", b"on_disk"])
+def test_a_change_with_torn_hashes_is_refused(name: bytes) -> None:
+    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1)
+    with pytest.raises(ValueError, match="no whole number"):
+        keys.decode_change(as_redis_returns(keys.encode_change(change)) | {name: bytes(17)})
 
 
 def test_torn_hashes_are_refused() -> None:

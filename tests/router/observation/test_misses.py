@@ -4,6 +4,7 @@ import pytest
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import Reach
 from router.observation.misses import findings
 from router.observation.sightings import Known
 from router.routing.cost import Cost
@@ -17,7 +18,14 @@ NOTHING_KNOWN = Known(0)
 def decision(**overlaps: int) -> Decision:
     """The first one is chosen."""
     candidates = tuple(
-        Candidate(ReplicaId(name), rank, overlap, ReplicaLoad(3, 500), Cost(0.01, 0.02, 0.0, 0.0))
+        Candidate(
+            ReplicaId(name),
+            rank,
+            overlap,
+            ReplicaLoad(3, 500),
+            Cost(0.01, 0.02, 0.0, 0.0),
+            Reach(overlap, overlap, overlap, overlap),
+        )
         for rank, (name, overlap) in enumerate(overlaps.items())
     )
     chosen = candidates[0]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import Reach
 from router.routing.cost import CostParameters, cost_of, fleet_rates
 from router.routing.decision import Decision, DecisionReason, Replicas, RoutingRequest, decide
 from router.routing.load import ReplicaLoad
@@ -184,8 +185,8 @@ def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_room() -> None
     load = ReplicaLoad(num_requests=3, num_pending_tokens=100, cache_fill=0.5, prefill_seconds_per_token=1e-3)
     rates = fleet_rates([load], PARAMETERS)
     parameters = CostParameters(room_price=4, delay_price=0.2)
-    cost = cost_of(load, num_uncached_tokens=50, rates=rates, parameters=parameters)
-    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.1))
+    cost = cost_of(load, num_tokens=80, reach=Reach(30, 30, 30, 30), rates=rates, parameters=parameters)
+    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.1, 0.0, 30))
     assert cost.seconds == pytest.approx(0.31)
 
 

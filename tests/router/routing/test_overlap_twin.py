@@ -1,6 +1,6 @@
 """The prefix index and a naive twin with which it must always agree."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
+from router.routing.levels import Depths
 from router.routing.overlap import ChangeOutcome, PrefixIndex
 from tests.examples import examples
 from tests.router.routing.chains import chain
@@ -28,20 +30,23 @@ class NaiveIndex:
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
-        self.stored: dict[ReplicaId, set[BlockHash]] = {}
+        self.stored: dict[ReplicaId, dict[BlockHash, Tier]] = {}
         self.predictions: dict[int, NaivePrediction] = {}
 
     def of(self, replica_id: ReplicaId) -> list[NaivePrediction]:
         return [prediction for prediction in self.predictions.values() if prediction.owner == replica_id]
 
-    def holds(self, replica_id: ReplicaId) -> set[BlockHash]:
-        return self.stored.get(replica_id, set()).union(*(it.hashes for it in self.of(replica_id)))
+    def holds(self, replica_id: ReplicaId, tiers: Collection[Tier]) -> set[BlockHash]:
+        stored = {each for each, tier in self.stored.get(replica_id, {}).items() if tier in tiers}
+        return stored.union(*(it.hashes for it in self.of(replica_id)))
 
-    def overlaps(self, hashes: Sequence[BlockHash]) -> dict[ReplicaId, int]:
+    def overlaps(
+        self, hashes: Sequence[BlockHash], tiers: Collection[Tier] = tuple(Tier)
+    ) -> dict[ReplicaId, int]:
         depths = {}
         owners = {prediction.owner for prediction in self.predictions.values()}
         for replica_id in {*self.stored, *owners}:
-            held = self.holds(replica_id)
+            held = self.holds(replica_id, tiers)
             depth = 0
             while depth + self.stride <= len(hashes) and hashes[depth + self.stride - 1] in held:
                 depth += self.stride
@@ -52,7 +57,7 @@ class NaiveIndex:
         return depths
 
     def remove(self, replica_id: ReplicaId, block_hash: BlockHash) -> None:
-        self.stored[replica_id].discard(block_hash)
+        self.stored[replica_id].pop(block_hash, None)
         for prediction in self.of(replica_id):
             prediction.hashes.discard(block_hash)
         self.prune()
@@ -82,6 +87,7 @@ class NaiveIndex:
 REPLICAS = st.sampled_from([ReplicaId(name) for name in ("a", "b", "c")])
 PROMPTS = st.text("xy", min_size=1, max_size=7)
 HASHES = st.lists(PROMPTS.map(lambda text: chain(text)[-1]), max_size=5)
+TIERS = st.sampled_from(Tier)
 IDS = st.integers(1, 12)
 """Few, so that they meet: with predictions, with each other, and with other replicas'."""
 ANNOUNCED = st.lists(st.builds(Announcement, IDS, HASHES.map(tuple)), max_size=3).map(tuple)
@@ -95,18 +101,18 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.twin = NaiveIndex(self.stride)
         self.epochs: dict[ReplicaId, int] = {}
         self.staged = self.index.stage()
-        self.staged_twin: set[BlockHash] = set()
+        self.staged_twin: dict[BlockHash, Tier] = {}
 
-    @rule(hashes=HASHES)
-    def stage(self, hashes: list[BlockHash]) -> None:
-        self.staged.add(hashes)
-        self.staged_twin.update(hashes)
+    @rule(hashes=HASHES, tier=TIERS)
+    def stage(self, hashes: list[BlockHash], tier: Tier) -> None:
+        self.staged.add(hashes, tier)
+        self.staged_twin |= dict.fromkeys(hashes, tier)
 
     @rule()
     def stage_in_vain(self) -> None:
         with self.staged:
             pass
-        self.staged, self.staged_twin = self.index.stage(), set()
+        self.staged, self.staged_twin = self.index.stage(), {}
 
     @rule(replica_id=REPLICAS, hashes=HASHES, is_restarted=st.booleans(), is_staged=st.booleans())
     def replace(
@@ -116,21 +122,24 @@ class IndexAndTwin(RuleBasedStateMachine):
         epoch = self.epochs.get(replica_id, 0) + is_restarted
         if is_staged:
             self.index.replace(replica_id, Epoch(str(epoch)), self.staged, last_change=0)
-            hashes = list(self.staged_twin)
-            self.staged, self.staged_twin = self.index.stage(), set()
+            stored = self.staged_twin
+            self.staged, self.staged_twin = self.index.stage(), {}
         else:
             self.index.replace(replica_id, Epoch(str(epoch)), hashes, last_change=0)
+            stored = dict.fromkeys(hashes, Tier.DEVICE)
         if is_restarted and known:
             self.twin.end_predictions(replica_id)
         self.twin.forget_announcements(replica_id)
         self.epochs[replica_id] = epoch
-        self.twin.stored[replica_id] = set(hashes)
+        self.twin.stored[replica_id] = stored
 
     @precondition(lambda self: self.epochs)
     @rule(
         data=st.data(),
         added=HASHES,
         removed=HASHES,
+        in_host=HASHES,
+        on_disk=HASHES,
         cleared=st.booleans(),
         announced=ANNOUNCED,
         ended=st.lists(IDS, max_size=3),
@@ -141,6 +150,8 @@ class IndexAndTwin(RuleBasedStateMachine):
         data: st.DataObject,
         added: list[BlockHash],
         removed: list[BlockHash],
+        in_host: list[BlockHash],
+        on_disk: list[BlockHash],
         cleared: bool,
         announced: tuple[Announcement, ...],
         ended: list[int],
@@ -151,7 +162,16 @@ class IndexAndTwin(RuleBasedStateMachine):
         epoch = Epoch(str(self.epochs[replica_id]))
         outcome = self.index.apply(
             IndexChange(
-                replica_id, epoch, number, tuple(added), tuple(removed), cleared, announced, tuple(ended)
+                replica_id,
+                epoch,
+                number,
+                tuple(added),
+                tuple(removed),
+                cleared,
+                announced,
+                tuple(ended),
+                tuple(in_host),
+                tuple(on_disk),
             )
         )
         assert outcome is (ChangeOutcome.GAP if is_gap else ChangeOutcome.APPLIED)
@@ -163,7 +183,8 @@ class IndexAndTwin(RuleBasedStateMachine):
             self.twin.end_predictions(replica_id)
         for block_hash in removed:
             self.twin.remove(replica_id, block_hash)
-        self.twin.stored[replica_id].update(added)
+        for tier, hashes in zip(Tier, (added, in_host, on_disk), strict=True):
+            self.twin.stored[replica_id] |= dict.fromkeys(hashes, tier)
         for announcement in announced:
             self.twin.announce(replica_id, announcement)
         for announcement_id in ended:
@@ -207,6 +228,16 @@ class IndexAndTwin(RuleBasedStateMachine):
         overlaps = self.index.overlaps(chain(prompt))
         assert overlaps == self.twin.overlaps(chain(prompt))
         assert list(overlaps.values()) == sorted(overlaps.values(), reverse=True)
+        self.both_see_the_same_tiers(prompt)
+
+    def both_see_the_same_tiers(self, prompt: str) -> None:
+        overlaps = self.index.overlaps(chain(prompt))
+        on_device = self.twin.overlaps(chain(prompt), [Tier.DEVICE])
+        in_host = self.twin.overlaps(chain(prompt), [Tier.DEVICE, Tier.HOST])
+        for replica_id in map(ReplicaId, "abc"):
+            assert overlaps.depths(replica_id) == Depths(
+                on_device.get(replica_id, 0), in_host.get(replica_id, 0), overlaps.get(replica_id, 0)
+            )
 
     @invariant()
     def both_hold_the_same(self) -> None:
@@ -214,10 +245,14 @@ class IndexAndTwin(RuleBasedStateMachine):
         assert self.index.num_predictions == len(self.twin.predictions)
         for prompt in ("xxxx", "xyxyx", "yyyyyyy"):
             assert self.index.overlaps(chain(prompt)) == self.twin.overlaps(chain(prompt))
+            self.both_see_the_same_tiers(prompt)
         for replica_id in self.epochs:
-            assert self.index.stored(replica_id) == self.twin.stored[replica_id]
+            assert self.index.stored(replica_id) == self.twin.stored[replica_id].keys()
+            for tier in Tier:
+                stored = {each for each, it in self.twin.stored[replica_id].items() if it is tier}
+                assert self.index.stored_in(replica_id, tier) == stored
             assert self.index.num_stored(replica_id) == len(self.twin.stored[replica_id])
-            wanted = set(chain("xyxyx")[1::2] + chain("xyxyx")[4:]) - self.twin.stored[replica_id]
+            wanted = set(chain("xyxyx")[1::2] + chain("xyxyx")[4:]) - self.twin.stored[replica_id].keys()
             assert set(self.index.missing(replica_id, chain("xyxyx"))) == wanted
 
     def teardown(self) -> None:
@@ -227,6 +262,7 @@ class IndexAndTwin(RuleBasedStateMachine):
         while self.index.sweep():
             pass
         assert not any(self.index._holders.shards), "something was left behind"
+        assert not any(map(any, self.index._holders.below.values())), "a tier was left behind"
         assert not self.index._predicted
         assert self.index._num_predicted_blocks == 0
         assert self.index.num_predictions == 0

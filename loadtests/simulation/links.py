@@ -1,0 +1,23 @@
+"""Link: something that moves bytes one after the other, in virtual time.
+
+Owns when it will be free. Does not know what is moved.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Link:
+    """Of so many bytes per second; each move takes `fixed_seconds` besides, during which others may begin."""
+
+    bytes_per_second: float
+    fixed_seconds: float = 0.0
+    free_at: float = 0.0
+
+    def take(self, now: float, num_bytes: float) -> float:
+        """When a move that is asked for now has ended."""
+        self.free_at = max(now, self.free_at) + num_bytes / self.bytes_per_second
+        return self.free_at + self.fixed_seconds
+
+    def backlog_seconds(self, now: float) -> float:
+        return max(0.0, self.free_at - now)

@@ -1,0 +1,262 @@
+"""VirtualStore: a replica's host memory and disk, in virtual time.
+
+Owns the directory, which is the real one, and the links that bytes would take. Does not know requests: it is
+told which chunks a prompt has, and says when they will be there.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+
+from msgspec.structs import replace
+
+from loadtests.simulation.links import Link
+from loadtests.simulation.shape import TierShape
+from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.write_budget import WriteBudget
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.ways import (
+    DISK_MOVE_SECONDS,
+    HOST_MOVE_SECONDS,
+    PULL_MOVE_SECONDS,
+    MoveSpeeds,
+    Reach,
+    Way,
+    cheapest_way,
+)
+
+MAX_WRITES = 4
+"""Chunks that are written to the disk together. Reads wait for no more than these."""
+
+PATIENCE = 4.0
+"""A move is given up when it has taken so many times as long as was expected."""
+
+MAX_COPY_SECONDS = 1.0
+"""Nothing more is copied to host memory while what is being copied takes longer."""
+
+
+class VirtualStore:
+    """`restored` is what an earlier life has left on disk."""
+
+    def __init__(self, shape: TierShape, block_size: int, restored: Iterable[ChunkName] = ()) -> None:
+        self.blocks_per_chunk = max(1, shape.chunk_tokens // block_size)
+        self._block_tokens = block_size
+        self._token_bytes = shape.bytes_per_token
+        chunk_bytes = self.blocks_per_chunk * block_size * shape.bytes_per_token
+        self._chunk_bytes = chunk_bytes
+        self._shape = shape
+        self.directory = Directory(
+            host_chunks=max(1, int(shape.host_bytes // chunk_bytes)),
+            disk_chunks=int(shape.disk_bytes // chunk_bytes),
+            chunk_bytes=chunk_bytes,
+            write_budget=WriteBudget(shape.write_bytes_per_second),
+        )
+        self.directory.restore(restored)
+        self._to_device = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
+        self._to_host = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
+        self._disk = Link(shape.disk_bytes_per_second, DISK_MOVE_SECONDS)
+        pull_rate = shape.pull_bytes_per_second or 1.0
+        self._in = Link(pull_rate, PULL_MOVE_SECONDS)
+        self._out = Link(pull_rate)
+        self._due: dict[BlockHash, float] = {}
+        """When the chunks that are coming will be there."""
+        self._num_moves = 0
+        self._moves: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_writing = 0
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the next move ends."""
+        return self._moves[0][0] if self._moves else None
+
+    def advance(self, now: float) -> None:
+        """End the moves that have ended by now."""
+        while self._moves and self._moves[0][0] <= now:
+            heappop(self._moves)[2]()
+        self._write(now)
+
+    def take_events(self) -> list[CacheEvent]:
+        self.directory.take_removals()
+        return self.directory.take_events()
+
+    def speeds(self, now: float) -> MoveSpeeds:
+        shape = self._shape
+        return MoveSpeeds(
+            host=self._token_bytes / shape.host_bytes_per_second,
+            disk=self._token_bytes / shape.disk_bytes_per_second if shape.disk_bytes else None,
+            pull=self._token_bytes / shape.pull_bytes_per_second if shape.pull_bytes_per_second else None,
+            backlog_seconds=max(self._to_device.backlog_seconds(now), self._disk.backlog_seconds(now)),
+        )
+
+    def fill(self, load: LoadSnapshot, now: float) -> LoadSnapshot:
+        """The load, with what moving KV takes."""
+        speeds = self.speeds(now)
+        return replace(
+            load,
+            host_seconds_per_token=speeds.host or 0.0,
+            disk_seconds_per_token=speeds.disk or 0.0,
+            pull_seconds_per_token=speeds.pull or 0.0,
+            move_backlog_seconds=speeds.backlog_seconds,
+        )
+
+    def names(self, block_hashes: Sequence[BlockHash], first_chunk: int = 0) -> list[ChunkName]:
+        """The full chunks of a chain, from this one on."""
+        size = self.blocks_per_chunk
+        names: list[ChunkName] = []
+        parent = block_hashes[first_chunk * size - 1] if first_chunk else None
+        for last in range((first_chunk + 1) * size - 1, len(block_hashes), size):
+            names.append(ChunkName(block_hashes[last], parent, last))
+            parent = block_hashes[last]
+        return names
+
+    # From the device.
+
+    def copy_out(self, names: Sequence[ChunkName], now: float) -> None:
+        """The device has completed these chunks."""
+        for name in names:
+            if self._to_host.backlog_seconds(now) > MAX_COPY_SECONDS:
+                break
+            if self.directory.offer(name) is not None:
+                self._plan_fill([name.key], self._to_host.take(now, self._chunk_bytes))
+        self._write(now)
+
+    # Towards the device.
+
+    def bring(
+        self,
+        names: Sequence[ChunkName],
+        now: float,
+        *,
+        num_device_blocks: int,
+        num_findable_blocks: int,
+        wait_seconds: float,
+        token_seconds: float,
+        peer: "VirtualStore | None",
+    ) -> Way:
+        """A request with these chunks has come: start what should be in host memory when its turn comes.
+
+        Returns how much of it will not have to be computed, as far as can be seen.
+        """
+        size = self.blocks_per_chunk
+        self.directory.use([name.key for name in names])
+        first = num_device_blocks // size
+        lacking = names[first:]
+        places = self.directory.find(name.key for name in lacking)
+        num_host = next((n for n, place in enumerate(places) if place is Place.DISK), len(places))
+        num_peer = len(places)
+        if peer is not None and self._shape.pull_bytes_per_second:
+            num_peer += len(peer.directory.find(name.key for name in lacking[len(places) :]))
+        chunk_tokens = size * self._block_tokens
+        device = num_device_blocks * self._block_tokens
+        most = num_findable_blocks * self._block_tokens
+        ends = [(first + count) * chunk_tokens for count in (num_host, len(places), num_peer)]
+        reach = Reach(device, *(max(device, min(end, most)) for end in ends))
+        due = max((self._due.get(name.key, now) for name in lacking[:num_host]), default=now)
+        speeds = self.speeds(now)
+        speeds = speeds._replace(backlog_seconds=max(speeds.backlog_seconds, due - now))
+        way = cheapest_way(reach, speeds, wait_seconds=wait_seconds, token_seconds=token_seconds)
+        num_wanted = -(-way.num_ready_tokens // chunk_tokens) - first
+        self._read([name.key for name, place in zip(lacking, places, strict=False)][:num_wanted], now)
+        if peer is not None and num_wanted > len(places):
+            self._pull(lacking[len(places) : num_wanted], peer, now)
+        return way
+
+    def num_ready_blocks(
+        self, names: Sequence[ChunkName], num_device_blocks: int, num_findable_blocks: int
+    ) -> tuple[int, bool]:
+        """The leading blocks on the device or in host memory, and whether more of them are coming."""
+        first = num_device_blocks // self.blocks_per_chunk
+        places = self.directory.find(name.key for name in names[first:])
+        num_host = next((n for n, place in enumerate(places) if place is not Place.HOST), len(places))
+        is_more_coming = num_host < len(places) and places[num_host] is Place.COMING
+        num_ready = min((first + num_host) * self.blocks_per_chunk, num_findable_blocks)
+        return max(num_device_blocks, num_ready), is_more_coming
+
+    def load_seconds(self, num_blocks: int, now: float) -> float:
+        """What loading so many blocks from host memory would take."""
+        num_bytes = num_blocks * self._block_tokens * self._token_bytes
+        link = self._to_device
+        return link.backlog_seconds(now) + num_bytes / link.bytes_per_second + link.fixed_seconds
+
+    def load(
+        self,
+        names: Sequence[ChunkName],
+        num_device_blocks: int,
+        num_ready_blocks: int,
+        now: float,
+        done: Callable[[], None],
+    ) -> None:
+        """Copy these blocks to the device, and call `done` then."""
+        size = self.blocks_per_chunk
+        keys = [name.key for name in names[num_device_blocks // size : -(-num_ready_blocks // size)]]
+        self.directory.pin(keys)
+
+        def end() -> None:
+            self.directory.unpin(keys)
+            done()
+
+        num_bytes = (num_ready_blocks - num_device_blocks) * self._block_tokens * self._token_bytes
+        self._plan(self._to_device.take(now, num_bytes), end)
+
+    # Between the tiers.
+
+    def _read(self, keys: Iterable[BlockHash], now: float) -> None:
+        """Those of them that lie on disk alone, together."""
+        fetched = []
+        for key in keys:
+            if self.directory.place(key) is Place.DISK:
+                if self.directory.fetch(key) is None:
+                    break
+                fetched.append(key)
+        if fetched:
+            self._plan_fill(fetched, self._disk.take(now, len(fetched) * self._chunk_bytes))
+
+    def _pull(self, names: Sequence[ChunkName], peer: "VirtualStore", now: float) -> None:
+        """From a peer's host memory or disk, together; given up if that takes much longer than expected."""
+        offered, num_on_disk = [], 0
+        for name in names:
+            place = peer.directory.place(name.key)
+            if place is None or place is Place.COMING or self.directory.offer(name) is None:
+                break
+            num_on_disk += place is Place.DISK
+            offered.append(name.key)
+        if not offered:
+            return
+        num_bytes = len(offered) * self._chunk_bytes
+        expected = num_bytes / self._in.bytes_per_second + self._in.fixed_seconds
+        ready_at = peer._disk.take(now, num_on_disk * self._chunk_bytes) if num_on_disk else now
+        ends_at = max(self._in.take(now, num_bytes), peer._out.take(ready_at, num_bytes))
+        deadline = now + PATIENCE * (expected + self._in.backlog_seconds(now))
+        if ends_at <= deadline:
+            self._plan_fill(offered, ends_at)
+        else:
+            self._plan_fill(offered, deadline, is_given_up=True)
+
+    def _plan_fill(self, keys: Sequence[BlockHash], ends_at: float, *, is_given_up: bool = False) -> None:
+        self._due.update(dict.fromkeys(keys, ends_at))
+
+        def end() -> None:
+            for key in keys:
+                del self._due[key]
+                (self.directory.given_up if is_given_up else self.directory.filled)(key)
+
+        self._plan(ends_at, end)
+
+    def _write(self, now: float) -> None:
+        if self._num_writing or self._disk.backlog_seconds(now):
+            return
+        writes = self.directory.take_writes(now, MAX_WRITES)
+        if writes:
+            self._num_writing = len(writes)
+            keys = [write.name.key for write in writes]
+            self._plan(self._disk.take(now, len(keys) * self._chunk_bytes), lambda: self._end_writes(keys))
+
+    def _end_writes(self, keys: Iterable[BlockHash]) -> None:
+        self._num_writing = 0
+        for key in keys:
+            self.directory.written(key)
+
+    def _plan(self, ends_at: float, end: Callable[[], None]) -> None:
+        self._num_moves += 1
+        heappush(self._moves, (ends_at, self._num_moves, end))

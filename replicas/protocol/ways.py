@@ -1,0 +1,73 @@
+"""Ways to a prompt's KV: compute it, or bring it from host memory, from disk or from a peer.
+
+Owns the arithmetic by which a router and a replica weigh moving against computing, so that both come to the
+same answer from the same figures. Does not know who asks, and decides for one replica only.
+"""
+
+from typing import NamedTuple
+
+HOST_MOVE_SECONDS = 0.001
+DISK_MOVE_SECONDS = 0.004
+PULL_MOVE_SECONDS = 0.02
+"""What a move from there takes beside the bytes."""
+
+
+class Reach(NamedTuple):
+    """Leading tokens of a prompt that a replica has: on its device, in host memory or faster, in any of its
+    tiers; and that a peer has, from which it could pull them. Each is at least the one before.
+    """
+
+    device: int
+    host: int
+    local: int
+    peer: int
+
+
+class MoveSpeeds(NamedTuple):
+    """Seconds per token from host memory to the device, and to host memory from disk and from a peer.
+
+    None where there is no such way, or nobody has measured it: then it is never taken. `backlog_seconds` is
+    what moves already take.
+    """
+
+    host: float | None
+    disk: float | None
+    pull: float | None
+    backlog_seconds: float = 0.0
+
+
+class Way(NamedTuple):
+    """How many tokens to have on the device when the computing begins, and how much longer than the queue
+    bringing them there takes.
+    """
+
+    num_ready_tokens: int
+    extra_seconds: float
+
+
+def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token_seconds: float) -> Way:
+    """The way that costs least, if a token takes `token_seconds` to compute and the queue `wait_seconds`.
+
+    KV moves while the request waits, and takes no time of the engine's.
+    """
+    best = Way(reach.device, 0.0)
+    if speeds.host is None or reach.peer == reach.device:
+        return best
+    best_saving = 0.0
+    seconds, reached = speeds.backlog_seconds, reach.device
+    for end, per_token, fixed_seconds in (
+        (reach.host, 0.0, HOST_MOVE_SECONDS),
+        (reach.local, speeds.disk, DISK_MOVE_SECONDS),
+        (reach.peer, speeds.pull, PULL_MOVE_SECONDS),
+    ):
+        if end <= reached:
+            continue
+        if per_token is None:
+            break
+        seconds += fixed_seconds + (end - reached) * (speeds.host + per_token)
+        reached = end
+        extra = max(0.0, seconds - wait_seconds)
+        saving = (end - reach.device) * token_seconds - extra
+        if saving > best_saving:
+            best, best_saving = Way(end, extra), saving
+    return best

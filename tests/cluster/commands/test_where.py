@@ -1,0 +1,51 @@
+"""What `kvasir where` reads from a real Redis, by tier."""
+
+import redis
+
+from cluster.commands.where import Holding, IndexEntry, find, render
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Tier
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.keys import (
+    BLOCKS_MARKER,
+    MODELS_KEY,
+    ReplicaRecord,
+    blocks_key,
+    blocks_member,
+    encode_record,
+    replica_key,
+    replicas_key,
+)
+from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
+
+MODEL, REPLICA, EPOCH = "m", ReplicaId("replica-0"), Epoch("e")
+HASHES = [BlockHash(bytes([number]) * 16) for number in range(5)]
+ENTRIES = [IndexEntry(128 * (number + 1), block_hash) for number, block_hash in enumerate(HASHES)]
+
+
+def register(url: str, tiers: dict[BlockHash, Tier]) -> None:
+    record = ReplicaRecord(REPLICA, EPOCH, "127.0.0.1:1", ReplicaState.READY, "card", 1, LoadSnapshot())
+    with redis.Redis.from_url(url, protocol=2) as client:
+        client.sadd(MODELS_KEY, MODEL)
+        client.sadd(replicas_key(MODEL), REPLICA)
+        client.hset(replica_key(MODEL, REPLICA), mapping=encode_record(record))
+        members = [BLOCKS_MARKER, *(blocks_member(*each) for each in tiers.items())]
+        client.sadd(blocks_key(MODEL, REPLICA, EPOCH), *members)
+
+
+def test_a_prompt_is_found_in_whatever_tier_its_blocks_lie(redis_url: str) -> None:
+    device, host, disk = Tier
+    register(redis_url, {HASHES[0]: device, HASHES[1]: host, HASHES[2]: disk, HASHES[4]: disk})
+    [holding] = find(redis_url, MODEL, ENTRIES)
+    assert holding == Holding(MODEL, REPLICA, True, 4, 3 * 128, num_in_host=1, num_on_disk=2)
+    text = render([holding], 5, has_depth=True)
+    assert "4 of 5 (1 in host memory, 2 on disk)" in text and "384 tokens" in text
+
+
+def test_without_tiers_nothing_is_said_of_them(redis_url: str) -> None:
+    register(redis_url, dict.fromkeys(HASHES[:2], Tier.DEVICE))
+    [holding] = find(redis_url, None, ENTRIES)
+    assert (holding.num_entries, holding.num_tokens) == (2, 256)
+    assert "2 of 5" in render([holding], 5, has_depth=True) and "(" not in render(
+        [holding], 5, has_depth=True
+    )

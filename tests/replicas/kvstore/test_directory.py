@@ -1,0 +1,245 @@
+"""The directory alone: places, order of eviction, what is written when, events."""
+
+import pytest
+
+from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from tests.replicas.kvstore.chunk_names import chain, key, name
+
+
+def put(directory: Directory, *paths: str) -> None:
+    """Into host memory, as from the device."""
+    for path in paths:
+        assert directory.offer(name(path)) is not None
+        directory.filled(key(path))
+
+
+def write_all(directory: Directory, now: float = 0.0) -> list[str]:
+    """All that the directory wants on disk; the paths in their order."""
+    written = []
+    while writes := directory.take_writes(now, 1):
+        directory.written(writes[0].name.key)
+        written.append(writes[0].name.key.decode().rstrip("."))
+    return written
+
+
+def test_a_chunk_is_coming_until_it_is_filled() -> None:
+    directory = Directory(host_chunks=2)
+    assert directory.place(key("a")) is None and directory.slot(key("a")) is None
+    slot = directory.offer(name("a"))
+    assert directory.place(key("a")) is Place.COMING and directory.slot(key("a")) is None
+    assert directory.take_events() == []
+    assert directory.offer(name("a")) is None
+    directory.filled(key("a"))
+    assert directory.place(key("a")) is Place.HOST
+    assert directory.slot(key("a")) == (slot, directory.generation(slot or 0))
+    assert directory.take_events() == [BlockStored((key("a"),), 3, tier=Tier.HOST)]
+
+
+def test_a_filling_that_is_given_up_leaves_nothing() -> None:
+    directory = Directory(host_chunks=1)
+    directory.offer(name("a"))
+    directory.given_up(key("a"))
+    assert directory.place(key("a")) is None and directory.num_in_host == 0
+    assert directory.take_events() == []
+    assert directory.offer(name("b")) is not None
+
+
+def test_a_slot_that_may_still_be_written_to_is_nobodys_until_it_is_given_back() -> None:
+    directory = Directory(host_chunks=1)
+    slot = directory.offer(name("a"))
+    assert slot is not None
+    directory.given_up(key("a"), may_still_be_written=True)
+    assert directory.num_quarantined == 1 and directory.offer(name("b")) is None
+    directory.give_back(slot)
+    assert directory.offer(name("b")) == slot
+
+
+def test_a_chain_is_found_up_to_its_first_hole() -> None:
+    directory = Directory(host_chunks=8)
+    put(directory, "a", "abc")
+    directory.offer(name("ab"))
+    assert directory.find(chain("abcd")) == [Place.HOST, Place.COMING, Place.HOST]
+    directory.given_up(key("ab"))
+    assert directory.find(chain("abcd")) == [Place.HOST]
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_beginning() -> None:
+    directory = Directory(host_chunks=4)
+    put(directory, "a", "ab", "abc", "z")
+    directory.use(chain("abc"))
+    directory.take_events()
+    put(directory, "y")
+    assert directory.place(key("z")) is None
+    put(directory, "x")
+    assert directory.find(chain("abc")) == [Place.HOST, Place.HOST]
+    assert [each for each in directory.take_events() if isinstance(each, BlockRemoved)] == [
+        BlockRemoved((key("z"),), Tier.HOST),
+        BlockRemoved((key("abc"),), Tier.HOST),
+    ]
+
+
+def test_what_is_read_stays() -> None:
+    directory = Directory(host_chunks=1)
+    put(directory, "a")
+    directory.pin([key("a")])
+    assert directory.offer(name("b")) is None
+    directory.unpin([key("a")])
+    assert directory.offer(name("b")) is not None and directory.place(key("a")) is None
+
+
+def test_what_is_filled_or_written_stays() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, *"abc")
+    directory.offer(name("d"))
+    [write] = directory.take_writes(0.0, 9)
+    assert write.name == name("a")
+    put(directory, *"xyz")
+    assert [directory.place(key(path)) for path in "ad"] == [Place.HOST, Place.COMING]
+    assert directory.place(key("b")) is None
+
+
+def test_a_slot_has_another_generation_for_each_chunk() -> None:
+    directory = Directory(host_chunks=1)
+    put(directory, "a")
+    before = directory.slot(key("a"))
+    put(directory, "b")
+    after = directory.slot(key("b"))
+    assert before is not None and after is not None
+    assert before[0] == after[0] and before[1] != after[1]
+
+
+def test_the_oldest_quarter_is_written_and_found_on_disk_when_it_has_left() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, "a", "b", "c")
+    assert write_all(directory) == []
+    put(directory, "d")
+    assert write_all(directory) == ["a"]
+    assert BlockStored((key("a"),), 3, tier=Tier.DISK) in directory.take_events()
+    put(directory, "e")
+    assert directory.place(key("a")) is Place.DISK
+    assert directory.take_events()[0] == BlockRemoved((key("a"),), Tier.HOST)
+
+
+def test_what_is_used_before_it_is_written_is_not_cold_any_more() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, "a", "b", "c", "d")
+    directory.use([key("a")])
+    assert write_all(directory) == ["b"]
+
+
+def test_a_chain_is_written_from_its_beginning() -> None:
+    directory = Directory(host_chunks=8, disk_chunks=9)
+    put(directory, *("abc"[:length] for length in (1, 2, 3)))
+    directory.use(chain("abc"))
+    put(directory, *"stuvw")
+    assert write_all(directory) == ["a", "ab", "abc", "s"][:3]
+
+
+def test_the_oldest_file_goes_when_the_disk_is_full() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=2)
+    for path in "abcdefg":
+        put(directory, path)
+        write_all(directory)
+    assert directory.num_on_disk == 2
+    assert directory.take_removals() == [key("a"), key("b")]
+    assert directory.take_removals() == []
+    assert directory.place(key("a")) is None and directory.place(key("c")) is Place.DISK
+
+
+def test_a_file_that_is_written_anew_is_not_removed() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=1)
+    put(directory, *"abcd")
+    assert write_all(directory) == ["a"]
+    directory.lost_file(key("a"))
+    directory.use([key("a")])
+    directory.use([key("d"), key("c"), key("b")])
+    assert write_all(directory) == ["a"]
+    assert directory.take_removals() == []
+
+
+def test_what_is_fetched_is_in_host_memory_and_on_disk() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, *"abcd")
+    write_all(directory)
+    put(directory, "e")
+    directory.take_events()
+    assert directory.fetch(key("a")) is not None
+    assert directory.place(key("a")) is Place.COMING
+    directory.filled(key("a"))
+    assert directory.place(key("a")) is Place.HOST
+    directory.lost_file(key("a"))
+    assert directory.place(key("a")) is Place.HOST
+    assert directory.take_events()[-1] == BlockRemoved((key("a"),), Tier.DISK)
+
+
+def test_a_file_that_could_not_be_read_is_lost_with_its_chunk() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    directory.restore([name("a")])
+    assert directory.fetch(key("a")) is not None
+    directory.lost_file(key("a"))
+    directory.given_up(key("a"))
+    assert directory.place(key("a")) is None
+    assert directory.take_removals() == [key("a")]
+
+
+def test_a_write_that_failed_is_not_tried_again_at_once() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, *"abcd")
+    [write] = directory.take_writes(0.0, 9)
+    directory.not_written(write.name.key)
+    assert directory.num_on_disk == 0 and directory.take_writes(0.0, 9) == []
+    directory.use([key("a")])
+    assert write_all(directory) == ["b"]
+    directory.use([key(path) for path in "dcb"])
+    assert write_all(directory) == ["a"]
+
+
+def test_while_the_budget_is_short_only_what_was_used_again_is_written() -> None:
+    directory = Directory(
+        host_chunks=40, disk_chunks=99, chunk_bytes=2, write_budget=WriteBudget(bytes_per_second=1.0)
+    )
+    paths = [chr(ord("A") + number) for number in range(20)]
+    reused = paths[4:10]
+    put(directory, *paths)
+    directory.use([key(path) for path in reversed(reused)])
+    put(directory, *(chr(ord("a") + number) for number in range(20)))
+    assert write_all(directory) == ["A", "B", "C"]
+    assert directory.num_to_write == 7
+    directory.use([key(chr(ord("a") + number)) for number in range(20)])
+    put(directory, *"0123456789")
+    assert write_all(directory) == reused[:2]
+    assert write_all(directory, now=BURST_SECONDS) == reused[2:]
+
+
+def test_what_an_earlier_life_left_is_there_and_what_does_not_fit_is_removed() -> None:
+    directory = Directory(host_chunks=1, disk_chunks=2)
+    directory.restore(map(name, ["a", "b", "c"]))
+    assert directory.take_removals() == [key("a")]
+    assert [directory.place(key(path)) for path in "abc"] == [None, Place.DISK, Place.DISK]
+    assert directory.take_events() == [
+        *(BlockStored((key(path),), 3, tier=Tier.DISK) for path in "abc"),
+        BlockRemoved((key("a"),), Tier.DISK),
+    ]
+
+
+def test_clearing_is_refused_while_anything_moves_and_removes_every_file() -> None:
+    directory = Directory(host_chunks=2, disk_chunks=2)
+    directory.restore([name("a")])
+    directory.fetch(key("a"))
+    assert not directory.clear()
+    directory.filled(key("a"))
+    put(directory, "b")
+    directory.take_events()
+    assert directory.clear()
+    assert directory.take_removals() == [key("a")]
+    assert directory.take_events() == [AllBlocksCleared(Tier.HOST), AllBlocksCleared(Tier.DISK)]
+    put(directory, "c", "d")
+    assert directory.num_in_host == 2
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_a_directory_without_room_is_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="slot of host memory"):
+        Directory(host_chunks=sizes[0], disk_chunks=sizes[1], chunk_bytes=sizes[2])

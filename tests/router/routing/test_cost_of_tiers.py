@@ -1,0 +1,124 @@
+"""What it costs when a prompt's KV lies below the device, beside the slow way to say it."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, Reach
+from router.routing.cost import CostParameters, FleetRates, cost_of
+from router.routing.decision import Decision, decide
+from router.routing.levels import Overlaps, Slots
+from router.routing.load import ReplicaLoad
+from tests.router.routing.fleets import BLOCK_SIZE, fleet, ready, request
+
+PARAMETERS = CostParameters()
+RATES = FleetRates(1e-4, 1e-2)
+
+SPEEDS = st.none() | st.sampled_from([1e-7, 5e-6, 5e-5, 1e-4, 1e-3])
+LOADS = st.builds(
+    ReplicaLoad,
+    num_requests=st.integers(0, 20),
+    num_pending_tokens=st.integers(0, 5000),
+    cache_fill=st.floats(0, 1),
+    host_seconds_per_token=SPEEDS,
+    disk_seconds_per_token=SPEEDS,
+    pull_seconds_per_token=SPEEDS,
+    move_backlog_seconds=st.sampled_from([0.0, 0.05, 2.0]),
+)
+REACHES = st.lists(st.integers(0, 4000), min_size=4, max_size=4).map(lambda ends: Reach(*sorted(ends)))
+
+
+def seconds_of(load: ReplicaLoad, reach: Reach, num_tokens: int, num_ready: int) -> float:
+    """Time to first token and what others lose, if just so much is made ready; infinite if it cannot be."""
+    wait = load.num_pending_tokens * 1e-4 + load.num_requests * 1e-2
+    move = load.move_backlog_seconds if num_ready > reach.device else 0.0
+    ways = (
+        (reach.device, reach.host, 0.0, HOST_MOVE_SECONDS),
+        (reach.host, reach.local, load.disk_seconds_per_token, DISK_MOVE_SECONDS),
+        (reach.local, reach.peer, load.pull_seconds_per_token, PULL_MOVE_SECONDS),
+    )
+    for start, end, per_token, fixed in ways:
+        if start < end <= num_ready:
+            if load.host_seconds_per_token is None or per_token is None:
+                return float("inf")
+            move += fixed + (end - start) * (load.host_seconds_per_token + per_token)
+    prefill = (num_tokens - num_ready) * 1e-4
+    return max(wait, move) + prefill * (1 + PARAMETERS.delay_price * load.num_requests)
+
+
+@given(LOADS, REACHES)
+def test_the_cheapest_way_is_taken(load: ReplicaLoad, reach: Reach) -> None:
+    cost = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+    wanted = {end: seconds_of(load, reach, 5000, end) for end in reach}
+    assert cost.seconds - cost.room_seconds == pytest.approx(min(wanted.values()))
+    assert cost.num_ready_tokens in reach
+    assert wanted[cost.num_ready_tokens] == pytest.approx(min(wanted.values()))
+
+
+@given(LOADS, REACHES)
+def test_what_is_known_below_the_device_never_makes_a_replica_dearer(load: ReplicaLoad, reach: Reach) -> None:
+    only_device = Reach(*[reach.device] * 4)
+    with_tiers = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+    without = cost_of(load, num_tokens=5000, reach=only_device, rates=RATES, parameters=PARAMETERS)
+    assert with_tiers.seconds <= without.seconds + 1e-9
+
+
+def test_an_unknown_speed_is_never_taken() -> None:
+    reach = Reach(0, 1000, 2000, 3000)
+    for load, num_ready in (
+        (ReplicaLoad(), 0),
+        (ReplicaLoad(disk_seconds_per_token=1e-9, pull_seconds_per_token=1e-9), 0),
+        (ReplicaLoad(host_seconds_per_token=1e-9), 1000),
+        (ReplicaLoad(host_seconds_per_token=1e-9, disk_seconds_per_token=1e-9), 2000),
+        (ReplicaLoad(host_seconds_per_token=1e-9, pull_seconds_per_token=1e-9), 1000),
+    ):
+        cost = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+        assert cost.num_ready_tokens == num_ready
+
+
+def test_a_move_that_is_shorter_than_the_queue_costs_no_time() -> None:
+    busy = ReplicaLoad(num_requests=4, num_pending_tokens=5000, host_seconds_per_token=1e-5)
+    cost = cost_of(
+        busy, num_tokens=5000, reach=Reach(0, 4000, 4000, 4000), rates=RATES, parameters=PARAMETERS
+    )
+    assert (cost.move_seconds, cost.num_ready_tokens) == (0.0, 4000)
+
+
+FAST = ReplicaLoad(host_seconds_per_token=5e-6, disk_seconds_per_token=3e-5, pull_seconds_per_token=1e-5)
+
+
+def decided(depths: dict[str, tuple[int, int, int]], loads: dict[str, ReplicaLoad]) -> Decision:
+    """Depths in blocks on the device, in host memory or faster, and anywhere."""
+    slots = Slots({ReplicaId(name): 1 << number for number, name in enumerate(depths)})
+
+    def levels(tier: int) -> list[tuple[int, int]]:
+        return sorted(
+            ((ends[tier], slots.bit(ReplicaId(name))) for name, ends in depths.items() if ends[tier]),
+            reverse=True,
+        )
+
+    overlaps = Overlaps(slots, levels(2), host_levels=levels(1), device_levels=levels(0))
+    return decide(request(), ready(fleet(len(loads), **loads)), overlaps, PARAMETERS, random.Random(1))
+
+
+def test_what_lies_in_host_memory_is_as_good_as_on_the_device() -> None:
+    for holder, other in (("r0", "r1"), ("r1", "r0")):
+        decision = decided({holder: (0, 400, 400), other: (100, 100, 100)}, {"r0": FAST, "r1": FAST})
+        assert (decision.replica_id, decision.overlap_tokens) == (holder, 400 * BLOCK_SIZE)
+        assert decision.pull_from is None
+
+
+def test_a_busy_holder_is_pulled_from() -> None:
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, host_seconds_per_token=5e-6)
+    decision = decided({"r0": (400, 400, 400)}, {"r0": busy, "r1": FAST})
+    assert (decision.replica_id, decision.pull_from) == ("r1", "r0")
+    assert decision.overlap_tokens == 400 * BLOCK_SIZE
+
+
+def test_what_cannot_be_pulled_is_computed() -> None:
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000)
+    decision = decided({"r0": (400, 400, 400)}, {"r0": busy, "r1": ReplicaLoad()})
+    assert (decision.replica_id, decision.pull_from, decision.overlap_tokens) == ("r1", None, 0)
