@@ -388,7 +388,7 @@ class VirtualFleet:
             self._place(run)
 
     def _introduce(self, host: VirtualHost) -> None:
-        """What a replica with tiers says before its first request: what it has found, and what moving takes."""
+        """What a replica with tiers says before its first request: what it found, and what moving takes."""
         assert host.replica is not None
         if host.replica.store is not None:
             host.observe(host.replica.store.take_events())
