@@ -29,14 +29,19 @@ LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 
+MOST_HELD = 256
+"""Tokens that are turned into text together: few enough that nobody waits for them."""
+
+
 class ChoiceOutput:
     """One choice as it grows: feed it the choice's deltas."""
 
-    __slots__ = ("_detokenizer", "_silent", "finish_reason", "logprobs", "num_tokens", "parts")
+    __slots__ = ("_detokenizer", "_held", "_silent", "finish_reason", "logprobs", "num_tokens", "parts")
 
     def __init__(self, detokenizer: Detokenizer, silent_token_ids: frozenset[int]) -> None:
         self._detokenizer = detokenizer
         self._silent = silent_token_ids
+        self._held: list[int] = []
         self.parts: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
         self.num_tokens = 0
@@ -54,6 +59,14 @@ class ChoiceOutput:
     def has_stop_strings(self) -> bool:
         return self._detokenizer.has_stop_strings
 
+    def hold(self, delta: TokenDelta) -> None:
+        """A delta in the middle of an answer of which no text is wanted yet: it comes with a later one."""
+        self.num_tokens += len(delta.token_ids)
+        self._held += delta.token_ids
+        if len(self._held) >= MOST_HELD:
+            self.parts.append(self._detokenizer.add(self._held))
+            self._held.clear()
+
     def add(self, delta: TokenDelta) -> str:
         """The new text. Sets `finish_reason` with the last of it."""
         token_ids = delta.token_ids
@@ -61,6 +74,9 @@ class ChoiceOutput:
         self.num_tokens += len(token_ids)
         if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent:
             token_ids = token_ids[:-1]
+        if self._held:
+            token_ids = (*self._held, *token_ids)
+            self._held.clear()
         text = self._detokenizer.add(token_ids)
         if finish is not None:
             text += self._detokenizer.finish()

@@ -199,11 +199,13 @@ class _Exchange:
                     return False
             if self._gaps is not None and delta.token_ids:
                 self._gaps.arrived(self._context.clock())
-            text, logprobs = output.add(delta), delta.logprobs or ()
+            logprobs = delta.logprobs or ()
             if not request.stream:
-                output.parts.append(text)
+                output.hold(delta)
                 output.logprobs.extend(logprobs)
-            elif text or logprobs:
+                return True
+            text = output.add(delta)
+            if text or logprobs:
                 self._num_sent += 1
                 assert connection is not None
                 connection.write_part(dialect.text(prompt, delta.key.choice, text, logprobs))

@@ -6,6 +6,7 @@ from openai import APIError, AsyncOpenAI
 
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import NO_USER, FinishReason
+from router.api.api_request import MOST_HELD
 from router.errors import GenerationFailed
 from router.prompt.tokenizer import Tokenizer
 from tests.router import tiny_model
@@ -61,6 +62,17 @@ async def test_a_stream_says_the_same_as_the_whole_answer(server: HttpServer, op
     assert chunks[-1].usage.completion_tokens == len(_tokens(ANSWER)) + 1
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+async def test_a_long_whole_answer_is_the_text_of_all_its_tokens(
+    server: HttpServer, openai: AsyncOpenAI
+) -> None:
+    text = ANSWER * 25
+    server.dispatcher.script = says([*_tokens(text), END])
+    assert len(_tokens(text)) > MOST_HELD
+    completion = await openai.chat.completions.create(model="tiny", messages=HELLO)
+    assert completion.choices[0].message.content == text
+    assert completion.usage.completion_tokens == len(_tokens(text)) + 1
 
 
 async def test_a_stream_without_include_usage_says_none_and_ends_with_done(
