@@ -276,6 +276,7 @@ def test_told_to_stop_all_finish_what_runs_and_end_in_order(stack: LocalStack) -
         return await stream
 
     asyncio.run(stream_over_the_end())
+    wait_until(lambda: stack.exit_status("router") is not None)  # a second signal would be one to hurry
     assert stack.terminate("router") == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
