@@ -1,16 +1,13 @@
 """KernelAttention: attention that reads keys and values where they lie, by torch's flex_attention.
 
 Owns the way from block tables to the kernel's block masks. The kernel is compiled for this machine: by
-Triton on CUDA, by a C++ compiler on a CPU.
+Triton on CUDA, by a C++ compiler on a CPU. Whether that works here is not its concern.
 
 Queries attend in tiles, each of one sequence. A tile is given the blocks of its sequence in two lists::
 
     block table   b0 b1 b2 b3 b4 | not written yet
     a tile's queries      ^^^^^^^^
                   full    | partial: a query sees the keys up to its own position
-
-All blocks of a single token's sequence are in the second list. The kernel for few queries splits a sequence,
-to have work for all of a GPU, by that list alone; the first one it splits by the size of the cache.
 """
 
 import math
@@ -38,7 +35,7 @@ class _Call:
     rows: torch.Tensor
     num_rows: int
     positions: torch.Tensor
-    full: tuple[torch.Tensor, torch.Tensor] | None
+    full: tuple[torch.Tensor, torch.Tensor]
     partial: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -47,7 +44,7 @@ class KernelAttention:
 
     def __init__(self, blocks: KVBlocks) -> None:
         self._blocks = blocks
-        # Where a block's tokens begin in their sequence: written for the partial blocks of each step.
+        # Where the tokens of a block begin in their sequence; only blocks that are partial are asked for.
         self._starts = torch.full((blocks.num_blocks,), _HIDDEN, dtype=torch.int32, device=blocks.device)
         # A compiled function of its own for each cache, so that none uses up another's recompilations.
         self._kernel = torch.compile(  # type: ignore[call-overload]  # its stubs lack the newest argument
@@ -88,49 +85,36 @@ class KernelAttention:
         rows[: len(tiles)] = np.array([tile.first for tile in tiles])[:, None] + offsets
         positions = np.zeros((size, num_tokens), dtype=np.int32)
         positions[: len(tiles)] = np.array([tile.start for tile in tiles])[:, None] + offsets
-        num_full = [0 if num_tokens == 1 else (tile.start + 1) // block_size for tile in tiles]
-        part = _Lists(
-            [tile.block_ids[n : tile.num_blocks(block_size)] for tile, n in zip(tiles, num_full, strict=True)]
-        )
-        self._write_starts(part, num_full)
-        full = _Lists([tile.block_ids[:n] for tile, n in zip(tiles, num_full, strict=True)])
+        full: list[Sequence[int]] = []
+        part: list[Sequence[int]] = []
+        begins: list[int] = []
+        for tile in tiles:
+            num_full = (tile.start + 1) // block_size
+            full.append(tile.block_ids[:num_full])
+            part.append(tile.block_ids[num_full : tile.num_blocks(block_size)])
+            begins.extend(range(num_full * block_size, tile.start + tile.num_tokens, block_size))
+        written = torch.tensor([block_id for block_ids in part for block_id in block_ids], dtype=torch.int64)
+        starts = torch.tensor(begins, dtype=torch.int32)
+        self._starts.index_copy_(0, written.to(self._starts.device), starts.to(self._starts.device))
         return _Call(
             rows=torch.from_numpy(rows.ravel()).to(self._blocks.device),
             num_rows=len(tiles) * num_tokens,
             positions=torch.from_numpy(positions).to(self._blocks.device),
-            full=None if num_tokens == 1 else full.on(self._starts, size),
-            partial=part.on(self._starts, size),
+            full=self._block_lists(full, size),
+            partial=self._block_lists(part, size),
         )
 
-    def _write_starts(self, lists: "_Lists", num_before: Sequence[int]) -> None:
-        """A block that several sequences share is as far from the start in each of them."""
-        columns = np.arange(lists.table.shape[1])
-        used = columns < lists.lengths[:, None]
-        begins = ((np.array(num_before)[:, None] + columns) * self._blocks.block_size)[used]
-        block_ids = torch.from_numpy(lists.table[used].astype(np.int64)).to(self._blocks.device)
-        self._starts.index_copy_(
-            0, block_ids, torch.from_numpy(begins.astype(np.int32)).to(self._blocks.device)
-        )
-
-
-class _Lists:
-    """Lists of blocks, one for each tile, as a table that is as wide as the longest of them."""
-
-    def __init__(self, lists: Sequence[Sequence[int]]) -> None:
-        self.lengths = np.array([len(block_ids) for block_ids in lists], dtype=np.int32)
-        self.table = np.zeros((len(lists), self.lengths.max()), dtype=np.int32)
-        for row, block_ids in zip(self.table, lists, strict=True):
+    def _block_lists(self, lists: Sequence[Sequence[int]], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their lengths, and the lists at the head of rows that would hold every block there is."""
+        lengths = np.zeros((size, 1, 1), dtype=np.int32)
+        lengths[: len(lists), 0, 0] = [len(block_ids) for block_ids in lists]
+        table = np.zeros((len(lists), lengths.max()), dtype=np.int32)
+        for row, block_ids in zip(table, lists, strict=True):
             row[: len(block_ids)] = block_ids
-
-    def on(self, of_blocks: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `size` tiles, lengths and lists; the kernel wants lists that could hold every block."""
-        num_tiles, width = self.table.shape
-        device = of_blocks.device
-        lengths = torch.zeros((size, 1, 1), dtype=torch.int32, device=device)
-        lengths[:num_tiles, 0, 0] = torch.from_numpy(self.lengths).to(device)
-        indices = torch.zeros((size, 1, 1, len(of_blocks)), dtype=torch.int32, device=device)
-        indices[:num_tiles, 0, 0, :width] = torch.from_numpy(self.table).to(device)
-        return lengths, indices
+        device = self._blocks.device
+        indices = torch.empty((size, 1, 1, self._blocks.num_blocks), dtype=torch.int32, device=device)
+        indices[: len(lists), 0, 0, : table.shape[1]] = torch.from_numpy(table).to(device)
+        return torch.from_numpy(lengths).to(device), indices
 
 
 def _groups(tiles: Sequence[Rows], most: int) -> list[Sequence[Rows]]:
@@ -143,7 +127,7 @@ def _attend_tiles(
     values: torch.Tensor,
     starts: torch.Tensor,
     positions: torch.Tensor,
-    full: tuple[torch.Tensor, torch.Tensor] | None,
+    full: tuple[torch.Tensor, torch.Tensor],
     partial: tuple[torch.Tensor, torch.Tensor],
     *,
     block_size: int,
@@ -159,8 +143,8 @@ def _attend_tiles(
         seq_lengths=(queries.shape[2], keys.shape[2]),
         kv_num_blocks=partial[0],
         kv_indices=partial[1],
-        full_kv_num_blocks=None if full is None else full[0],
-        full_kv_indices=None if full is None else full[1],
+        full_kv_num_blocks=full[0],
+        full_kv_indices=full[1],
         q_num_blocks=None,
         q_indices=None,
         full_q_num_blocks=None,

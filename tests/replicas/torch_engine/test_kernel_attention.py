@@ -110,6 +110,7 @@ def queries_for(blocks: KVBlocks, rows: Sequence[Rows], seed: int) -> torch.Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(blocks.dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(rows=batches(), seed=st.integers(0, 9))
 def test_the_kernel_says_what_the_gather_says(
@@ -124,6 +125,7 @@ def test_the_kernel_says_what_the_gather_says(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(6))
 @given(rows=batches(), seed=st.integers(0, 9))
 def test_kernel_and_gather_say_what_attention_is(
@@ -166,6 +168,7 @@ def test_shapes_and_dtypes(
     check()
 
 
+@pytest.mark.slow
 def test_many_sequences_take_several_calls(blocks: KVBlocks, kernel: KernelAttention) -> None:
     """150 of one token, 64 to a call, and six tiles, four to a call."""
     table = list(range(1, NUM_BLOCKS))
@@ -180,6 +183,7 @@ def test_many_sequences_take_several_calls(blocks: KVBlocks, kernel: KernelAtten
     )
 
 
+@pytest.mark.slow
 def test_the_kernel_copies_no_keys(blocks: KVBlocks, kernel: KernelAttention) -> None:
     """What a step allocates behind 2,000 tokens more than behind 60. On a CPU, the kernel keeps an output for
     each 128 keys: 1 % of these keys here. On CUDA it keeps as many as its grid has splits."""
@@ -222,6 +226,7 @@ def driver_of(checkpoint: Path, attention: str) -> Driver:
     )
 
 
+@pytest.mark.slow
 def test_an_engine_says_the_same_with_either_and_compiles_nothing_while_it_serves(checkpoint: Path) -> None:
     """Prompts that share prefixes, more tokens than the cache holds, long prefills in chunks."""
     rng = random.Random(5)
