@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import os
 import ssl
 from collections.abc import Iterator
@@ -45,6 +46,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("patient")
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """Where a test, or what it calls, sends the log of this process is over with the test."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

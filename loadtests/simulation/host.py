@@ -4,7 +4,7 @@ Owns a replica's identity, its incarnations and the numbering of its changes, an
 was said. Knows no router: each reads the log at its own pace.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from loadtests.simulation.replica import LoadReport, VirtualReplica
@@ -12,7 +12,7 @@ from replicas.index.announcements import Announcements
 from replicas.index.residency import Residency
 from replicas.kvstore.directory import ChunkName
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import CacheEvent
+from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
 
@@ -76,6 +76,11 @@ class VirtualHost:
     def kept(self) -> frozenset[BlockHash]:
         """What the index should hold for it now."""
         return frozenset() if self._residency is None else frozenset(self._residency.kept)
+
+    @property
+    def fastest(self) -> Mapping[BlockHash, Tier]:
+        """The tier of the fastest copy of each of these."""
+        return {} if self._residency is None else self._residency.fastest
 
     def start(self, replica: VirtualReplica) -> None:
         self.replica = replica

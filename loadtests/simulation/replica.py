@@ -111,6 +111,10 @@ class VirtualReplica:
         if self.store is not None:
             self._bring(self.store, request, now, peer)
         self._inbox.append(request)
+        self._look_soon(now)
+
+    def _look_soon(self, now: float) -> None:
+        """Something may be computed that could not be before: at once, or after the step of now."""
         step = self._step
         if step is None:
             self._start(now)
@@ -131,8 +135,8 @@ class VirtualReplica:
         """KV has come to where it was moved, and requests may have waited for it."""
         assert self.store is not None
         self.store.advance(now)
-        if self._step is None:
-            self._start(now)
+        if self._loading or self._waiting or self._prefilling:
+            self._look_soon(now)
         return self._take_events()
 
     def crash(self, now: float) -> list[VirtualRequest]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from loadtests.simulation.host import Feed, VirtualHost
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import HashedRequest
+from replicas.protocol.events import Tier
 from replicas.protocol.status import ModelCard, ReplicaId
 from router.routing.decision import RoutingRequest
 from router.routing.overlap import ChangeOutcome
@@ -97,7 +98,10 @@ class VirtualRouter:
                 continue
             if index.apply(change) is ChangeOutcome.GAP and is_redis_up:
                 host = self._hosts[change.replica_id]
-                index.replace(host.replica_id, host.epoch, host.kept, last_change=host.last_change)
+                staged = index.stage()
+                for tier in Tier:
+                    staged.add((each for each, it in host.fastest.items() if it is tier), tier)
+                index.replace(host.replica_id, host.epoch, staged, last_change=host.last_change)
                 self.num_rereads += 1
 
     def _read_loads(self, start: int, end: int) -> None:

@@ -119,6 +119,8 @@ class VirtualStore:
                 break
             if self.directory.offer(name) is not None:
                 self._plan_fill([name.key], self._to_host.take(now, self._chunk_bytes))
+            elif self.directory.place(name.key) is not Place.HOST:
+                break  # every slot is in use
         self._write(now)
 
     # Towards the device.

@@ -12,9 +12,9 @@ stands for everything before it. It may lie in a *slot* of host memory, in a fil
 
 **Host memory** has a hot and a cold part, each in the order of last use; the oldest quarter is cold. What
 becomes cold is written to disk, as far as the write budget goes, so that eviction, which takes the oldest
-that is not being read, written or filled, finds it there already. **The disk** evicts the oldest. A prompt's
-chunks are used from the last to the first, so the end of a chain goes before its beginning, and a chunk is
-written after those before it: what lies behind a hole is of no use.
+that is not being read, written or filled, finds it there already. **The disk** evicts the oldest. Whatever
+happens to a chunk happens to those before it in its chain a moment later, so the end of a chain goes before
+its beginning; and a chunk is written after those before it. What lies behind a hole is of no use.
 
 What is filled, read or written stays where it is until its caller says that this has ended. A slot whose
 filling was given up may still be written to by a thread that hangs: it is *quarantined*, and nobody's, until
@@ -23,7 +23,7 @@ it is given back.
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +69,8 @@ class _Chunk:
     num_readers: int = 0
     is_writing: bool = False
     is_on_disk: bool = False
+    has_failed: bool = False
+    """It could not be written when it was tried last, and was not used since."""
     num_uses: int = 1
 
     @property
@@ -175,6 +177,7 @@ class Directory:
             if chunk is None:
                 continue
             chunk.num_uses += 1
+            chunk.has_failed = False
             if chunk.is_on_disk or chunk.is_writing:
                 self._disk.move_to_end(key)
             if chunk.slot is not None:
@@ -264,15 +267,18 @@ class Directory:
                 key = next(iter(self._to_write_once), None)
             if key is None:
                 break
-            chunk = self._first_unwritten(self._chunks[key])
             if not self._may_make_file() or not self._write_budget.take(now, self._chunk_bytes):
                 break
+            chunk = self._first_unwritten(self._chunks[key])
             if len(self._disk) == self.max_disk_chunks:
                 self._evict_file()
             self._forget_to_write(chunk)
             self._removals.pop(chunk.name.key, None)
             chunk.is_writing = True
             self._disk[chunk.name.key] = chunk
+            for before in self._chain_before(chunk):
+                if before.is_on_disk or before.is_writing:
+                    self._disk.move_to_end(before.name.key)
             assert chunk.slot is not None
             writes.append(Write(chunk.name, chunk.slot))
         return writes
@@ -289,6 +295,7 @@ class Directory:
         chunk = self._chunks[key]
         assert chunk.is_writing, "what is not written was being written"
         chunk.is_writing = False
+        chunk.has_failed = True
         del self._disk[key]
         self._forget_if_nowhere(chunk)
 
@@ -307,6 +314,8 @@ class Directory:
         """What an earlier life has left on disk, oldest use first. What does not fit is to be removed."""
         assert not self._chunks, "a directory is restored before it is used"
         for name in names:
+            if name.key in self._chunks:
+                continue
             chunk = self._chunks[name.key] = _Chunk(name, is_on_disk=True)
             self._disk[name.key] = chunk
             self._events.append(BlockStored((name.key,), name.last_block, tier=Tier.DISK))
@@ -355,6 +364,9 @@ class Directory:
         chunk.slot = slot
         chunk.is_filling = True
         self._hot[chunk.name.key] = chunk
+        for before in self._chain_before(chunk):
+            if before.slot is not None:
+                self._warm(before)
         self._cool()
 
     def _leave_host(self, chunk: _Chunk) -> None:
@@ -385,20 +397,20 @@ class Directory:
     def _first_unwritten(self, chunk: _Chunk) -> _Chunk:
         """The first chunk of its chain that has no file and can be written now, at latest itself."""
         first = chunk
-        parent = chunk.name.parent
-        while parent is not None:
-            before = self._chunks.get(parent)
-            if (
-                before is None
-                or before.is_on_disk
-                or before.is_writing
-                or before.slot is None
-                or before.is_filling
-            ):
+        for before in self._chain_before(chunk):
+            if before.is_on_disk or before.is_writing or before.slot is None:
+                break
+            if before.is_filling or before.has_failed:
                 break
             first = before
-            parent = before.name.parent
         return first
+
+    def _chain_before(self, chunk: _Chunk) -> Iterator[_Chunk]:
+        """The chunks before it in its chain, nearest first, up to one that is nowhere."""
+        parent = chunk.name.parent
+        while parent is not None and (before := self._chunks.get(parent)) is not None:
+            yield before
+            parent = before.name.parent
 
     def _note_to_write(self, chunk: _Chunk) -> None:
         if self.max_disk_chunks and not (chunk.is_on_disk or chunk.is_writing):

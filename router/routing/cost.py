@@ -11,8 +11,9 @@ The first two terms are the expected time to first token. The third is what othe
 decode at r, and those that wait there, stand still while the prompt is computed. Long prompts therefore
 gather where they disturb few, and short ones pass them by. The last is the price of room in r's cache:
 what is computed there evicts something else, the more surely the fuller the cache is. So a full fleet
-pays for copies of what another replica holds, and while there is room, sessions spread into it. Where
-what is evicted can be fetched back from host memory, a token's room costs no more than fetching it does.
+pays for copies of what another replica holds, and while there is room, sessions spread into it. The price
+is the same where what is evicted could be fetched back: a lower one spreads prompts that share a prefix
+over so many devices that requests which run have no room (`loadtests/RESULTS.md` has the figures).
 
 How much of the prompt is *ready* when its turn comes is a choice, and the cheapest counts: what lies on
 the device alone, or also what lies in host memory, on disk, or deeper at a peer. KV moves while the request
@@ -24,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
-from replicas.protocol.ways import MoveSpeeds, Reach, cheapest_way
+from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
 from router.routing.load import ReplicaLoad
 
 SPEED_BAND = 2.0
@@ -127,27 +128,25 @@ def cost_of(
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
     wait_seconds = load.num_pending_tokens * rate + load.num_requests * step
-    way = cheapest_way(
-        reach,
-        MoveSpeeds(
+    way = Way(reach.device, 0.0)
+    if load.host_seconds_per_token is not None:
+        speeds = MoveSpeeds(
             load.host_seconds_per_token,
             load.disk_seconds_per_token,
             load.pull_seconds_per_token,
             load.move_backlog_seconds,
-        ),
-        wait_seconds=wait_seconds,
-        token_seconds=rate * (1.0 + parameters.delay_price * load.num_requests),
-    )
+        )
+        token_seconds = rate * (1.0 + parameters.delay_price * load.num_requests)
+        way = cheapest_way(reach, speeds, wait_seconds=wait_seconds, token_seconds=token_seconds)
     prefill_seconds = (num_tokens - way.num_ready_tokens) * rate
-    room_rate = rates.prefill_seconds_per_token
-    if load.host_seconds_per_token is not None:
-        fetch = min(room_rate, load.host_seconds_per_token)
-        room_rate = fetch + load.used_fill**0.5 * (room_rate - fetch)
     return Cost(
         wait_seconds,
         prefill_seconds,
         parameters.delay_price * load.num_requests * prefill_seconds,
-        parameters.room_price * max(load.cache_fill, LEAST_FILL) * (num_tokens - reach.device) * room_rate,
+        parameters.room_price
+        * max(load.cache_fill, LEAST_FILL)
+        * (num_tokens - reach.device)
+        * rates.prefill_seconds_per_token,
         way.extra_seconds,
         way.num_ready_tokens,
     )

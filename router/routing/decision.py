@@ -122,7 +122,7 @@ def decide(
     assert len(replicas), "a decision needs a replica"
     considered = _considered(request, replicas, overlaps, parameters, rng)
     rates = fleet_rates([load for _, _, load in considered], parameters)
-    candidates = weigh(request, considered, overlaps, rates, parameters)
+    candidates = weigh(request, replicas, considered, overlaps, rates, parameters)
     chosen = _choose(candidates, rates, parameters)
     return Decision(
         replica_id=chosen.replica_id,
@@ -130,7 +130,7 @@ def decide(
         reason=_reason(chosen, candidates),
         rank=chosen.rank,
         candidates=candidates,
-        pull_from=peer_of(chosen, overlaps, rng),
+        pull_from=peer_of(chosen, replicas, overlaps, rng),
     )
 
 
@@ -156,28 +156,42 @@ def everybody(request: RoutingRequest, replicas: Replicas) -> list[Considered]:
 
 def weigh(
     request: RoutingRequest,
+    replicas: Replicas,
     considered: Collection[Considered],
     overlaps: Overlaps,
     rates: FleetRates,
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
-    """What each would cost."""
+    """What each would cost, if it may pull from any of `replicas`."""
     candidates = []
-    deepest = overlap_tokens(request, overlaps.deepest)
+    deepest: int | None = None
     for rank, replica_id, load in considered:
-        depths = overlaps.depths(replica_id)
-        device, host, local = (overlap_tokens(request, num_blocks) for num_blocks in depths)
-        reach = Reach(device, host, local, max(local, deepest))
+        if load.host_seconds_per_token is None:
+            # It does not say what moving takes: what it has in any tier counts as it stands.
+            num_tokens = overlap_tokens(request, overlaps.depth(replica_id))
+            reach = Reach(num_tokens, num_tokens, num_tokens, num_tokens)
+        else:
+            device, host, local = (overlap_tokens(request, depth) for depth in overlaps.depths(replica_id))
+            if deepest is None and load.pull_seconds_per_token is not None:
+                level = overlaps.deepest_stored(replicas.mask(overlaps.slots))
+                deepest = 0 if level is None else overlap_tokens(request, level.depth)
+            reach = Reach(device, host, local, max(local, deepest or 0))
         cost = cost_of(load, num_tokens=request.num_tokens, reach=reach, rates=rates, parameters=parameters)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)
 
 
-def peer_of(chosen: Candidate, overlaps: Overlaps, rng: "random.Random") -> ReplicaId | None:
-    """The peer that the chosen one should pull from: of those that have most of the prompt, one by chance."""
+def peer_of(
+    chosen: Candidate, replicas: Replicas, overlaps: Overlaps, rng: "random.Random"
+) -> ReplicaId | None:
+    """The peer that the chosen one should pull from: of those that have stored most, one by chance.
+
+    What lies on a device counts: it was copied to host memory when it was complete.
+    """
     if chosen.overlap_tokens <= chosen.reach.local:
         return None
-    return next(overlaps.levels(overlaps.slots.everyone)).draw(1, rng)[0]
+    level = overlaps.deepest_stored(replicas.mask(overlaps.slots))
+    return None if level is None else level.draw(1, rng)[0]
 
 
 def _considered(
@@ -264,9 +278,13 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
         for candidate in candidates
         if candidate.cost.seconds <= most_seconds and candidate.load.num_requests <= most_requests
     ]
-    return min(
-        near_ties, key=lambda candidate: (-candidate.reach.local, -candidate.reach.device, candidate.rank)
-    )
+    return min(near_ties, key=_preference)
+
+
+def _preference(candidate: Candidate) -> tuple[int, int, int]:
+    """Most of the prompt first, without what would have to be pulled; of that, most on the device."""
+    num_own_tokens = min(candidate.overlap_tokens, candidate.reach.local)
+    return (-num_own_tokens, -candidate.reach.device, candidate.rank)
 
 
 def _reason(chosen: Candidate, candidates: tuple[Candidate, ...]) -> DecisionReason:

@@ -4,9 +4,10 @@ Owns the answer to one lookup. Knows no index: it is made of bit masks, and name
 bits only when it is asked, for a prefix may lie in every cache of a fleet of 1,000.
 """
 
+import enum
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -75,32 +76,34 @@ Depth: TypeAlias = tuple[int, int]
 """Leading blocks, and the bits of those who have just so many."""
 
 
+class View(enum.Enum):
+    """What of an index counts."""
+
+    ON_DEVICE = "on device"
+    IN_HOST = "in host memory, or on the device"
+    STORED = "stored, in any tier, and not only predicted"
+
+
 class Overlaps(Mapping[ReplicaId, int]):
     """The leading blocks that each replica has in any tier, of those that have any.
 
-    `levels` are deepest first, each replica once; so are those of what lies on the device, and in host
-    memory or faster. Without these, all lies on the device.
+    `levels` are deepest first, each replica once. `look` answers the same for a part of what the index has;
+    it is asked when somebody wants to know, so not after the index has changed. Without it, all is stored
+    on the device.
     """
 
-    __slots__ = ("_device_levels", "_host_levels", "_levels", "slots")
+    __slots__ = ("_levels", "_look", "_seen", "slots")
 
     def __init__(
         self,
         slots: Slots,
         levels: Sequence[Depth],
-        *,
-        host_levels: Sequence[Depth] | None = None,
-        device_levels: Sequence[Depth] | None = None,
+        look: Callable[[View], Sequence[Depth]] | None = None,
     ) -> None:
         self.slots = slots
         self._levels = levels
-        self._host_levels = host_levels
-        self._device_levels = device_levels
-
-    @property
-    def deepest(self) -> int:
-        """The leading blocks of the replica that has most; 0 if none has any."""
-        return self._levels[0][0] if self._levels else 0
+        self._look = look
+        self._seen: dict[View, Sequence[Depth]] = {}
 
     def depth(self, replica_id: ReplicaId) -> int:
         """0 if it has nothing."""
@@ -109,15 +112,31 @@ class Overlaps(Mapping[ReplicaId, int]):
     def depths(self, replica_id: ReplicaId) -> Depths:
         bit = self.slots.bit(replica_id)
         anywhere = _depth(self._levels, bit)
-        if not anywhere or self._host_levels is None or self._device_levels is None:
-            return Depths(anywhere, anywhere, anywhere)
-        return Depths(_depth(self._device_levels, bit), _depth(self._host_levels, bit), anywhere)
+        if not anywhere:
+            return Depths(0, 0, 0)
+        return Depths(
+            _depth(self._view(View.ON_DEVICE), bit), _depth(self._view(View.IN_HOST), bit), anywhere
+        )
 
     def levels(self, among: int) -> Iterator[Level]:
         """Deepest first, with those alone that are in the mask `among`."""
-        for depth, mask in self._levels:
+        return self._among(self._levels, among)
+
+    def deepest_stored(self, among: int) -> Level | None:
+        """Those in the mask `among` that have stored most; None if none has stored any."""
+        return next(self._among(self._view(View.STORED), among), None)
+
+    def _among(self, levels: Sequence[Depth], among: int) -> Iterator[Level]:
+        for depth, mask in levels:
             if mask & among:
                 yield Level(depth, mask & among, self.slots)
+
+    def _view(self, view: View) -> Sequence[Depth]:
+        if self._look is None:
+            return self._levels
+        if view not in self._seen:
+            self._seen[view] = self._look(view)
+        return self._seen[view]
 
     def __getitem__(self, replica_id: ReplicaId) -> int:
         depth = self.depth(replica_id)

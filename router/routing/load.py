@@ -33,7 +33,6 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
     cache_fill: float = 0.0
-    used_fill: float = 0.0
     prefill_seconds_per_token: float | None = None
     decode_step_seconds: float | None = None
     host_seconds_per_token: float | None = None
@@ -136,7 +135,6 @@ class _ReplicaBook:
                 num_pending_tokens=snapshot.num_pending_tokens + self.num_pending_tokens,
                 num_context_tokens=snapshot.num_context_tokens + self.num_context_tokens,
                 cache_fill=_cache_fill(snapshot),
-                used_fill=_used_fill(snapshot),
                 prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
                 decode_step_seconds=snapshot.decode_step_seconds or None,
                 host_seconds_per_token=snapshot.host_seconds_per_token or None,
@@ -153,12 +151,6 @@ def _cache_fill(snapshot: LoadSnapshot) -> float:
         return 0.0
     num_filled = max(snapshot.num_used_blocks, snapshot.num_cached_blocks)
     return min(1.0, num_filled / snapshot.num_total_blocks)
-
-
-def _used_fill(snapshot: LoadSnapshot) -> float:
-    if not snapshot.num_total_blocks:
-        return 0.0
-    return min(1.0, snapshot.num_used_blocks / snapshot.num_total_blocks)
 
 
 class LoadBook:

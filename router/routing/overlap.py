@@ -29,7 +29,7 @@ end may have been among them. A removal cancels a predicted block, whichever rou
 import enum
 import functools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,7 +38,7 @@ from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.holders import Holders, Shards, StagedHashes
-from router.routing.levels import Depth, Overlaps, Slots
+from router.routing.levels import Depth, Overlaps, Slots, View
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Of own and announced predictions together."""
@@ -145,24 +145,35 @@ class PrefixIndex:
         """Leading blocks of this chain at each replica that has any, on its device and below."""
         if self._slots is None:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
-        levels = self._levels(block_hashes, self._slots.everyone, ())
-        if not levels or not self._holders.has_tiers:
-            return Overlaps(self._slots, levels)
-        below = self._holders.below
+        slots = self._slots
+        levels = self._levels(block_hashes, slots.everyone, (), self._predicted)
+        if not levels:
+            return Overlaps(slots, levels)
         holders = functools.reduce(operator.or_, (mask for _, mask in levels))
-        return Overlaps(
-            self._slots,
-            levels,
-            host_levels=self._levels(block_hashes, holders, (below[Tier.DISK],)),
-            device_levels=self._levels(block_hashes, holders, (below[Tier.DISK], below[Tier.HOST])),
-        )
+        return Overlaps(slots, levels, lambda view: self._look(block_hashes, holders, levels, view))
+
+    def _look(
+        self, block_hashes: Sequence[BlockHash], among: int, levels: list[Depth], view: View
+    ) -> list[Depth]:
+        """`levels` again, by a part of what they count."""
+        if view is View.STORED:
+            return self._levels(block_hashes, among, (), {}) if self._predicted else levels
+        if not self._holders.has_tiers:
+            return levels
+        below = self._holders.below
+        without = (below[Tier.DISK],) if view is View.IN_HOST else (below[Tier.DISK], below[Tier.HOST])
+        return self._levels(block_hashes, among, without, self._predicted)
 
     def _levels(
-        self, block_hashes: Sequence[BlockHash], among: int, without: tuple[Shards, ...]
+        self,
+        block_hashes: Sequence[BlockHash],
+        among: int,
+        without: tuple[Shards, ...],
+        predicted: Mapping[BlockHash, int],
     ) -> list[Depth]:
         """Depths by what has not its fastest copy in one of the tiers `without`. A predicted block will be
         on the device."""
-        shards, predicted = self._holders.shards, self._predicted
+        shards = self._holders.shards
         stride = self._blocks_per_stride
         levels: list[Depth] = []
         walking = among
@@ -174,13 +185,13 @@ class PrefixIndex:
             reached = walking & (held | predicted.get(block_hash, 0))
             if reached != walking:
                 end = depth + stride - 1
-                self._probe(block_hashes, depth, end, walking ^ reached, without, levels)
+                self._probe(block_hashes, depth, end, walking ^ reached, without, predicted, levels)
                 walking = reached
                 if not walking:
                     break
             depth += stride
         if walking:
-            self._probe(block_hashes, depth, len(block_hashes), walking, without, levels)
+            self._probe(block_hashes, depth, len(block_hashes), walking, without, predicted, levels)
         levels.sort(reverse=True)
         return levels
 
@@ -191,10 +202,11 @@ class PrefixIndex:
         end: int,
         mask: int,
         without: tuple[Shards, ...],
+        predicted: Mapping[BlockHash, int],
         levels: list[Depth],
     ) -> None:
         """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`."""
-        shards, predicted = self._holders.shards, self._predicted
+        shards = self._holders.shards
         for block in range(end - 1, depth - 1, -1):
             block_hash = block_hashes[block]
             held = shards[block_hash[0]].get(block_hash, 0)

@@ -124,7 +124,7 @@ def _weighing(choose: Choose) -> Policy:
         rng: "random.Random",
     ) -> Decision:
         candidates = _all_weighed(request, replicas, overlaps, parameters)
-        return _decision(choose(request, candidates, rng), candidates, len(replicas), overlaps, rng)
+        return _decision(choose(request, candidates, rng), candidates, replicas, overlaps, rng)
 
     return policy
 
@@ -142,7 +142,7 @@ def _blind(pick: "Pick") -> Policy:
         picked = pick(request, replicas, rng)
         candidates = _all_weighed(request, replicas, overlaps, parameters)
         chosen = next(candidate for candidate in candidates if candidate.replica_id == picked)
-        return _decision(chosen, (chosen,), len(replicas), overlaps, rng)
+        return _decision(chosen, (chosen,), replicas, overlaps, rng)
 
     return policy
 
@@ -168,22 +168,22 @@ def _all_weighed(
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
     rates = fleet_rates(replicas.values(), parameters)
-    return weigh(request, everybody(request, replicas), overlaps, rates, parameters)
+    return weigh(request, replicas, everybody(request, replicas), overlaps, rates, parameters)
 
 
 def _decision(
     chosen: Candidate,
     candidates: tuple[Candidate, ...],
-    num_replicas: int,
+    replicas: Replicas,
     overlaps: Overlaps,
     rng: "random.Random",
 ) -> Decision:
-    reason = DecisionReason.ONLY_REPLICA if num_replicas == 1 else DecisionReason.POLICY
+    reason = DecisionReason.ONLY_REPLICA if len(replicas) == 1 else DecisionReason.POLICY
     return Decision(
         chosen.replica_id,
         chosen.overlap_tokens,
         reason,
         chosen.rank,
         candidates,
-        peer_of(chosen, overlaps, rng),
+        peer_of(chosen, replicas, overlaps, rng),
     )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -21,16 +21,13 @@ SPEC = FleetSpec(())
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray without machines, without replicas; and a log that is as it was before."""
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray without machines, without replicas."""
     monkeypatch.setattr(actors, "find", dict)
     monkeypatch.setattr(actors, "machines", list)
     monkeypatch.setattr(actors, "leaving_machines", frozenset)
     for name in ("NODES_SECONDS", "ENDPOINT_SECONDS", "ROOM_SECONDS"):
         monkeypatch.setattr(controller, name, 0.01)
-    handlers = logging.root.handlers[:]
-    yield
-    logging.root.handlers[:] = handlers
 
 
 @asynccontextmanager

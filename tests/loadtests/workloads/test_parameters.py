@@ -35,5 +35,5 @@ def test_what_may_be_zero_leaves_something_to_send(workload: str, name: str) -> 
 
 @pytest.mark.parametrize("setting", ["num_tenants", "seed=3", "tenants=3", "=3"])
 def test_what_is_no_parameter_is_told_which_there_are(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"^{setting} is no .* parameters: qps, duration_seconds, "):
+    with pytest.raises(ValueError, match=f"^{setting} is not .* parameters: qps, duration_seconds, "):
         read_parameter("cross-user", setting)

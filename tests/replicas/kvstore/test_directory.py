@@ -80,6 +80,32 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_chain_before_its_be
     ]
 
 
+def test_a_chain_that_was_used_once_goes_from_its_end_as_well() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=3)
+    put(directory, "a", "ab", "abc", "z")
+    assert write_all(directory) == ["a", "ab", "abc"]
+    put(directory, "y")
+    assert [directory.place(each) for each in chain("abc")] == [Place.HOST, Place.HOST, Place.DISK]
+    put(directory, "x", "w", "v")
+    write_all(directory)
+    assert directory.find(chain("abc")) == [Place.DISK, Place.DISK]
+
+
+def test_a_chunk_whose_write_failed_holds_up_no_other() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, "a", "ab", "abc", "z")
+    [write] = directory.take_writes(0.0, 1)
+    directory.not_written(write.name.key)
+    put(directory, "y")
+    assert "a" not in write_all(directory)
+
+
+def test_what_is_restored_twice_is_there_once() -> None:
+    directory = Directory(host_chunks=1, disk_chunks=2)
+    directory.restore([name("a"), name("a")])
+    assert directory.num_on_disk == 1 and len(directory.take_events()) == 1
+
+
 def test_what_is_read_stays() -> None:
     directory = Directory(host_chunks=1)
     put(directory, "a")

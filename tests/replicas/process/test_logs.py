@@ -13,6 +13,12 @@ from replicas.process.logs import TEXT_FORMAT, JsonFormatter, TextFormatter
 Say = Callable[[logging.Logger], None]
 
 
+@pytest.fixture(autouse=True)
+def plain_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, where another test has loaded it, adds a field to every record of the process."""
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+
+
 class Lines(logging.Handler):
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Attention through the compiled kernel, against the gather, against a slow twin, and in an engine."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,13 @@ pytestmark = [
 ]
 BLOCK_SIZE, NUM_BLOCKS = 16, 129
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiling() -> Iterator[None]:
+    """Our vLLM engine, where another test has built one here, has told torch to compile nothing."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 def blocks_of(

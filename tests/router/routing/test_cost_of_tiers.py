@@ -10,7 +10,7 @@ from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, Reach
 from router.routing.cost import CostParameters, FleetRates, cost_of
 from router.routing.decision import Decision, decide
-from router.routing.levels import Overlaps, Slots
+from router.routing.levels import Overlaps, Slots, View
 from router.routing.load import ReplicaLoad
 from tests.router.routing.fleets import BLOCK_SIZE, fleet, ready, request
 
@@ -100,7 +100,8 @@ def decided(depths: dict[str, tuple[int, int, int]], loads: dict[str, ReplicaLoa
             reverse=True,
         )
 
-    overlaps = Overlaps(slots, levels(2), host_levels=levels(1), device_levels=levels(0))
+    tiers = {View.ON_DEVICE: 0, View.IN_HOST: 1, View.STORED: 2}
+    overlaps = Overlaps(slots, levels(2), lambda view: levels(tiers[view]))
     return decide(request(), ready(fleet(len(loads), **loads)), overlaps, PARAMETERS, random.Random(1))
 
 
@@ -122,3 +123,33 @@ def test_what_cannot_be_pulled_is_computed() -> None:
     busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000)
     decision = decided({"r0": (400, 400, 400)}, {"r0": busy, "r1": ReplicaLoad()})
     assert (decision.replica_id, decision.pull_from, decision.overlap_tokens) == ("r1", None, 0)
+
+
+def test_a_replica_that_does_not_say_what_moving_takes_has_all_its_tiers_counted() -> None:
+    """As one whose engine moves KV by itself."""
+    decision = decided({"r0": (0, 0, 0), "r1": (0, 400, 400)}, {"r0": ReplicaLoad(), "r1": ReplicaLoad()})
+    assert (decision.replica_id, decision.overlap_tokens) == ("r1", 400 * BLOCK_SIZE)
+
+
+def test_what_cannot_be_reached_attracts_nothing() -> None:
+    """A copy on a disk of unknown speed, next to a little less on a device."""
+    host_only = ReplicaLoad(host_seconds_per_token=5e-6)
+    decision = decided({"r0": (0, 0, 24), "r1": (22, 22, 22)}, {"r0": host_only, "r1": host_only})
+    assert (decision.replica_id, decision.overlap_tokens) == ("r1", 22 * BLOCK_SIZE)
+
+
+def test_only_a_replica_that_may_serve_is_pulled_from() -> None:
+    slots = Slots({ReplicaId("gone"): 1, ReplicaId("r0"): 2})
+    overlaps = Overlaps(slots, [(400, 1)], lambda view: [(400, 1)])
+    decision = decide(request(), ready(fleet(1, r0=FAST)), overlaps, PARAMETERS, random.Random(1))
+    assert (decision.pull_from, decision.overlap_tokens) == (None, 0)
+
+
+def test_what_is_only_predicted_is_not_pulled() -> None:
+    slots = Slots({ReplicaId("r0"): 1, ReplicaId("r1"): 2})
+    predicted = {View.ON_DEVICE: [(400, 1)], View.IN_HOST: [(400, 1)], View.STORED: []}
+    overlaps = Overlaps(slots, [(400, 1)], predicted.__getitem__)
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, host_seconds_per_token=5e-6)
+    replicas = ready(fleet(2, r0=busy, r1=FAST))
+    decision = decide(request(), replicas, overlaps, PARAMETERS, random.Random(1))
+    assert decision.pull_from is None

@@ -36,17 +36,21 @@ class NaiveIndex:
     def of(self, replica_id: ReplicaId) -> list[NaivePrediction]:
         return [prediction for prediction in self.predictions.values() if prediction.owner == replica_id]
 
-    def holds(self, replica_id: ReplicaId, tiers: Collection[Tier]) -> set[BlockHash]:
+    def holds(self, replica_id: ReplicaId, tiers: Collection[Tier], *, is_predicted: bool) -> set[BlockHash]:
         stored = {each for each, tier in self.stored.get(replica_id, {}).items() if tier in tiers}
-        return stored.union(*(it.hashes for it in self.of(replica_id)))
+        return stored.union(*(it.hashes for it in self.of(replica_id) if is_predicted))
 
     def overlaps(
-        self, hashes: Sequence[BlockHash], tiers: Collection[Tier] = tuple(Tier)
+        self,
+        hashes: Sequence[BlockHash],
+        tiers: Collection[Tier] = tuple(Tier),
+        *,
+        is_predicted: bool = True,
     ) -> dict[ReplicaId, int]:
         depths = {}
         owners = {prediction.owner for prediction in self.predictions.values()}
         for replica_id in {*self.stored, *owners}:
-            held = self.holds(replica_id, tiers)
+            held = self.holds(replica_id, tiers, is_predicted=is_predicted)
             depth = 0
             while depth + self.stride <= len(hashes) and hashes[depth + self.stride - 1] in held:
                 depth += self.stride
@@ -238,6 +242,9 @@ class IndexAndTwin(RuleBasedStateMachine):
             assert overlaps.depths(replica_id) == Depths(
                 on_device.get(replica_id, 0), in_host.get(replica_id, 0), overlaps.get(replica_id, 0)
             )
+        stored = self.twin.overlaps(chain(prompt), is_predicted=False)
+        deepest = overlaps.deepest_stored(overlaps.slots.everyone)
+        assert (0 if deepest is None else deepest.depth) == max(stored.values(), default=0)
 
     @invariant()
     def both_hold_the_same(self) -> None:
