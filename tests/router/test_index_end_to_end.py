@@ -7,9 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from replicas.index import index_writer
 from replicas.index.index_writer import IndexWriter
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import ReplicaId, ReplicaState
@@ -39,27 +40,34 @@ def record(replica_id: ReplicaId, writer: IndexWriter) -> ReplicaRecord:
 
 
 class Cache:
-    """A replica's cache that gains and loses blocks at random."""
+    """A replica's cache that gains and loses blocks at random, in each of its tiers."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._held: set[BlockHash] = set()
+        self._held: dict[Tier, set[BlockHash]] = {tier: set() for tier in Tier}
 
     def step(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        new = {BlockHash(self._rng.randrange(500).to_bytes(16, "big")) for _ in range(5)} - self._held
-        gone = set(self._rng.sample(sorted(self._held), min(len(self._held), self._rng.randrange(6))))
-        self._held = (self._held | new) - gone
+        tier = self._rng.choice([*Tier])
+        held = self._held[tier]
+        new = {BlockHash(self._rng.randrange(500).to_bytes(16, "big")) for _ in range(15)} - held
+        gone = set(self._rng.sample(sorted(held), min(len(held), self._rng.randrange(16))))
+        self._held[tier] = (held | new) - gone
         if self._rng.random() < 0.02:
-            self._held = set()
-            return [AllBlocksCleared()]
-        return [BlockStored(tuple(new), 0), BlockRemoved(tuple(gone))]
+            self._held[tier] = set()
+            return [AllBlocksCleared(tier)]
+        return [BlockStored(tuple(new), 0, tier=tier), BlockRemoved(tuple(gone), tier)]
+
+    @property
+    def fastest(self) -> dict[BlockHash, Tier]:
+        return {each: tier for tier in reversed(Tier) for each in self._held[tier]}
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_the_mirror_ends_up_with_what_every_replica_holds(
-    own_redis: RedisServer, is_killed: bool
+    own_redis: RedisServer, is_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(index_writer, "HASHES_PER_CHANGE", 10)  # so that changes are split
     rng = random.Random(11)
     async with AsyncExitStack() as stack:
         writers = {
@@ -88,7 +96,10 @@ async def test_the_mirror_ends_up_with_what_every_replica_holds(
                 own_redis.start()
         await eventually(lambda: all(writer.is_settled for writer in writers.values()))
         await eventually(lambda: all(index.stored(r) == w.block_hashes for r, w in writers.items()))
-        assert index.num_entries > 50
+        for replica_id, cache in caches.items():
+            held = {tier: index.stored_in(replica_id, tier) for tier in Tier}
+            assert held == {tier: {each for each, it in cache.fastest.items() if it is tier} for tier in Tier}
+            assert all(held.values())
         known, live = index._predictions.keys(), {number for _, number in announced}
         # What was announced before a set was read is not in the set: it is only ever known too little of.
         await eventually(lambda: known <= live if is_killed else known == live)
