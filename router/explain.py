@@ -53,6 +53,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "num_requests": candidate.load.num_requests,
         "num_pending_tokens": candidate.load.num_pending_tokens,
         "wait_seconds": candidate.cost.wait_seconds,
+        "move_seconds": candidate.cost.move_seconds,
         "prefill_seconds": candidate.cost.prefill_seconds,
         "delay_seconds": candidate.cost.delay_seconds,
         "room_seconds": candidate.cost.room_seconds,
