@@ -217,7 +217,7 @@ class VirtualFleet:
         self._end(run, "no replica")
 
     def _leave_line(self, run: _Run) -> None:
-        """Its time is over, if nobody has called it."""
+        """Its time in line is over, if no replica came back before."""
         if run in self._line:
             self._line.remove(run)
             self._place(run)
@@ -273,7 +273,7 @@ class VirtualFleet:
 
     def _step(self, host: VirtualHost, replica: VirtualReplica, ends_at: float) -> None:
         if host.replica is not replica or replica.ends_at != ends_at:
-            return  # it died, or somebody came and cut the run of steps short
+            return  # it died, or a request came and cut the run of steps short
         host.planned_end = None
         outcome = replica.advance(self._now)
         host.observe(outcome.events)

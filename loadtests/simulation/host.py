@@ -53,7 +53,7 @@ class VirtualHost:
         self.num_received = 0
         """Requests that came to this incarnation."""
         self.planned_end: float | None = None
-        """The end of a step that somebody already waits for."""
+        """The end of a step that is planned in the agenda."""
         self.planned_moves_end: float | None = None
         """The end of a move of KV that is waited for."""
         self.left_on_disk: list[ChunkName] = []

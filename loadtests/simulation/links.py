@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Link:
-    """Of so many bytes per second; each move takes `fixed_seconds` besides, during which others may begin."""
+    """Each move takes the link for its bytes, and `fixed_seconds` more, during which others may begin."""
 
     bytes_per_second: float
     fixed_seconds: float = 0.0

@@ -4,7 +4,7 @@ Owns how far they are and what a number of such steps takes. Knows no prompts, n
 
 One counter of steps says how far each request is. Two heaps, keyed by that counter, say when the next
 one ends and when the next one needs a block; up to there the time of any number of steps is a closed
-formula, so nobody has to take them one by one.
+formula, so they need not be taken one by one.
 """
 
 from heapq import heappop, heappush
@@ -54,7 +54,7 @@ class Lockstep:
         self.num_context_tokens += self.num_requests * num_steps
 
     def seconds(self, num_steps: int, num_shared_tokens: int = 0) -> float:
-        """The time of so many steps that only decode, each with one token more per request.
+        """The time of `num_steps` steps that only decode, each with one token more per request.
 
         `num_shared_tokens` need no reading, since they are read for another request.
         """
@@ -63,7 +63,7 @@ class Lockstep:
         return num_steps * self._cost.d0 + self._cost.d1 * num_read
 
     def num_steps_to_next_note(self) -> int:
-        """Until then nobody ends or needs a block. (A note that is void only makes it shorter.)"""
+        """Until then no request ends or needs a block. (A note that is void only makes it shorter.)"""
         return min(notes[0][0] for notes in (self._ends, self._growths) if notes) - self._num_steps
 
     def take_ending(self) -> list[VirtualRequest]:

@@ -67,7 +67,7 @@ class FleetOptions:
     announces: bool = True
     """Replicas tell which blocks a request will make when they take it, not only when they have them."""
     drop_share: float = 0.0
-    """Of the changes of caches, each router misses so many, and has to read that replica's set again."""
+    """Each router misses this share of the changes of caches, and has to read that replica's set again."""
     kills: tuple[Kill, ...] = ()
     outages: tuple[Outage, ...] = ()
 

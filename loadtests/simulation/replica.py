@@ -204,7 +204,7 @@ class VirtualReplica:
         self._owed_seconds = max(0.0, self._owed_seconds - step.decode_seconds)
 
     def _schedule(self, step: Step) -> None:
-        """Blocks for whoever runs, in order of rank, then for whoever may start to."""
+        """Blocks for the requests that run, in order of rank, then for those that may start to."""
         num_single = sum(request.num_left == 1 for request in self._prefilling)
         budget = self.shape.max_batched_tokens - self._decoding.num_requests - num_single
         num_preempted = self.num_preemptions
@@ -353,7 +353,7 @@ class VirtualReplica:
         step.chunks.append(VirtualChunk(request, start, num_tokens, end == request.num_tokens))
 
     def _allocate(self, request: VirtualRequest, num_tokens: int) -> bool:
-        """Blocks for so many tokens; where they run out the last in rank is preempted, maybe itself."""
+        """Blocks for this number of tokens; where they run out the last in rank is preempted, maybe itself."""
         num_missing = -(-num_tokens // self.shape.block_size) - len(request.block_ids)
         while num_missing > self.pool.num_free:
             if self._preempt_last() is request:

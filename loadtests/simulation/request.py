@@ -16,7 +16,7 @@ ROOT = BlockHash(b"kvasir-simulated")
 """Every trace is one namespace."""
 
 _OUTPUT_BIT = 1 << (8 * HASH_BYTES - 1)
-"""Set in the hashes of answers, which are nobody's prompt: no trace says how one is read again."""
+"""Set in the hashes of answers, which are no prompt's: no trace says how one is read again."""
 
 _OUTPUT_BLOCKS_PER_REQUEST = 1 << 32
 
@@ -140,7 +140,7 @@ class VirtualRequest:
         return self.num_tokens - self.num_computed
 
     def hashes(self, num_blocks: int) -> list[BlockHash]:
-        """Of the leading full blocks: the prompt's own, then this request's, which nobody shares."""
+        """Of the leading full blocks: the prompt's own, then this request's answer, which no other shares."""
         for block in range(len(self.block_hashes), num_blocks):
             value = _OUTPUT_BIT | self.number * _OUTPUT_BLOCKS_PER_REQUEST | block
             self.block_hashes.append(BlockHash(value.to_bytes(HASH_BYTES, "big")))

@@ -30,7 +30,7 @@ MAX_WRITES = 4
 """Chunks that are written to the disk together. Reads wait for no more than these."""
 
 PATIENCE = 4.0
-"""A move is given up when it has taken so many times as long as was expected."""
+"""A move is given up when it has taken this many times as long as was expected."""
 
 MAX_COPY_SECONDS = 1.0
 """Nothing more is copied to host memory while what is being copied takes longer."""
@@ -176,7 +176,7 @@ class VirtualStore:
         return max(num_device_blocks, num_ready), is_more_coming
 
     def load_seconds(self, num_blocks: int, now: float) -> float:
-        """What loading so many blocks from host memory would take."""
+        """What loading `num_blocks` from host memory would take."""
         num_bytes = num_blocks * self._block_tokens * self._token_bytes
         link = self._to_device
         return link.backlog_seconds(now) + num_bytes / link.bytes_per_second + link.fixed_seconds

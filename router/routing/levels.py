@@ -73,7 +73,7 @@ class Depths(NamedTuple):
 
 
 Depth: TypeAlias = tuple[int, int]
-"""Leading blocks, and the bits of those who have just so many."""
+"""A number of leading blocks, and the bits of the replicas that have just that many."""
 
 
 class View(enum.Enum):
@@ -88,7 +88,7 @@ class Overlaps(Mapping[ReplicaId, int]):
     """The leading blocks that each replica has in any tier, of those that have any.
 
     `levels` are deepest first, each replica once. `look` answers the same for a part of what the index has;
-    it is asked when somebody wants to know, so not after the index has changed. Without it, all is stored
+    it is asked when a caller wants to know, so not after the index has changed. Without it, all is stored
     on the device.
     """
 
