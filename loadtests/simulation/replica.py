@@ -353,7 +353,7 @@ class VirtualReplica:
         step.chunks.append(VirtualChunk(request, start, num_tokens, end == request.num_tokens))
 
     def _allocate(self, request: VirtualRequest, num_tokens: int) -> bool:
-        """Blocks for this number of tokens; where they run out the last in rank is preempted, maybe itself."""
+        """Blocks for its tokens; where they run out the last in rank is preempted, maybe itself."""
         num_missing = -(-num_tokens // self.shape.block_size) - len(request.block_ids)
         while num_missing > self.pool.num_free:
             if self._preempt_last() is request:

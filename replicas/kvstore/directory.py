@@ -17,7 +17,7 @@ happens to a chunk happens to those before it in its chain a moment later, so th
 its beginning; and a chunk is written after those before it. What lies behind a hole is of no use.
 
 What is filled, read or written stays where it is until its caller says that this has ended. A slot whose
-filling was given up may still be written to by a thread that hangs: it is *quarantined*, and given to no chunk, until
+filling was given up may still be written to by a thread that hangs: it is *quarantined*, and no chunk's, until
 it is given back.
 """
 
@@ -238,7 +238,7 @@ class Directory:
             self._note_to_write(chunk)
 
     def given_up(self, key: BlockHash, *, may_still_be_written: bool = False) -> None:
-        """The slot was not filled. One that may still be written to is given to no chunk until `give_back`."""
+        """The slot was not filled. One that may still be written to is no chunk's until `give_back`."""
         chunk = self._chunks[key]
         assert chunk.is_filling and chunk.slot is not None, "what is given up was being filled"
         if may_still_be_written:
