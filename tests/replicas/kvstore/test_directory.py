@@ -155,6 +155,21 @@ def test_what_is_used_before_it_is_written_is_not_cold_any_more() -> None:
     assert write_all(directory) == ["b"]
 
 
+def test_what_is_on_disk_is_not_written_again_when_it_becomes_cold_again() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=9)
+    put(directory, "a", "b", "c", "d")
+    assert write_all(directory) == ["a"]
+    directory.use([key("a")])
+    directory.use([key("d"), key("c"), key("b")])
+    assert directory.num_to_write == 0 and write_all(directory) == []
+
+
+def test_without_a_disk_nothing_waits_to_be_written() -> None:
+    directory = Directory(host_chunks=4)
+    put(directory, "a", "b", "c", "d")
+    assert directory.num_to_write == 0 and directory.take_writes(0.0, 9) == []
+
+
 def test_a_chain_is_written_from_its_beginning() -> None:
     directory = Directory(host_chunks=8, disk_chunks=9)
     put(directory, *("abc"[:length] for length in (1, 2, 3)))

@@ -79,6 +79,14 @@ def test_an_unknown_speed_is_never_taken() -> None:
         assert cost.num_ready_tokens == num_ready
 
 
+def test_a_move_that_delays_more_than_it_saves_is_not_taken() -> None:
+    """200 tokens save 20 ms, and take 21 to load; behind 3,000 that lie on the device already."""
+    idle = ReplicaLoad(host_seconds_per_token=1e-4)
+    reach = Reach(3000, 3200, 3200, 3200)
+    cost = cost_of(idle, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
+    assert (cost.num_ready_tokens, cost.move_seconds) == (3000, 0.0)
+
+
 def test_a_move_that_is_shorter_than_the_queue_costs_no_time() -> None:
     busy = ReplicaLoad(num_requests=4, num_pending_tokens=5000, host_seconds_per_token=1e-5)
     cost = cost_of(

@@ -51,6 +51,15 @@ def test_the_first_token_ends_prefill_and_prediction_and_leaving_ends_the_rest()
     assert table.loads.num_reserved == 0
 
 
+def test_a_heartbeat_says_how_busy_a_silent_replica_is_and_one_of_a_stranger_nothing() -> None:
+    table = table_of(2)
+    busy = LoadSnapshot(num_running=7)
+    table.update_load_from_registry(ReplicaId("r1"), busy)
+    assert [table.load(ReplicaId(name)).num_requests for name in ("r0", "r1")] == [0, 7]
+    table.update_load_from_registry(ReplicaId("stranger"), busy)
+    assert table.loads.latest(ReplicaId("stranger")) is None
+
+
 def test_with_a_clock_a_prediction_lingers_until_the_index_has_heard() -> None:
     clock = Clock()
     table = table_of(8, clock=clock)
