@@ -17,8 +17,8 @@ happens to a chunk happens to those before it in its chain a moment later, so th
 its beginning; and a chunk is written after those before it. What lies behind a hole is of no use.
 
 What is filled, read or written stays where it is until its caller says that this has ended. A slot whose
-filling was given up may still be written to by a thread that hangs: it is *quarantined*, and no chunk's, until
-it is given back.
+filling was given up may still be written to by a thread that hangs: it is *quarantined*, and no chunk's,
+until it is given back.
 """
 
 import enum
