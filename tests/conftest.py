@@ -57,6 +57,15 @@ def own_logs() -> Iterator[None]:
     logging.root.setLevel(level)
 
 
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[None]:
+    """Our vLLM engine, where a test has built one in this process, has told torch to compile nothing."""
+    import torch
+
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[RedisServer]:
     server = RedisServer()

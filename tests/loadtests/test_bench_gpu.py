@@ -20,6 +20,8 @@ from replicas.protocol.frames import PromptUsage
 from replicas.torch_engine import attention
 from replicas.torch_engine.model import Decoder
 
+pytestmark = pytest.mark.usefixtures("compiling")
+
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]
 SMALL = (

@@ -1,7 +1,7 @@
 """Attention through the compiled kernel, against the gather, against a slow twin, and in an engine."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,18 +20,12 @@ from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.replicas.torch_engine.driving import Driver, greedy
 
 pytestmark = [
+    pytest.mark.usefixtures("compiling"),
     pytest.mark.timeout(600),  # a C++ compiler that has no core to itself
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 BLOCK_SIZE, NUM_BLOCKS = 16, 129
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiling() -> Iterator[None]:
-    """Our vLLM engine, where another test has built one here, has told torch to compile nothing."""
-    with torch._dynamo.config.patch(disable=False):
-        yield
 
 
 def blocks_of(
