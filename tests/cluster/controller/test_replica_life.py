@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -357,3 +358,4 @@ class FleetLife(RuleBasedStateMachine):
 
 
 TestFleetLife = FleetLife.TestCase
+TestFleetLife.settings = settings(derandomize=True)
