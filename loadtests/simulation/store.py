@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from loadtests.simulation.links import Link
 from loadtests.simulation.shape import TierShape
 from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.plan import chunk_names, num_ready_blocks, plan_arrival
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
@@ -21,9 +22,7 @@ from replicas.protocol.ways import (
     HOST_MOVE_SECONDS,
     PULL_MOVE_SECONDS,
     MoveSpeeds,
-    Reach,
     Way,
-    cheapest_way,
 )
 
 MAX_WRITES = 4
@@ -102,13 +101,7 @@ class VirtualStore:
 
     def names(self, block_hashes: Sequence[BlockHash], first_chunk: int = 0) -> list[ChunkName]:
         """The full chunks of a chain, from this one on."""
-        size = self.blocks_per_chunk
-        names: list[ChunkName] = []
-        parent = block_hashes[first_chunk * size - 1] if first_chunk else None
-        for last in range((first_chunk + 1) * size - 1, len(block_hashes), size):
-            names.append(ChunkName(block_hashes[last], parent, last))
-            parent = block_hashes[last]
-        return names
+        return chunk_names(block_hashes, self.blocks_per_chunk, first_chunk)
 
     # From the device.
 
@@ -140,40 +133,45 @@ class VirtualStore:
 
         Returns how much of it will not have to be computed, as far as can be seen.
         """
-        size = self.blocks_per_chunk
-        self.directory.use([name.key for name in names])
-        first = num_device_blocks // size
-        lacking = names[first:]
-        places = self.directory.find(name.key for name in lacking)
-        num_host = next((n for n, place in enumerate(places) if place is Place.DISK), len(places))
-        num_peer = len(places)
+        chunk_tokens = self.blocks_per_chunk * self._block_tokens
+        num_at_peer = 0
         if peer is not None and self._shape.pull_bytes_per_second:
-            num_peer += len(peer.directory.find(name.key for name in lacking[len(places) :]))
-        chunk_tokens = size * self._block_tokens
-        device = num_device_blocks * self._block_tokens
-        most = num_findable_blocks * self._block_tokens
-        ends = [(first + count) * chunk_tokens for count in (num_host, len(places), num_peer)]
-        reach = Reach(device, *(max(device, min(end, most)) for end in ends))
-        due = max((self._due.get(name.key, now) for name in lacking[:num_host]), default=now)
+            first = num_device_blocks // self.blocks_per_chunk
+            num_at_peer = first + self._num_at(peer, names[first:])
+        due = max((self._due[name.key] for name in names if name.key in self._due), default=now)
         speeds = self.speeds(now)
-        speeds = speeds._replace(backlog_seconds=max(speeds.backlog_seconds, due - now))
-        way = cheapest_way(reach, speeds, wait_seconds=wait_seconds, token_seconds=token_seconds)
-        num_wanted = -(-way.num_ready_tokens // chunk_tokens) - first
-        self._read([name.key for name, place in zip(lacking, places, strict=False)][:num_wanted], now)
-        if peer is not None and num_wanted > len(places):
-            self._pull(lacking[len(places) : num_wanted], peer, now)
-        return way
+        plan = plan_arrival(
+            self.directory,
+            names,
+            chunk_tokens=chunk_tokens,
+            num_device_tokens=num_device_blocks * self._block_tokens,
+            num_findable_tokens=num_findable_blocks * self._block_tokens,
+            speeds=speeds._replace(backlog_seconds=max(speeds.backlog_seconds, due - now)),
+            wait_seconds=wait_seconds,
+            token_seconds=token_seconds,
+            num_at_peer=num_at_peer,
+        )
+        self._read(plan.to_read, now)
+        if peer is not None and plan.to_pull:
+            self._pull(plan.to_pull, peer, now)
+        return plan.way
+
+    def _num_at(self, peer: "VirtualStore", names: Sequence[ChunkName]) -> int:
+        """How many of these chunks are here, or follow what is here and are at the peer."""
+        here = len(self.directory.find(name.key for name in names))
+        return here + len(peer.directory.find(name.key for name in names[here:]))
 
     def num_ready_blocks(
         self, names: Sequence[ChunkName], num_device_blocks: int, num_findable_blocks: int
     ) -> tuple[int, bool]:
         """The leading blocks on the device or in host memory, and whether more of them are coming."""
-        first = num_device_blocks // self.blocks_per_chunk
-        places = self.directory.find(name.key for name in names[first:])
-        num_host = next((n for n, place in enumerate(places) if place is not Place.HOST), len(places))
-        is_more_coming = num_host < len(places) and places[num_host] is Place.COMING
-        num_ready = min((first + num_host) * self.blocks_per_chunk, num_findable_blocks)
-        return max(num_device_blocks, num_ready), is_more_coming
+        return num_ready_blocks(
+            self.directory,
+            names,
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_device_blocks=num_device_blocks,
+            num_findable_blocks=num_findable_blocks,
+        )
 
     def load_seconds(self, num_blocks: int, now: float) -> float:
         """What loading `num_blocks` from host memory would take."""

@@ -1,0 +1,100 @@
+"""Arena: the host memory that KV lies in below the device, cut into slots of one size.
+
+Owns that memory. Does not know what a slot holds.
+
+It is a file that has no name (memfd), so that another process can be given it, and so that nothing is left
+of it when the process dies, however that happens. A slot is the image of a chunk's file on disk: a header,
+then the payload, both whole pages.
+"""
+
+import mmap
+import os
+from pathlib import Path
+
+from replicas.process.settings import SettingsError
+
+ALIGNMENT = 4096
+HEADER_BYTES = 4096
+"""At the beginning of each slot, used where a chunk goes to disk or comes from there."""
+
+_CGROUP_LIMITS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """What a slot takes whose payload has `payload_bytes`."""
+    return HEADER_BYTES + -(-payload_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """`num_slots` slots, each with a payload of `payload_bytes`. Pages are taken when they are first written.
+
+    Raises SettingsError if the machine has not as much memory available now.
+    """
+
+    def __init__(self, num_slots: int, payload_bytes: int) -> None:
+        if num_slots < 1 or payload_bytes < 1:
+            raise ValueError(f"an arena has slots and payloads, not {num_slots} of {payload_bytes} bytes")
+        self.num_slots = num_slots
+        self.payload_bytes = payload_bytes
+        self.slot_bytes = slot_bytes(payload_bytes)
+        total = num_slots * self.slot_bytes
+        available = available_bytes()
+        if available is not None and total > available:
+            raise SettingsError(
+                f"host memory for KV of {total:,} bytes is more than the {available:,} that are available"
+                " here: lower host_kv_bytes"
+            )
+        self.fd = os.memfd_create("kvasir-kv", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, total)
+            self.memory = mmap.mmap(self.fd, total)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._view = memoryview(self.memory)
+
+    def slot(self, index: int) -> memoryview:
+        """Header and payload."""
+        assert 0 <= index < self.num_slots
+        return self._view[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def payload(self, index: int) -> memoryview:
+        return self.slot(index)[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+
+    def close(self) -> None:
+        """The memory goes when the last view of it has gone. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._view.release()
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take, by the machine and by its control group; None if unknown."""
+    limits = [each for each in (_machine_bytes(), *map(_group_bytes, _CGROUP_LIMITS)) if each is not None]
+    return min(limits, default=None)
+
+
+def _machine_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _group_bytes(files: tuple[Path, Path]) -> int | None:
+    try:
+        limit, used = (file.read_text().strip() for file in files)
+    except OSError:
+        return None
+    return max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None

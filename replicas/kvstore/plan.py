@@ -1,0 +1,84 @@
+"""What a request with these chunks should have brought to the device, and from where.
+
+Owns that plan, for real replicas and simulated ones alike. Pure: the directory says what is there, the
+caller what moving and computing take.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
+
+
+def chunk_names(
+    block_hashes: Sequence[BlockHash], blocks_per_chunk: int, first_chunk: int = 0
+) -> list[ChunkName]:
+    """The full chunks of a chain, from this one on."""
+    names: list[ChunkName] = []
+    parent = block_hashes[first_chunk * blocks_per_chunk - 1] if first_chunk else None
+    for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
+        names.append(ChunkName(block_hashes[last], parent, last))
+        parent = block_hashes[last]
+    return names
+
+
+class Plan(NamedTuple):
+    """`to_read` lie on disk alone, `to_pull` only at a peer; both in the order of the chain."""
+
+    way: Way
+    to_read: list[BlockHash]
+    to_pull: list[ChunkName]
+
+
+def plan_arrival(
+    directory: Directory,
+    names: Sequence[ChunkName],
+    *,
+    chunk_tokens: int,
+    num_device_tokens: int,
+    num_findable_tokens: int,
+    speeds: MoveSpeeds,
+    wait_seconds: float,
+    token_seconds: float,
+    num_at_peer: int = 0,
+) -> Plan:
+    """For a request of which the device has `num_device_tokens`, and that computes all but at most
+    `num_findable_tokens` itself. A peer has its first `num_at_peer` chunks. They count as used now.
+    """
+    directory.use([name.key for name in names])
+    first = num_device_tokens // chunk_tokens
+    lacking = names[first:]
+    places = directory.find(name.key for name in lacking)
+    num_host = next((n for n, place in enumerate(places) if place is Place.DISK), len(places))
+    num_anywhere = max(len(places), num_at_peer - first)
+
+    def reached(num_chunks: int) -> int:
+        return max(num_device_tokens, min((first + num_chunks) * chunk_tokens, num_findable_tokens))
+
+    reach = Reach(num_device_tokens, reached(num_host), reached(len(places)), reached(num_anywhere))
+    way = cheapest_way(reach, speeds, wait_seconds=wait_seconds, token_seconds=token_seconds)
+    num_wanted = max(0, -(-way.num_ready_tokens // chunk_tokens) - first)
+    here = min(num_wanted, len(places))
+    to_read = [
+        name.key for name, place in zip(lacking[:here], places[:here], strict=True) if place is Place.DISK
+    ]
+    return Plan(way, to_read, list(lacking[here:num_wanted]))
+
+
+def num_ready_blocks(
+    directory: Directory,
+    names: Sequence[ChunkName],
+    *,
+    blocks_per_chunk: int,
+    num_device_blocks: int,
+    num_findable_blocks: int,
+) -> tuple[int, bool]:
+    """The leading blocks on the device or in host memory, and whether more of them are coming there."""
+    first = num_device_blocks // blocks_per_chunk
+    places = directory.find(name.key for name in names[first:])
+    num_host = next((n for n, place in enumerate(places) if place is not Place.HOST), len(places))
+    is_more_coming = num_host < len(places) and places[num_host] is Place.COMING
+    num_ready = min((first + num_host) * blocks_per_chunk, num_findable_blocks)
+    return max(num_device_blocks, num_ready), is_more_coming
