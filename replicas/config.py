@@ -24,6 +24,7 @@ ATTENTIONS = ("auto", "gather", "kernel")
 DEFAULT_MAX_RUNNING = 256
 DEFAULT_MAX_BATCHED_TOKENS = 2048
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_CHUNK_TOKENS = 128
 DEFAULT_VLLM_BLOCK_SIZE = 32
 """The smallest that vLLM takes on every platform."""
 
@@ -92,6 +93,16 @@ class ReplicaConfig:
         help="maximum number of tokens of requests that run or wait (prompts once, up to 1,024 of "
         "each answer); more are refused as overloaded; none means 16 times what the KV cache "
         "holds",
+    )
+    host_kv_bytes: int | None = setting(
+        None,
+        help="host memory for KV below the device, in bytes, taken beside everything else; none means that "
+        "what the device forgets is computed anew; torch and vllm only",
+    )
+    chunk_tokens: int | None = setting(
+        None,
+        help="tokens of KV that move between the tiers together: a multiple of block_size of which "
+        "index_stride is a multiple; none means 128, or a block where that is more",
     )
     attention: str = setting(
         "auto",
@@ -179,12 +190,15 @@ class ReplicaConfig:
             "max_running",
             "max_waiting",
             "max_open_tokens",
+            "host_kv_bytes",
+            "chunk_tokens",
             "index_stride",
             "events_stream_bytes",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
+        self._check_tiers()
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
         if not self.engine_hang_seconds > 0:
@@ -198,6 +212,27 @@ class ReplicaConfig:
         check_secret_settings(self.secret, self.secret_file)
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
+
+    def _check_tiers(self) -> None:
+        if self.host_kv_bytes is None:
+            return
+        if self.engine == "simulated":
+            raise SettingsError("setting host_kv_bytes is for the engines torch and vllm, not for simulated")
+        chunk, block, stride = self.tokens_per_chunk, self.tokens_per_block, self.index_stride
+        if chunk % block:
+            raise SettingsError(f"setting chunk_tokens is a multiple of block_size, {block}, not {chunk}")
+        if max(stride, block) % chunk:
+            raise SettingsError(
+                f"setting index_stride is a multiple of chunk_tokens, {chunk}, not {stride}: else routers "
+                "would not find the chunks"
+            )
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """What was set, or the default, for blocks that are no larger."""
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        return max(DEFAULT_CHUNK_TOKENS, self.tokens_per_block)
 
     @property
     def has_engine_process(self) -> bool:

@@ -26,6 +26,7 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.scheduling.speed_meter import SpeedMeter
 
 logger = logging.getLogger(__name__)
 
@@ -55,37 +56,6 @@ class _Stop:
     pass
 
 
-class SpeedMeter:
-    """Seconds per prefilled token and per decode step, from the steps themselves.
-
-    Prefill is a ratio of two decaying sums, so a long step counts by its tokens and the fixed cost of
-    many tiny ones does not pass for slowness. Only steps that are mostly prefill count for it, and
-    only those with no prefill at all count for decode.
-    """
-
-    DECAY = 0.9
-    MIN_PREFILL_TOKENS = 16
-    PREFILL_DOMINANCE = 4
-
-    def __init__(self) -> None:
-        self._prefill_seconds = 0.0
-        self._prefill_tokens = 0.0
-        self._decode_step_seconds = 0.0
-
-    def observe(self, frame: StepFrame, seconds: float) -> None:
-        prefill, decode = frame.num_prefill_tokens, frame.num_decode_tokens
-        if prefill >= max(self.MIN_PREFILL_TOKENS, self.PREFILL_DOMINANCE * decode):
-            self._prefill_seconds = self.DECAY * self._prefill_seconds + seconds
-            self._prefill_tokens = self.DECAY * self._prefill_tokens + prefill
-        elif prefill == 0 and decode > 0:
-            before = self._decode_step_seconds or seconds
-            self._decode_step_seconds = self.DECAY * before + (1 - self.DECAY) * seconds
-
-    def fill(self, load: LoadSnapshot) -> LoadSnapshot:
-        rate = self._prefill_seconds / self._prefill_tokens if self._prefill_tokens else 0.0
-        return replace(load, prefill_seconds_per_token=rate, decode_step_seconds=self._decode_step_seconds)
-
-
 class EngineLoop:
     """Runs `engine` in a thread of its own until `stop` or until the engine raises.
 
@@ -112,6 +82,7 @@ class EngineLoop:
         self._last_counted_serial = 0
         self._load = LoadSnapshot(num_total_blocks=engine.card.num_blocks)
         self._meter = SpeedMeter()
+        self._look_again_seconds: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -172,22 +143,19 @@ class EngineLoop:
 
     def _turn(self) -> bool:
         """Take what is in the inbox, waiting for it if there is nothing else to do, then step once."""
-        has_news = self._drain_inbox(wait=not self._engine.has_work())
-        if has_news is None:
+        if not self._drain_inbox(wait=not self._engine.has_work()):
             return False
-        if has_news or self._engine.has_work():
-            self._step()
+        self._step()
         return True
 
-    def _drain_inbox(self, *, wait: bool) -> bool | None:
-        """Whether anything was there; None if it said to stop."""
-        has_news = False
+    def _drain_inbox(self, *, wait: bool) -> bool:
+        """False if it said to stop. It is not waited for longer than the last step has asked for."""
         while True:
             try:
-                message = self._inbox.get(block=wait and not has_news)
+                message = self._inbox.get(block=wait, timeout=self._look_again_seconds)
             except queue.Empty:
-                return has_news
-            has_news = True
+                return True
+            wait = False
             match message:
                 case _Add(serial, submit):
                     for request in expand(submit, serial):
@@ -196,7 +164,7 @@ class EngineLoop:
                     self._live.discard(key)
                     self._engine.abort(key)
                 case _Stop():
-                    return None
+                    return False
 
     def _add(self, request: EngineRequest) -> None:
         self._last_serial = request.key.number
@@ -213,6 +181,7 @@ class EngineLoop:
         frame = self._engine.step()
         seconds = self._clock() - started
         self._meter.observe(frame, seconds)
+        self._look_again_seconds = frame.look_again_seconds
         self._load, self._last_counted_serial = self._meter.fill(frame.load), self._last_serial
         for delta in frame.deltas:
             if delta.finish_reason is not None:

@@ -27,7 +27,7 @@ from loadtests.workloads import (
     scale,
     without_keys,
 )
-from replicas.loop import SpeedMeter
+from replicas.scheduling.speed_meter import SpeedMeter
 
 
 @dataclass(frozen=True, slots=True)

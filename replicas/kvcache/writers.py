@@ -53,6 +53,10 @@ class BlockWriters:
     def clear(self) -> None:
         self._writers.clear()
 
+    def tags(self, block_hashes: Iterable[BlockHash]) -> tuple[UserTag, ...]:
+        """Who wrote each of these blocks."""
+        return tuple(map(self._writers.get, block_hashes, repeat(NO_USER)))
+
     def shares(self, block_hashes: Iterable[BlockHash], user: UserTag) -> Shares:
         """How many of these blocks the user wrote, and how many another. One without a writer is neither."""
         if user == NO_USER:

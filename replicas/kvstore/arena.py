@@ -11,11 +11,8 @@ import mmap
 import os
 from pathlib import Path
 
+from replicas.kvstore.layout import HEADER_BYTES, file_bytes
 from replicas.process.settings import SettingsError
-
-ALIGNMENT = 4096
-HEADER_BYTES = 4096
-"""At the beginning of each slot, used where a chunk goes to disk or comes from there."""
 
 _CGROUP_LIMITS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -24,11 +21,6 @@ _CGROUP_LIMITS = (
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ),
 )
-
-
-def slot_bytes(payload_bytes: int) -> int:
-    """What a slot takes whose payload has `payload_bytes`."""
-    return HEADER_BYTES + -(-payload_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Arena:
@@ -42,7 +34,7 @@ class Arena:
             raise ValueError(f"an arena has slots and payloads, not {num_slots} of {payload_bytes} bytes")
         self.num_slots = num_slots
         self.payload_bytes = payload_bytes
-        self.slot_bytes = slot_bytes(payload_bytes)
+        self.slot_bytes = file_bytes(payload_bytes)
         total = num_slots * self.slot_bytes
         available = available_bytes()
         if available is not None and total > available:

@@ -17,10 +17,9 @@ def chunk_names(
 ) -> list[ChunkName]:
     """The full chunks of a chain, from this one on."""
     names: list[ChunkName] = []
-    parent = block_hashes[first_chunk * blocks_per_chunk - 1] if first_chunk else None
     for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
+        parent = block_hashes[last - blocks_per_chunk] if last >= blocks_per_chunk else None
         names.append(ChunkName(block_hashes[last], parent, last))
-        parent = block_hashes[last]
     return names
 
 

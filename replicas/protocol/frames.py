@@ -233,7 +233,8 @@ class StepFrame(Struct, frozen=True, array_like=True):
     `started` are the requests that it was the first to compute anything of, `num_preemptions` counts those
     whose blocks it took.
     `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
-    other; the loop sets it, not the engine.
+    other; the loop sets it, not the engine. `look_again_seconds` is when to step again though nothing has
+    come: something moves that ends by itself. None is never.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -244,6 +245,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     last_serial: int = 0
     started: list[RequestKey] = field(default_factory=list)
     num_preemptions: int = 0
+    look_again_seconds: float | None = None
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

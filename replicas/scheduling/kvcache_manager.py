@@ -14,6 +14,7 @@ from replicas.kvcache.block_pool import BlockPool
 from replicas.kvcache.writers import Shares
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import NO_USER, UserTag
 from replicas.scheduling.request import Request
 
 
@@ -38,7 +39,11 @@ class KVCacheManager:
         is cached completely still computes its last block.
         """
         self._hash_full_blocks(request, request.num_tokens)
-        return self.pool.find_prefix(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
+        return self.pool.find_prefix(request.block_hashes[: self.num_findable_blocks(request)])
+
+    def num_findable_blocks(self, request: Request) -> int:
+        """How many blocks of its known tokens need not be computed, if they are cached."""
+        return (request.num_tokens - 1) // self.block_size
 
     def token_shares(self, request: Request, num_cached_blocks: int) -> Shares:
         """Which users' the prompt tokens in the leading blocks are that `find_cached` has just found."""
@@ -74,8 +79,23 @@ class KVCacheManager:
         if num_missing > 0:
             request.block_ids.extend(self.pool.allocate(num_missing))
         if end // block_size > start // block_size:
-            self._store(request, start // block_size, end // block_size)
+            self._store(request, start // block_size, end // block_size, user=request.submit.user)
         return True
+
+    def hold(self, request: Request, cached_block_ids: Sequence[int]) -> None:
+        """Blocks for all known tokens of a request that holds none, and whose tokens `fits` has found room
+        for: the cached ones, and others whose KV is to be computed or loaded.
+        """
+        num_missing = -(-request.num_tokens // self.block_size) - len(cached_block_ids)
+        self.pool.acquire(cached_block_ids)
+        request.block_ids.extend(cached_block_ids)
+        request.block_ids.extend(self.pool.allocate(num_missing))
+
+    def share_loaded(self, request: Request, first: int, end: int, writers: Sequence[UserTag]) -> None:
+        """Share blocks `[first, end)`, which hold KV now that was computed by the requests of `writers`."""
+        for block_hash, writer in zip(request.block_hashes[first:end], writers, strict=True):
+            self.pool.writers.wrote([block_hash], writer)
+        self._store(request, first, end, user=NO_USER)
 
     def free(self, request: Request) -> None:
         """Give back a request's blocks, tail first; those with a hash stay cached until handed out again."""
@@ -96,22 +116,22 @@ class KVCacheManager:
             num_missing += self.pool.num_free_among(cached_block_ids) - len(cached_block_ids)
         return num_missing
 
-    def _store(self, request: Request, first: int, end: int) -> None:
+    def _store(self, request: Request, first: int, end: int, *, user: UserTag) -> None:
         """Share blocks `[first, end)`, in two events if the prompt's last full block lies inside."""
         self._hash_full_blocks(request, end * self.block_size)
         prompt_end = request.num_prompt_tokens // self.block_size
         if first < prompt_end < end:
-            self._store_run(request, first, prompt_end, ends_prompt=True)
+            self._store_run(request, first, prompt_end, ends_prompt=True, user=user)
             first = prompt_end
-        self._store_run(request, first, end, ends_prompt=end == prompt_end)
+        self._store_run(request, first, end, ends_prompt=end == prompt_end, user=user)
 
-    def _store_run(self, request: Request, first: int, end: int, *, ends_prompt: bool) -> None:
+    def _store_run(self, request: Request, first: int, end: int, *, ends_prompt: bool, user: UserTag) -> None:
         self.pool.store(
             request.block_ids[first:end],
             request.block_hashes[first:end],
             first_block_index=first,
             ends_prompt=ends_prompt,
-            user=request.submit.user,
+            user=user,
         )
 
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:

@@ -33,6 +33,7 @@ class Request:
         "num_own_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_slower_tier_tokens",
         "num_submitted_tokens",
         "rank",
         "sampling",
@@ -61,6 +62,8 @@ class Request:
         """Of these, the prompt's tokens that another user's request had computed."""
         self.num_own_tokens: int = 0
         """And those that an earlier request of the same user had."""
+        self.num_slower_tier_tokens: int = 0
+        """Of the cached tokens, those that were copied to the device for it."""
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0

@@ -7,10 +7,13 @@ the same scheduler, one `schedule()` and one `finish_step()` per step.
 Requests are served by *rank*: priority first, then arrival. Running and waiting ones are both kept in
 that order, so the one to preempt is always the last that runs, and in one step it always comes after
 everything that has been scheduled already: no block is ever shared that this step will not compute.
+
+Where KV lies below the device, too, a request may hold blocks without running, while KV is copied into them,
+and one that waits for KV to come to host memory lets those behind it go first.
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from replicas.engine import EngineRequest, RequestRefused
@@ -25,6 +28,7 @@ from replicas.protocol.frames import (
 )
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import Chunk, Request, SampledToken
 
 _rank = attrgetter("rank")
@@ -47,6 +51,7 @@ class Scheduler:
         context_length: int,
         vocab_size: int,
         eos_token_ids: Collection[int],
+        lower_tiers: LowerTiers | None = None,
     ) -> None:
         assert min(max_batched_tokens, max_running, max_waiting) >= 1
         self._manager = manager
@@ -59,6 +64,11 @@ class Scheduler:
         self._requests: dict[RequestKey, Request] = {}
         self._running: list[Request] = []
         self._waiting: list[Request] = []
+        self._lower_tiers = lower_tiers
+        self._loading: list[Request] = []
+        """They hold all their blocks, and KV is copied into some of them."""
+        self._loaded: list[Request] = []
+        """They hold all their blocks, and may run as soon as a step has a token for them."""
         self._num_added = 0
         self._started: list[RequestKey] = []  # of the step that is being made, like the next
         self._num_preemptions = 0
@@ -80,15 +90,25 @@ class Scheduler:
         request = self._requests.pop(key, None)
         if request is None:
             return
-        (self._running if request.block_ids else self._waiting).remove(request)
-        self._manager.free(request)
+        if request in self._loading:
+            self._loading.remove(request)  # its blocks are free when nothing is copied into them any more
+        else:
+            self._queue_of(request).remove(request)
+            self._manager.free(request)
+        if self._lower_tiers is not None:
+            self._lower_tiers.forget(request)
 
     def has_work(self) -> bool:
         """Whether a step has anything to do: a waiting or running request, or an event to report."""
-        return bool(self._requests) or self._manager.pool.has_events
+        is_loading = self._lower_tiers is not None and self._lower_tiers.is_loading
+        return bool(self._requests) or is_loading or self._manager.pool.has_events
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block. False, and nothing happens, while any request holds blocks."""
+        """Forget all KV. False, and nothing happens, while any request holds blocks or any chunk moves."""
+        if self._manager.pool.num_used:
+            return False
+        if self._lower_tiers is not None and not self._lower_tiers.reset():
+            return False
         return self._manager.reset()
 
     def schedule(self) -> list[Chunk]:
@@ -96,7 +116,8 @@ class Scheduler:
 
         Blocks are allocated here, and those that the step will fill are shared already. So the engine
         must write the KV of all chunks of the step before any of them reads (layer by layer
-        is enough). At least one chunk, unless there is no request.
+        is enough). At least one chunk, unless there is no request that could be computed: all wait for
+        KV that is on its way.
         """
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
@@ -107,7 +128,9 @@ class Scheduler:
         budget = self._schedule_running(decodes, prefills, budget)
         if len(self._running) == num_running:
             self._admit(prefills, budget)
-        assert decodes or prefills or not self._requests, "requests are left, and none can be computed"
+        assert decodes or prefills or not self._requests or self._awaits_kv, (
+            "requests are left, and none can be computed"
+        )
         return decodes + prefills
 
     def finish_step(self, chunks: Iterable[Chunk], sampled: Mapping[RequestKey, SampledToken]) -> StepFrame:
@@ -128,18 +151,19 @@ class Scheduler:
             if self._requests.get(request.key) is not request:
                 continue
             request.num_computed_tokens = start + num_tokens
+            if self._lower_tiers is not None:
+                self._lower_tiers.computed(request)
             if samples:
                 delta = self._append(request, sampled[request.key])
                 deltas.append(delta)
                 if delta.finish_reason is not None:
                     any_finished = True
-                    del self._requests[request.key]
-                    self._manager.free(request)
+                    self._end(request)
         if any_finished:
             self._running = [request for request in self._running if request.block_ids]
         started, self._started = self._started, []
         num_preemptions, self._num_preemptions = self._num_preemptions, 0
-        return StepFrame(
+        frame = StepFrame(
             deltas,
             self._manager.take_events(),
             self.load(),
@@ -148,11 +172,13 @@ class Scheduler:
             started=started,
             num_preemptions=num_preemptions,
         )
+        return frame if self._lower_tiers is None else self._lower_tiers.fill(frame)
 
     def load(self) -> LoadSnapshot:
         """How busy the engine is; its speed is for others to measure."""
         num_context_tokens = 0
-        num_pending_tokens = sum(request.num_expected_tokens for request in self._waiting)
+        to_start = [*self._waiting, *self._loading, *self._loaded]
+        num_pending_tokens = sum(request.num_expected_tokens for request in to_start)
         for request in self._running:
             num_computed_tokens = request.num_computed_tokens
             num_context_tokens += num_computed_tokens
@@ -162,7 +188,7 @@ class Scheduler:
         pool = self._manager.pool
         return LoadSnapshot(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(to_start),
             num_pending_tokens=num_pending_tokens,
             num_context_tokens=num_context_tokens,
             num_used_blocks=pool.num_used,
@@ -208,29 +234,98 @@ class Scheduler:
         One starts only if its whole prompt fits into what is free, even if the first chunk is smaller:
         half a prompt that must be preempted for the other half of another was computed in vain.
         """
-        waiting = self._waiting
-        num_admitted = 0
-        while num_admitted < len(waiting) and budget > 0 and len(self._running) < self._max_running:
-            request = waiting[num_admitted]
-            cached_block_ids = self._manager.find_cached(request)
-            if not self._manager.fits(request, cached_block_ids):
+        budget = self._start_loaded(prefills, budget)
+        waiting, self._waiting = self._waiting, []
+        for position, request in enumerate(waiting):
+            if budget <= 0 or self._num_holding >= self._max_running:
+                self._waiting += waiting[position:]
                 break
-            start = len(cached_block_ids) * self._manager.block_size
-            num_left = len(request.token_ids) - start
-            num_tokens = min(num_left, budget)
-            allocated = self._manager.allocate(request, num_tokens, cached_block_ids)
-            assert allocated, "the whole prompt fits, but not its first chunk"
-            request.num_computed_tokens = start
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = start
-                shares = self._manager.token_shares(request, len(cached_block_ids))
-                request.num_own_tokens, request.num_cross_user_tokens = shares
-                self._started.append(request.key)
-            insort(self._running, request, key=_rank)
-            prefills.append(Chunk(request, start, num_tokens, num_tokens == num_left))
-            budget -= num_tokens
-            num_admitted += 1
-        del waiting[:num_admitted]
+            cached_block_ids = self._manager.find_cached(request)
+            num_ready, is_more_coming = self._num_ready(request, len(cached_block_ids))
+            if is_more_coming:
+                self._waiting.append(request)
+                continue
+            if not self._manager.fits(request, cached_block_ids):
+                self._waiting += waiting[position:]
+                break
+            if num_ready > len(cached_block_ids):
+                self._load(request, cached_block_ids, num_ready)
+                budget = self._start_loaded(prefills, budget)
+            else:
+                self._count_cached(request, len(cached_block_ids))
+                budget = self._start(request, prefills, budget, cached_block_ids)
+
+    def _start(
+        self, request: Request, prefills: list[Chunk], budget: int, cached_block_ids: Sequence[int] = ()
+    ) -> int:
+        """Its first chunk, from where its KV ends; the budget that is left."""
+        start = request.num_computed_tokens
+        num_left = len(request.token_ids) - start
+        num_tokens = min(num_left, budget)
+        allocated = self._manager.allocate(request, num_tokens, cached_block_ids)
+        assert allocated, "the whole prompt fits, but not its first chunk"
+        insort(self._running, request, key=_rank)
+        prefills.append(Chunk(request, start, num_tokens, num_tokens == num_left))
+        return budget - num_tokens
+
+    def _count_cached(self, request: Request, num_blocks: int) -> None:
+        """It need not compute its first `num_blocks` blocks. What it says of that is from its first start."""
+        request.num_computed_tokens = num_blocks * self._manager.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            shares = self._manager.token_shares(request, num_blocks)
+            request.num_own_tokens, request.num_cross_user_tokens = shares
+            self._started.append(request.key)
+
+    # Where KV lies below the device, too.
+
+    @property
+    def _num_holding(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running) + len(self._loading) + len(self._loaded)
+
+    @property
+    def _awaits_kv(self) -> bool:
+        return self._lower_tiers is not None and bool(self._loading or self._waiting)
+
+    def _num_ready(self, request: Request, num_cached_blocks: int) -> tuple[int, bool]:
+        """The leading blocks that it need not compute, and whether it should wait for more."""
+        if self._lower_tiers is None:
+            return num_cached_blocks, False
+        return self._lower_tiers.num_ready_blocks(request, num_cached_blocks)
+
+    def _load(self, request: Request, cached_block_ids: Sequence[int], num_ready_blocks: int) -> None:
+        assert self._lower_tiers is not None
+        self._manager.hold(request, cached_block_ids)
+        request.num_expected_tokens = request.num_tokens - num_ready_blocks * self._manager.block_size
+        if request.num_preemptions == 0:
+            num_loaded_blocks = num_ready_blocks - len(cached_block_ids)
+            request.num_slower_tier_tokens = num_loaded_blocks * self._manager.block_size
+        self._loading.append(request)
+        self._lower_tiers.load(request, len(cached_block_ids), num_ready_blocks)
+
+    def _start_loaded(self, prefills: list[Chunk], budget: int) -> int:
+        """Start those whose KV has come, as far as the budget goes; what is left of it."""
+        if self._lower_tiers is None:
+            return budget
+        for request, num_blocks in self._lower_tiers.take_loaded():
+            self._loading.remove(request)
+            self._count_cached(request, num_blocks)
+            insort(self._loaded, request, key=_rank)
+        while self._loaded and budget > 0:
+            budget = self._start(self._loaded.pop(0), prefills, budget)
+        return budget
+
+    def _queue_of(self, request: Request) -> list[Request]:
+        if not request.block_ids:
+            return self._waiting
+        return self._loaded if request in self._loaded else self._running
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.key]
+        self._manager.free(request)
+        if self._lower_tiers is not None:
+            self._lower_tiers.forget(request)
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the last in rank; it computes again what is no longer cached by its turn."""
@@ -245,6 +340,9 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         num_cached_blocks = len(self._manager.find_cached(request))
         request.num_expected_tokens = request.num_tokens - num_cached_blocks * self._manager.block_size
+        if self._lower_tiers is not None:
+            num_tokens_before = self.load().num_pending_tokens
+            self._lower_tiers.arrived(request, num_cached_blocks, num_tokens_before)
         insort(self._waiting, request, key=_rank)
 
     def _append(self, request: Request, sampled: SampledToken) -> TokenDelta:
@@ -282,4 +380,5 @@ class Scheduler:
             num_written_tokens=max(0, num_full_block_tokens - request.num_cached_tokens),
             num_cross_user_tokens=request.num_cross_user_tokens,
             num_own_tokens=request.num_own_tokens,
+            num_slower_tier_tokens=min(request.num_slower_tier_tokens, request.num_prompt_tokens),
         )

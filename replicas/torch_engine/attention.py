@@ -73,6 +73,10 @@ class KVPool:
         )
         self.attention, self._cached = _choose(attention, self._blocks)
 
+    @property
+    def blocks(self) -> KVBlocks:
+        return self._blocks
+
     def plan(self, chunks: Sequence[Chunk]) -> AttentionPlan:
         """`chunks` in the order of the batch's rows: those of one token first, by falling length."""
         num_singles = sum(chunk.num_tokens == 1 for chunk in chunks)

@@ -4,6 +4,7 @@ Owns the putting together of scheduler, model and sampler, and the sizing of the
 not know threads, gRPC or text; `replicas/loop.py` drives it.
 """
 
+import time
 from pathlib import Path
 
 import torch
@@ -12,13 +13,19 @@ from replicas.checkpoints.model_config import ModelConfig
 from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_headers
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
+from replicas.kvstore.arena import Arena
+from replicas.kvstore.layout import file_bytes
+from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import SampledToken
 from replicas.scheduling.scheduler import Scheduler
+from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.torch_engine.attention import KVPool, kv_bytes_per_block
+from replicas.torch_engine.chunk_copies import ChunkCopier, payload_bytes
 from replicas.torch_engine.model import Decoder
 from replicas.torch_engine.runner import ModelRunner
 from replicas.torch_engine.sampler import Sampler
@@ -26,6 +33,8 @@ from replicas.toy_model import checkpoint_directory
 
 _CPU_CACHE_BYTES = 128 * 2**20
 _FREE_GPU_MEMORY_RATIO = 0.85
+_MOVE_PAUSE_SECONDS = 0.0005
+"""How long a step waits in which every request waits for KV that is on its way."""
 _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,9 +70,6 @@ class TorchEngine:
             max_running=config.max_running,
         )
         num_ids = num_blocks + 1  # the null block has an id too
-        self._scheduler = _scheduler(
-            self._card, KVCacheManager(num_ids, config.tokens_per_block), config.max_waiting
-        )
         pool = KVPool(
             checkpoint.config,
             num_blocks=num_ids,
@@ -73,6 +79,10 @@ class TorchEngine:
             attention=config.attention,
         )
         self.attention = pool.attention
+        self._meter = SpeedMeter()
+        manager = KVCacheManager(num_ids, config.tokens_per_block)
+        self._store, lower_tiers = _lower_tiers(config, pool, manager, self._meter)
+        self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers)
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids)
 
@@ -96,14 +106,19 @@ class TorchEngine:
         return self._scheduler.has_work()
 
     def step(self) -> StepFrame:
+        started = time.perf_counter()
         chunks = self._scheduler.schedule()
         sampled: dict[RequestKey, SampledToken] = {}
+        if not chunks and self._scheduler.has_work():
+            time.sleep(_MOVE_PAUSE_SECONDS)
         if chunks:
             logits = self.runner.run(chunks)
             requests = [chunk.request for chunk in chunks if chunk.samples]
             if requests:
                 sampled = self._sampler.sample(requests, logits)
-        return self._scheduler.finish_step(chunks, sampled)
+        frame = self._scheduler.finish_step(chunks, sampled)
+        self._meter.observe(frame, time.perf_counter() - started)
+        return frame
 
     def reset_prefix_cache(self) -> bool:
         return self._scheduler.reset_prefix_cache()
@@ -111,6 +126,8 @@ class TorchEngine:
     def close(self) -> None:
         """The model and its cache go with the runner, the only one that holds them."""
         del self.runner
+        if self._store is not None:
+            self._store.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -175,7 +192,42 @@ def _context_length(config: ReplicaConfig, model: ModelConfig, num_blocks: int) 
     return min(wanted, capacity)
 
 
-def _scheduler(card: ModelCard, manager: KVCacheManager, max_waiting: int) -> Scheduler:
+def _lower_tiers(
+    config: ReplicaConfig, pool: KVPool, manager: KVCacheManager, meter: SpeedMeter
+) -> tuple[ChunkStore | None, LowerTiers | None]:
+    if config.host_kv_bytes is None:
+        return None, None
+    blocks_per_chunk = config.tokens_per_chunk // config.tokens_per_block
+    num_bytes = payload_bytes(pool.blocks, blocks_per_chunk)
+    num_slots = config.host_kv_bytes // file_bytes(num_bytes)
+    if num_slots < 1:
+        raise SettingsError(
+            f"setting host_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
+            f" {file_bytes(num_bytes):,} bytes"
+        )
+    arena = Arena(num_slots, num_bytes)
+    copier = ChunkCopier(pool.blocks, arena, blocks_per_chunk)
+    store = ChunkStore(
+        arena,
+        block_size=config.tokens_per_block,
+        blocks_per_chunk=blocks_per_chunk,
+        clock=time.monotonic,
+    )
+    if blocks_per_chunk < manager.pool.num_usable:
+        seconds = copier.seconds_per_chunk(range(1, blocks_per_chunk + 1))
+        store.loaded(config.tokens_per_chunk, seconds)
+    return store, LowerTiers(
+        store,
+        copier,
+        manager,
+        clock=time.monotonic,
+        token_seconds=lambda: meter.prefill_seconds_per_token,
+    )
+
+
+def _scheduler(
+    card: ModelCard, manager: KVCacheManager, max_waiting: int, lower_tiers: LowerTiers | None
+) -> Scheduler:
     return Scheduler(
         manager,
         max_batched_tokens=card.max_batched_tokens,
@@ -184,4 +236,5 @@ def _scheduler(card: ModelCard, manager: KVCacheManager, max_waiting: int) -> Sc
         context_length=card.context_length,
         vocab_size=card.vocab_size,
         eos_token_ids=card.eos_token_ids,
+        lower_tiers=lower_tiers,
     )

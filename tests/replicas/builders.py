@@ -6,7 +6,7 @@ from typing import Any
 
 from replicas.engine import EngineRequest
 from replicas.protocol.blocks import BlockHash, pack_token_ids
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import (
     RequestKey,
     SamplingParams,
@@ -84,15 +84,18 @@ def next_token(request: Request) -> int:
 
 
 class EventBalance:
-    """What a reader of the events believes to be cached, copy by copy."""
+    """What a reader of the events believes to be cached in a tier, copy by copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier = Tier.DEVICE) -> None:
+        self._tier = tier
         self.held: Counter[BlockHash] = Counter()
         self.stored: Counter[BlockHash] = Counter()
         self.removed: Counter[BlockHash] = Counter()
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
         for event in events:
+            if event.tier is not self._tier:
+                continue
             match event:
                 case BlockStored(block_hashes):
                     self.held.update(block_hashes)

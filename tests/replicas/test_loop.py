@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from replicas.loop import EngineLoop, SpeedMeter
+from replicas.loop import EngineLoop
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
@@ -17,6 +17,7 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.scheduling.speed_meter import SpeedMeter
 from tests.replicas.router_client import submit
 from tests.replicas.scripted_engine import ScriptedEngine
 

@@ -8,7 +8,7 @@ from loadtests.simulation.options import Delays, FleetOptions
 from loadtests.simulation.request import prepare
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.workloads import TraceRequest, Workload
-from replicas.loop import SpeedMeter
+from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.hardware import CostModel
 
 PLAIN = CostModel(a=0.5, b=0.01, c=0.0, d0=0.1, d1=0.0)

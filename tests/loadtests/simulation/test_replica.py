@@ -7,10 +7,10 @@ from loadtests.simulation.request import ROOT, HashedRequest, VirtualRequest, pr
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.workloads import Workload
 from replicas.engine import EngineRequest, expand
-from replicas.loop import SpeedMeter
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import SamplingParams, Submit, UserTag
 from replicas.protocol.status import ModelCard
+from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.engine import SimulatedEngine
 from tests.loadtests.simulation.builders import plain_shape, random_workload, request, small_shape
 

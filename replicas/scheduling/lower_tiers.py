@@ -1,0 +1,259 @@
+"""LowerTiers: what becomes of a scheduler's requests where KV lies below the device, too.
+
+Owns the chunks of each request, which of them it has had copied out, and the loads that are under way. Does
+not decide who is served next, and knows neither the bytes nor how they are copied: the store says what is
+where, the engine's copier moves it.
+
+A chunk is copied to host memory when its last token has been computed. A request that finds more there than
+on the device gets all its blocks, waits for the copies in them, and is hashed only then: nobody shares a
+block that is not whole. While more is on its way into host memory, it waits without blocks, for as long
+as its plan says and not longer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from replicas.kvstore.plan import chunk_names
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import RequestKey, StepFrame, UserTag
+from replicas.scheduling.kvcache_manager import KVCacheManager
+from replicas.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from replicas.kvstore.directory import ChunkName
+    from replicas.kvstore.store import ChunkStore
+
+PATIENCE = 4.0
+"""A request stops waiting for KV when that has taken this many times as long as was expected."""
+
+LOOK_AGAIN_SECONDS = 0.001
+"""While copies are under way."""
+
+UNMEASURED_TOKEN_SECONDS = 1e-4
+"""What a token takes to compute, as long as no step has shown it."""
+
+
+class Copy(Protocol):
+    """One copy between device and host memory that may still be under way."""
+
+    def is_done(self) -> bool: ...
+
+
+class Copier(Protocol):
+    """Copies whole blocks of the device. Nothing that it does waits for the copy."""
+
+    def copy_out(self, block_ids: Sequence[int], slot: int) -> Copy:
+        """A chunk's blocks, as they are now, into its slot."""
+
+    def copy_in(self, slots: Sequence[int], first_block: int, block_ids: Sequence[int]) -> Copy:
+        """Into these blocks what lies in the slots, one chunk each, from block `first_block` of the first."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """A request's chunks: what was planned when it came, and how far it is."""
+
+    names: "list[ChunkName]"
+    num_planned_tokens: int
+    waits_until: float
+    num_offered: int = 0
+    """Leading chunks that host memory has been offered."""
+
+
+class _Load(NamedTuple):
+    request: Request
+    copy: Copy
+    keys: list[BlockHash]
+    writers: list[UserTag]
+    first_block: int
+    end_block: int
+    started_at: float
+
+
+class _Offload(NamedTuple):
+    key: BlockHash
+    copy: Copy
+
+
+class LowerTiers:
+    """`token_seconds` says what a prompt token takes to compute now, 0 while that is unknown."""
+
+    def __init__(
+        self,
+        store: "ChunkStore",
+        copier: Copier,
+        manager: KVCacheManager,
+        *,
+        clock: Callable[[], float],
+        token_seconds: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._copier = copier
+        self._manager = manager
+        self._clock = clock
+        self._token_seconds_now = token_seconds
+        self._progress: dict[RequestKey, Progress] = {}
+        self._loads: list[_Load] = []
+        self._loading_keys: set[BlockHash] = set()
+        self._offloads: list[_Offload] = []
+
+    # What a request finds.
+
+    def arrived(self, request: Request, num_device_blocks: int, num_tokens_before: int) -> None:
+        """A request waits, behind others that will compute so many tokens."""
+        names = chunk_names(request.block_hashes, self._store.blocks_per_chunk)
+        wait_seconds = num_tokens_before * self._token_seconds
+        plan = self._store.arrived(
+            names,
+            num_device_tokens=num_device_blocks * self._manager.block_size,
+            num_findable_tokens=self._manager.num_findable_blocks(request) * self._manager.block_size,
+            wait_seconds=wait_seconds,
+            token_seconds=self._token_seconds,
+        )
+        patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
+        self._progress[request.key] = Progress(
+            names, plan.way.num_ready_tokens, waits_until=self._clock() + patience
+        )
+
+    def num_ready_blocks(self, request: Request, num_device_blocks: int) -> tuple[int, bool]:
+        """Its leading blocks on the device, and in host memory if they are sooner loaded than computed; and
+        whether it should wait for more.
+        """
+        progress = self._progress[request.key]
+        if self._is_loaded_by_another(progress, num_device_blocks):
+            return num_device_blocks, True
+        num_ready, is_more_coming = self._store.num_ready_blocks(
+            progress.names, num_device_blocks, self._manager.num_findable_blocks(request)
+        )
+        num_tokens = (num_ready - num_device_blocks) * self._manager.block_size
+        if num_tokens and self._store.load_seconds(num_tokens) >= num_tokens * self._token_seconds:
+            num_ready = num_device_blocks
+        lacks_planned = num_ready * self._manager.block_size < progress.num_planned_tokens
+        return num_ready, is_more_coming and lacks_planned and self._clock() < progress.waits_until
+
+    def _is_loaded_by_another(self, progress: Progress, num_device_blocks: int) -> bool:
+        """Whether what it lacks first is on its way to the device already, and soon shared."""
+        first_chunk = num_device_blocks // self._store.blocks_per_chunk
+        return first_chunk < len(progress.names) and progress.names[first_chunk].key in self._loading_keys
+
+    def forget(self, request: Request) -> None:
+        """It is over: its blocks are free, or will be when what is copied into them has ended."""
+        self._progress.pop(request.key, None)
+
+    # From host memory to the device.
+
+    def load(self, request: Request, num_device_blocks: int, num_ready_blocks: int) -> None:
+        """Copy host memory's share of the ready blocks into the request's, all of which it holds."""
+        size = self._store.blocks_per_chunk
+        first_chunk = num_device_blocks // size
+        names = self._progress[request.key].names[first_chunk : -(-num_ready_blocks // size)]
+        keys = [name.key for name in names]
+        slots = self._store.pin(keys)
+        started_at = self._clock()
+        copy = self._copier.copy_in(
+            slots,
+            num_device_blocks - first_chunk * size,
+            request.block_ids[num_device_blocks:num_ready_blocks],
+        )
+        writers = [writer for slot in slots for writer in self._store.writers(slot)]
+        writers = writers[num_device_blocks - first_chunk * size :][: num_ready_blocks - num_device_blocks]
+        self._loading_keys.update(keys)
+        self._loads.append(
+            _Load(request, copy, keys, writers, num_device_blocks, num_ready_blocks, started_at)
+        )
+
+    def take_loaded(self) -> list[tuple[Request, int]]:
+        """Those whose loads have ended since the last call, and how many of their leading blocks have KV on
+        the device now, for all to share.
+        """
+        ended, under_way = [], []
+        for load in self._loads:
+            (ended if load.copy.is_done() else under_way).append(load)
+        self._loads = under_way
+        for load in ended:
+            self._store.unpin(load.keys)
+            num_tokens = (load.end_block - load.first_block) * self._manager.block_size
+            self._store.loaded(num_tokens, self._clock() - load.started_at)
+            self._loading_keys.difference_update(load.keys)
+        loaded: list[tuple[Request, int]] = []
+        for load in ended:
+            if load.request.key in self._progress:
+                self._manager.share_loaded(load.request, load.first_block, load.end_block, load.writers)
+                loaded.append((load.request, load.end_block))
+            else:
+                self._manager.free(load.request)
+        return loaded
+
+    # From the device to host memory.
+
+    def computed(self, request: Request) -> None:
+        """More of its tokens have KV: copy the chunks that are complete now, and those that only it had."""
+        progress = self._progress[request.key]
+        size = self._store.blocks_per_chunk
+        num_complete = request.num_computed_tokens // self._store.chunk_tokens
+        if num_complete <= progress.num_offered:
+            return
+        hashes = request.block_hashes[: num_complete * size]
+        progress.names += chunk_names(hashes, size, len(progress.names))
+        for number in range(progress.num_offered, num_complete):
+            if not self._offer(request, progress.names[number], number * size):
+                break
+        progress.num_offered = num_complete
+
+    def _offer(self, request: Request, name: "ChunkName", first_block: int) -> bool:
+        """False if every slot is in use."""
+        if self._store.is_kept(name.key):
+            return True
+        blocks = slice(first_block, first_block + self._store.blocks_per_chunk)
+        writers = self._manager.pool.writers.tags(request.block_hashes[blocks])
+        slot = self._store.offer(name, writers)
+        if slot is not None:
+            self._offloads.append(_Offload(name.key, self._copier.copy_out(request.block_ids[blocks], slot)))
+        return slot is not None
+
+    # Beside requests.
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loads)
+
+    def poll(self) -> None:
+        """Take note of the copies to host memory that have ended."""
+        under_way = []
+        for offload in self._offloads:
+            if offload.copy.is_done():
+                self._store.filled(offload.key)
+            else:
+                under_way.append(offload)
+        self._offloads = under_way
+
+    def fill(self, frame: StepFrame) -> StepFrame:
+        """What the tiers gained and lost in this step, what moving KV takes, and when to look again."""
+        self.poll()
+        speeds = self._store.speeds()
+        load = replace(
+            frame.load,
+            host_seconds_per_token=speeds.host or 0.0,
+            disk_seconds_per_token=speeds.disk or 0.0,
+            pull_seconds_per_token=speeds.pull or 0.0,
+            move_backlog_seconds=speeds.backlog_seconds,
+        )
+        is_moving = bool(self._loads or self._offloads)
+        return replace(
+            frame,
+            events=frame.events + self._store.take_events(),
+            load=load,
+            look_again_seconds=LOOK_AGAIN_SECONDS if is_moving else None,
+        )
+
+    def reset(self) -> bool:
+        """Forget every chunk. False, and nothing happens, while any of them moves."""
+        self.poll()
+        return not self._loads and self._store.clear()
+
+    @property
+    def _token_seconds(self) -> float:
+        return self._token_seconds_now() or UNMEASURED_TOKEN_SECONDS

@@ -1,0 +1,122 @@
+"""ChunkCopier: copies KV between the blocks of a KVPool and the slots of host memory.
+
+Owns the layout of a chunk's payload: `[2, layers, blocks_per_chunk, block_size * kv_heads * head_dim]`, as
+the pool has it. Does not know which chunk is which.
+
+On a CPU a copy has ended when the call returns. On CUDA, copies run on a stream of their own, over pinned
+memory. What leaves the pool is first gathered on the stream that computes, so that the next step may
+overwrite the blocks at once; what comes in is written to blocks that nobody reads yet.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from replicas.kvstore.arena import Arena
+from replicas.scheduling.lower_tiers import Copy
+from replicas.torch_engine.rows import KVBlocks
+
+logger = logging.getLogger(__name__)
+
+PROBE_CHUNKS = 8
+
+
+def payload_bytes(blocks: KVBlocks, blocks_per_chunk: int) -> int:
+    """Of a chunk's KV."""
+    stores, layers, _, width = blocks.tensor.shape
+    return stores * layers * blocks_per_chunk * width * blocks.tensor.element_size()
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+
+class _OnStream:
+    def __init__(self, stream: Any) -> None:
+        self._event = stream.record_event()
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+
+DONE = _Done()
+
+
+class ChunkCopier:
+    """Between `blocks` and `arena`, whose payloads have `payload_bytes(blocks, blocks_per_chunk)`."""
+
+    def __init__(self, blocks: KVBlocks, arena: Arena, blocks_per_chunk: int) -> None:
+        self._pool = blocks.tensor
+        self._blocks_per_chunk = blocks_per_chunk
+        stores, layers, _, width = self._pool.shape
+        shape = (stores, layers, blocks_per_chunk, width)
+        self._slots = [
+            torch.frombuffer(arena.payload(slot), dtype=self._pool.dtype).view(shape)
+            for slot in range(arena.num_slots)
+        ]
+        self._stream: Any = None
+        if self._pool.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
+            _pin(arena)
+
+    def copy_out(self, block_ids: Sequence[int], slot: int) -> Copy:
+        """A chunk's blocks, as they are now, into its slot."""
+        ids = torch.tensor(block_ids, device=self._pool.device)
+        if self._stream is None:
+            torch.index_select(self._pool, 2, ids, out=self._slots[slot])
+            return DONE
+        gathered = self._pool.index_select(2, ids)
+        self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self._stream):
+            self._slots[slot].copy_(gathered, non_blocking=True)
+            gathered.record_stream(self._stream)
+        return _OnStream(self._stream)
+
+    def copy_in(self, slots: Sequence[int], first_block: int, block_ids: Sequence[int]) -> Copy:
+        """Into these blocks what lies in the slots, one chunk each, from block `first_block` of the first."""
+        if self._stream is None:
+            self._copy_in(slots, first_block, block_ids)
+            return DONE
+        self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.cuda.stream(self._stream):
+            self._copy_in(slots, first_block, block_ids)
+        return _OnStream(self._stream)
+
+    def seconds_per_chunk(self, block_ids: Sequence[int]) -> float:
+        """What copying a chunk in takes, measured with blocks that hold nothing, one chunk's."""
+        slots = [slot % len(self._slots) for slot in range(PROBE_CHUNKS)]
+        self._wait(slots, block_ids)  # the first time, the system still gives the memory
+        started = time.perf_counter()
+        self._wait(slots, block_ids)
+        return (time.perf_counter() - started) / PROBE_CHUNKS
+
+    def _wait(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for slot in slots:
+            copy = self.copy_in([slot], 0, block_ids)
+        while not copy.is_done():
+            time.sleep(0.0001)
+
+    def _copy_in(self, slots: Sequence[int], first_block: int, block_ids: Sequence[int]) -> None:
+        device = self._pool.device
+        done = 0
+        for slot in slots:
+            kept = self._slots[slot][:, :, first_block : first_block + len(block_ids) - done]
+            ids = torch.tensor(block_ids[done : done + kept.shape[2]], device=device)
+            self._pool.index_copy_(2, ids, kept.to(device, non_blocking=True))
+            done += len(ids)
+            first_block = 0
+
+
+def _pin(arena: Arena) -> None:
+    """Page-locked memory, without which copies to and from CUDA are slower and not beside the computing."""
+    address = torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = cudart.cudaHostRegister(address, arena.num_slots * arena.slot_bytes, 0)
+    if int(error) != 0:
+        logger.warning(
+            "host memory for KV cannot be page-locked (CUDA error %d): copies are slower", int(error)
+        )
