@@ -169,7 +169,8 @@ class LowerTiers:
         """Those whose loads have ended since the last call, and how many of their leading blocks have KV on
         the device now, for all to share.
         """
-        ended, under_way = [], []
+        ended: list[_Load] = []
+        under_way: list[_Load] = []
         for load in self._loads:
             (ended if load.copy.is_done() else under_way).append(load)
         self._loads = under_way
