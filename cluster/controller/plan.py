@@ -5,7 +5,9 @@ with their times, and what became of a plan is in the lives that the next one is
 
 A pool is what its spec says when it has `num_replicas` replicas of the spec's revision. Replicas of
 another revision are stale: fresh ones are started beside them, as many as `surge` allows, and a stale
-one drains only while enough others are ready without it.
+one drains only while enough others are ready without it. A pool that shrinks meanwhile has fewer places:
+fresh ones that do not serve yet give theirs back. One that serves stays, and the stale one that it stands
+for leaves as soon as routers have found it.
 """
 
 from collections import Counter as Tally
@@ -34,12 +36,8 @@ class Plan:
     failed_rollouts: tuple[tuple[str, str], ...] = ()
 
 
-_BEST_FIRST = {
-    ReplicaState.READY: 0,
-    ReplicaState.STARTING: 1,
-    ReplicaState.STOPPED: 2,
-    ReplicaState.DRAINING: 2,
-}
+_BEST_FIRST = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STOPPED)
+"""Replicas that are on their way out come last."""
 
 
 @dataclass(slots=True)
@@ -92,8 +90,8 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ReplicaLife]) -
     for replica in fresh:
         if replica not in kept:
             draft.take(replica.if_unwanted("is surplus"))
-    for replica in kept:
-        draft.take(replica.if_wanted(draft.spec.backoff, draft.now))
+    num_staying = _retire(draft, pool, kept, stale)
+    _keep(draft, kept, pool.num_replicas + (pool.surge - num_staying if stale else 0))
     living_stale = [
         replica for replica in stale if replica.state in (ReplicaState.STARTING, ReplicaState.READY)
     ]
@@ -103,7 +101,18 @@ def _plan_pool(draft: _Draft, pool: PoolSpec, replicas: Sequence[ReplicaLife]) -
     taken = {replica.replica_id for replica in replicas}
     for replica_id in _free_ids(pool, taken, num_missing):
         draft.take(Action(ActionKind.START, replica_id, f"{replica_id} does not run yet"))
-    _retire(draft, pool, kept, stale)
+
+
+def _keep(draft: _Draft, kept: Sequence[ReplicaLife], num_places: int) -> None:
+    """What the replicas of this revision need, best first; those that serve keep their places."""
+    for replica in kept:
+        advice = replica.if_wanted(draft.spec.backoff, draft.now)
+        is_staying = isinstance(advice, Action) or _is_living(replica)
+        if not is_staying or num_places > 0 or replica.state is ReplicaState.READY:
+            draft.take(advice)
+        elif replica.state is ReplicaState.STARTING:
+            draft.take(replica.if_unwanted("is more than the surge allows"))
+        num_places -= is_staying
 
 
 def _most_wanted(draft: _Draft, fresh: Sequence[ReplicaLife]) -> list[ReplicaLife]:
@@ -114,9 +123,11 @@ def _most_wanted(draft: _Draft, fresh: Sequence[ReplicaLife]) -> list[ReplicaLif
     """
 
     def rank(replica: ReplicaLife) -> tuple[int, int, str]:
+        is_leaving = replica.is_expected_to_end and replica.state is not ReplicaState.STOPPED
+        place = len(_BEST_FIRST) if is_leaving else _BEST_FIRST.index(replica.state)
         if not draft.spec.is_growing or replica.machine is None:
-            return (_BEST_FIRST[replica.state], 0, "")
-        return (_BEST_FIRST[replica.state], -draft.crowds[replica.machine], replica.machine)
+            return (place, 0, "")
+        return (place, -draft.crowds[replica.machine], replica.machine)
 
     return sorted(fresh, key=rank)
 
@@ -133,8 +144,12 @@ def _failure(fresh: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> str 
     return None
 
 
-def _retire(draft: _Draft, pool: PoolSpec, kept: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> None:
-    """Take away as many stale replicas as the pool can do without just now."""
+def _is_living(replica: ReplicaLife) -> bool:
+    return replica.state in (ReplicaState.STARTING, ReplicaState.READY) and not replica.is_dismissed
+
+
+def _retire(draft: _Draft, pool: PoolSpec, kept: Sequence[ReplicaLife], stale: Sequence[ReplicaLife]) -> int:
+    """Take away as many stale replicas as the pool can do without just now; how many stay."""
     num_ready = 0
     for replica in kept:
         if replica.state is ReplicaState.READY:
@@ -144,13 +159,12 @@ def _retire(draft: _Draft, pool: PoolSpec, kept: Sequence[ReplicaLife], stale: S
                 draft.waits.append(settled_in)
     ready = [replica for replica in stale if replica.state is ReplicaState.READY]
     num_needed = pool.num_replicas - (1 if pool.surge == 0 else 0)
-    num_spare = max(0, num_ready + len(ready) - num_needed)
+    num_spare = min(len(ready), max(0, num_ready + len(ready) - num_needed))
+    serving_on = ready[num_spare:]
     for replica in stale:
-        if replica.state is not ReplicaState.READY:
+        if replica not in serving_on:
             draft.take(replica.if_unwanted("is of an earlier revision"))
-        elif num_spare > 0:
-            num_spare -= 1
-            draft.take(replica.if_unwanted("is of an earlier revision"))
+    return len(serving_on)
 
 
 def _free_ids(pool: PoolSpec, taken: set[ReplicaId], count: int) -> list[ReplicaId]:

@@ -194,6 +194,36 @@ def fleet(*replicas: tuple[str, ReplicaState, str], deaths: int = 0) -> tuple[Re
             ["stop replica-0", "start replica-2"],
             id="what was found and has ended before it said what it is holds nothing up",
         ),
+        pytest.param(
+            1,
+            fleet(
+                *(("replica-1", READY, "old"), ("replica-3", READY, "old")),
+                *(("replica-0", STARTING, "new"), ("replica-2", STARTING, "new")),
+            ),
+            ["stop replica-2"],
+            id="shrunk meanwhile, two old and two new ones are one more than the surge allows",
+        ),
+        pytest.param(
+            0,
+            fleet(
+                ("replica-1", READY, "old"), ("replica-0", STARTING, "new"), ("replica-2", STARTING, "new")
+            ),
+            ["stop replica-2"],
+            id="shrunk meanwhile without a surge",
+        ),
+        pytest.param(
+            1,
+            fleet(
+                *(("replica-1", READY, "old"), ("replica-3", READY, "old")),
+                *(
+                    ("replica-0", DRAINING, "new"),
+                    ("replica-2", STARTING, "new"),
+                    ("replica-4", STOPPED, "new"),
+                ),
+            ),
+            [],
+            id="one that has ended comes back only if the surge has a place for it",
+        ),
     ],
 )
 def test_a_rollout(surge: int, observed: tuple[ReplicaLife, ...], actions: list[str]) -> None:
@@ -207,6 +237,22 @@ def test_an_old_replica_stays_until_routers_have_found_the_new_one() -> None:
     new = ReplicaLife(ReplicaId("replica-2"), READY, NOW - 0.5, revision=SPEC.pools[0].revision)
     made = plan(SPEC, (*old, new), NOW)
     assert (made.actions, made.wake_in_seconds) == ((), SETTLE_SECONDS - 0.5)
+
+
+def test_one_that_routers_are_just_finding_keeps_its_place_in_a_pool_that_shrinks() -> None:
+    old = fleet(("replica-1", READY, "old"), ("replica-3", READY, "old"))
+    revision = SPEC.pools[0].revision
+    new = [ReplicaLife(ReplicaId(f"replica-{n}"), READY, NOW - 0.5, revision=revision) for n in (0, 2)]
+    made = plan(SPEC, (*old, *new), NOW)
+    assert (made.actions, made.wake_in_seconds) == ((), SETTLE_SECONDS - 0.5)
+    later = plan(SPEC, (*old, *new), NOW + SETTLE_SECONDS)
+    assert [str(action.replica_id) for action in later.actions] == ["replica-1", "replica-3"]
+
+
+def test_one_that_is_to_end_is_kept_for_none_that_starts() -> None:
+    ending = replace(seen("replica-0", STARTING), is_dismissed=True)
+    observed = (ending, seen("replica-1", STARTING), seen("replica-2", STARTING))
+    assert [str(action.replica_id) for action in plan(SPEC, observed, NOW).actions] == ["replica-0"]
 
 
 def test_a_rollout_whose_first_new_replica_ends_stops_and_says_why() -> None:
