@@ -57,6 +57,10 @@ class BlockWriters:
         """Who wrote each of these blocks."""
         return tuple(map(self._writers.get, block_hashes, repeat(NO_USER)))
 
+    def writer(self, block_hash: BlockHash) -> UserTag | None:
+        """None for a block that is not known here. NO_USER for one whose writer is not."""
+        return self._writers.get(block_hash)
+
     def shares(self, block_hashes: Iterable[BlockHash], user: UserTag) -> Shares:
         """How many of these blocks the user wrote, and how many another. One without a writer is neither."""
         if user == NO_USER:

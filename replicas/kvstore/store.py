@@ -61,9 +61,16 @@ class ChunkStore:
     def filled(self, key: BlockHash) -> None:
         self.directory.filled(key)
 
-    def given_up(self, key: BlockHash) -> None:
-        """The device's copy went before it was copied, or copying failed."""
-        self.directory.given_up(key)
+    def given_up(self, key: BlockHash, *, may_still_be_written: bool = False) -> None:
+        """The device's copy went before it was copied, or copying failed.
+
+        A slot that a copy may still be made to is no chunk's until `give_back`.
+        """
+        self.directory.given_up(key, may_still_be_written=may_still_be_written)
+
+    def give_back(self, slot: int) -> None:
+        """Nothing copies to this slot any more."""
+        self.directory.give_back(slot)
 
     # Towards the device.
 

@@ -47,9 +47,15 @@ _CPU_BLOCK_MULTIPLE = 32
 
 
 def engine_arguments(
-    config: ReplicaConfig, directory: str, adapters: Sequence[LoraAdapter] = ()
+    config: ReplicaConfig,
+    directory: str,
+    adapters: Sequence[LoraAdapter] = (),
+    transfer_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Raises SettingsError for arguments that vLLM does not have, or that Kvasir sets itself."""
+    """`transfer_config` names the tier below the device, if there is one of ours.
+
+    Raises SettingsError for arguments that vLLM does not have, or that Kvasir sets itself.
+    """
     on_cpu = bool(current_platform.is_cpu())
     _check_device(config.device, on_cpu)
     given = given_arguments(config.engine_args or {}, trust_code=config.trust_code)
@@ -86,7 +92,24 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "seed": 0,
     }
+    if transfer_config is not None:
+        _check_tier(given, in_one_process)
+        arguments["kv_transfer_config"] = transfer_config
     return {**arguments, **_adapter_arguments(adapters, given, on_cpu), **given}
+
+
+def _check_tier(given: Mapping[str, Any], in_one_process: bool) -> None:
+    for name in ("kv_transfer_config", "kv_offloading_size"):
+        if given.get(name) is not None:
+            raise SettingsError(
+                f"setting host_kv_bytes and {name} in engine_args both keep KV below the device: set one of"
+                " them"
+            )
+    if not in_one_process:
+        raise SettingsError(
+            "setting host_kv_bytes needs vLLM in one process: engine_args must not raise"
+            " tensor_parallel_size or pipeline_parallel_size"
+        )
 
 
 def _adapter_arguments(

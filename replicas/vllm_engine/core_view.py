@@ -113,6 +113,10 @@ class CoreView:
         """vLLM's own request, as the scheduler keeps it."""
         return self._scheduler.requests[internal_id]
 
+    def find(self, internal_id: str) -> Any:
+        """The same; None for one that the scheduler does not keep, or no more."""
+        return self._scheduler.requests.get(internal_id)
+
     def is_running(self, request: Any) -> bool:
         return bool(request.status == RequestStatus.RUNNING)
 

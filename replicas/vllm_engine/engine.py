@@ -13,9 +13,10 @@ index while any tier holds a copy, at the stride of its chain position in all of
 """
 
 import gc
+import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from replicas.kvcache.writers import NO_SHARES, Shares
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
+    NO_USER,
     FinishReason,
     LoadSnapshot,
     PromptUsage,
@@ -46,6 +48,7 @@ from replicas.protocol.frames import (
     RequestKey,
     StepFrame,
     TokenDelta,
+    UserTag,
 )
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
@@ -54,6 +57,7 @@ from replicas.vllm_engine import cpu_generator
 from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
+from replicas.vllm_engine.offloading import Requests, VllmTier
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
 from replicas.vllm_engine.translation import EventTranslator, Storer
 
@@ -108,7 +112,14 @@ class VllmEngine:
         digest = files_fingerprint(directory)
         eos_token_ids = read_eos_token_ids(directory)
         self._on_cpu = bool(current_platform.is_cpu())
-        self._vllm = _start(engine_arguments(config, str(directory), adapters), directory)
+        self._tier = None if config.host_kv_bytes is None else VllmTier(config, secrets.token_hex(8))
+        transfers = None if self._tier is None else self._tier.transfer_config
+        arguments = engine_arguments(config, str(directory), adapters, transfers)
+        try:
+            self._vllm = _start(arguments, directory)
+        except (SettingsError, StartupError):
+            self._close_tier()
+            raise
         self._core = CoreView(self._vllm)
         model: Any = self._vllm.vllm_config.model_config
         self._card = ModelCard(
@@ -140,9 +151,11 @@ class VllmEngine:
         self._cache = EventTranslator(
             self._card.block_size,
             self._card.num_blocks,
-            has_more_tiers=self._core.has_more_tiers,
+            has_more_tiers=self._core.has_more_tiers and self._tier is None,
             storer_of=self._storer,
         )
+        if self._tier is not None:
+            self._tier.requests = Requests(self._core.find, self._user, self._cache.writer)
         self._unsaid: list[CacheEvent] = []  # what came up between steps, and belongs to the next frame
         self._live: dict[str, _Live] = {}
 
@@ -182,7 +195,7 @@ class VllmEngine:
         except (VLLMValidationError, ValueError) as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, _sentence(error)) from error
         inner = self._core.request(internal_id)
-        num_cached_tokens = self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
+        num_cached_tokens = self._num_leading_tokens(inner)
         self._live[name] = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
 
     def abort(self, key: RequestKey) -> None:
@@ -206,7 +219,7 @@ class VllmEngine:
             live.shares = self._shares(live)
         deltas = [self._delta(output) for output in outputs]
         num_prefill_tokens, num_decode_tokens = self._core.take_computed()
-        if must_step and not num_prefill_tokens + num_decode_tokens:
+        if must_step and not num_prefill_tokens + num_decode_tokens and self._tier is None:
             time.sleep(_TRANSFER_PAUSE_SECONDS)
         return StepFrame(
             deltas,
@@ -219,21 +232,29 @@ class VllmEngine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """A disk keeps what it has: vLLM has no call that makes it forget."""
+        """A disk of vLLM's own keeps what it has: vLLM has no call that makes it forget."""
         self._unsaid += self._cache.translate(self._core.take_events())
         if not self._vllm.reset_prefix_cache():
             return False
         self._unsaid += self._cache.translate(self._core.take_events())
         if self._core.reset_tiers():
+            if self._tier is not None:
+                self._unsaid += self._tier.take_events()
+                return self._tier.was_cleared
             self._unsaid.append(self._cache.cleared(Tier.HOST))
         return True
 
     def close(self) -> None:
         self._vllm.engine_core.shutdown()
+        self._close_tier()
         del self._vllm
         del self._core
         cleanup_dist_env_and_memory()
         gc.collect()
+
+    def _close_tier(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
 
     def _start(self, started: Iterable[Started]) -> list[_Live]:
         """Note what requests found when they were first scheduled."""
@@ -249,13 +270,28 @@ class VllmEngine:
     def _take_events(self) -> list[CacheEvent]:
         events = self._unsaid + self._cache.translate(self._core.take_events())
         self._unsaid = []
+        if self._tier is not None:
+            events += self._tier.take_events()
         return events
 
     def _storer(self, name: str | None) -> Storer | None:
         live = None if name is None else self._live.get(name)
         if live is None:
             return None
-        return Storer(live.request.submit.user, live.num_prompt_tokens, live.num_found_tokens)
+        storer = Storer(live.request.submit.user, live.num_prompt_tokens, live.num_found_tokens)
+        chain = None if self._tier is None else self._tier.chain(live.inner.request_id)
+        return storer if chain is None else replace(storer, loaded_from=chain.loaded_from)
+
+    def _user(self, inner: Any) -> UserTag:
+        live = self._live.get(inner.session_id)
+        return NO_USER if live is None else live.request.submit.user
+
+    def _num_leading_tokens(self, inner: Any) -> int:
+        """Of a request that has just come: those that need not be computed."""
+        num_blocks = self._cache.hashes.num_leading(inner.block_hashes)
+        if self._tier is None:
+            return num_blocks * self._card.block_size
+        return self._tier.num_leading_tokens(inner.request_id, num_blocks)
 
     def _shares(self, live: _Live) -> Shares:
         return self._cache.token_shares(
@@ -321,7 +357,12 @@ class VllmEngine:
             num_used_blocks=self._card.num_blocks - self._core.num_free_blocks,
             num_cached_blocks=self._cache.hashes.num_copies(),
             num_total_blocks=self._card.num_blocks,
+            host_seconds_per_token=self._host_seconds_per_token,
         )
+
+    @property
+    def _host_seconds_per_token(self) -> float:
+        return 0.0 if self._tier is None else self._tier.store.speeds().host or 0.0
 
 
 def _check_environment() -> None:
@@ -337,6 +378,8 @@ def _start(arguments: dict[str, Any], directory: Path) -> Any:
         cpu_generator.install()
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (SettingsError, StartupError):
+        raise
     except Exception as error:  # vLLM has no type for what it does not like: ValueError, AssertionError, …
         if any(words in str(error) for words in _TOO_SMALL):
             raise SettingsError(

@@ -27,11 +27,15 @@ _WRITERS_PER_BLOCK = 8
 
 @dataclass(frozen=True, slots=True)
 class Storer:
-    """The request that stored a block. Its first `num_found_tokens` were found, not computed by it."""
+    """The request that stored a block. Its first `num_found_tokens` were found, not computed by it.
+
+    `loaded_from` says whose request computed a block that a tier of ours brought back; None for any other.
+    """
 
     user: UserTag
     num_prompt_tokens: int
     num_found_tokens: int
+    loaded_from: Callable[[BlockHash], UserTag | None] = lambda _: None
 
 
 class EventTranslator:
@@ -71,6 +75,10 @@ class EventTranslator:
         """A tier was emptied, of which vLLM says nothing."""
         return self.hashes.cleared(tier)
 
+    def writer(self, block_hash: BlockHash) -> UserTag | None:
+        """Whose request computed a block of ours; None if that is not known."""
+        return self._writers.writer(block_hash)
+
     def token_shares(
         self, hashes: Sequence[bytes], user: UserTag, *, num_cached_tokens: int, num_prompt_tokens: int
     ) -> Shares:
@@ -96,10 +104,20 @@ class EventTranslator:
         for run in stored:
             num_found = 0 if storer is None else storer.num_found_tokens // self._block_size
             num_loaded = max(0, num_found - run.first_block_index)
+            if storer is not None:
+                self._note_loaded(run.block_hashes, storer.loaded_from)
             # What was read back from another tier has its writer still, or has none that is known.
             self._writers.wrote(run.block_hashes[:num_loaded], NO_USER)
             self._writers.wrote(run.block_hashes[num_loaded:], NO_USER if storer is None else storer.user)
         return stored
+
+    def _note_loaded(
+        self, block_hashes: Iterable[BlockHash], loaded_from: Callable[[BlockHash], UserTag | None]
+    ) -> None:
+        for block_hash in block_hashes:
+            writer = loaded_from(block_hash)
+            if writer is not None:
+                self._writers.wrote((block_hash,), writer)
 
     def _copied(self, event: Any, tier: Tier) -> list[BlockStored]:
         copies = [self.hashes.copied(theirs, tier) for theirs in event.block_hashes]

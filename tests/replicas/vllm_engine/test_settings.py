@@ -39,6 +39,13 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         ({"engine_args": {"enable_chunked_prefill": False}}, "is smaller than max_model_len"),
         ({"engine_args": {"tensor_parallel_size": 3}}, "must be divisible by tensor parallel size"),
         ({"engine_args": {"kv_transfer_config": UNFINISHED_TIER}}, "cpu_bytes_to_use must be specified"),
+        ({"host_kv_bytes": 1000}, "host_kv_bytes is 1,000, less than the 167,936 that one chunk"),
+        ({"host_kv_bytes": 10**6, "engine_args": {"kv_transfer_config": UNFINISHED_TIER}}, "set one of them"),
+        (
+            {"host_kv_bytes": 10**6, "engine_args": {"kv_offloading_size": 1}},
+            "kv_offloading_size .* both keep KV",
+        ),
+        ({"host_kv_bytes": 10**6, "engine_args": {"tensor_parallel_size": 2}}, "needs vLLM in one process"),
         ({"engine_args": {"trust-remote-code": True}}, "trust_remote_code, which may run code .* trust_code"),
         ({"engine_args": {"load_format": "pt"}}, "load_format pt, which may run code"),
         ({"context_length": 100_000}, "is greater than the derived max_model_len"),

@@ -1,8 +1,7 @@
 """Blocks that vLLM keeps in the host's memory and on disk: reported by tier, found again, counted right."""
 
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +9,13 @@ import pytest
 
 from replicas.engine_process.build import build_engine
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import BlockHash, hash_blocks
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
-from replicas.protocol.frames import PromptUsage, StepFrame, UserTag
+from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
+from replicas.protocol.frames import PromptUsage, UserTag
 from tests.replicas.builders import OTHER_ROOT, ROOT
-from tests.replicas.engine_contract import EngineRun, prompt_of
+from tests.replicas.engine_contract import prompt_of
 from tests.replicas.vllm_engine.conftest import vllm_config
+from tests.replicas.vllm_engine.tiered_run import TieredRun, tiered_run
 
 if TYPE_CHECKING:
     from replicas.vllm_engine.engine import VllmEngine
@@ -52,59 +52,6 @@ def build_tiered(disk: Path | None = None, adapters: Mapping[str, str] | None = 
         trust_code=True,
     )
     return build_engine(config)[0]
-
-
-class TieredRun(EngineRun):
-    """Counts copies by tier."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self.held: Counter[tuple[Tier, BlockHash]] = Counter()
-        self.num_removed: Counter[Tier] = Counter()
-
-    def step(self) -> StepFrame:
-        frame = super().step()
-        self.apply(frame.events)
-        return frame
-
-    def apply(self, events: Iterable[CacheEvent]) -> None:
-        for event in events:
-            match event:
-                case BlockStored(block_hashes, tier=tier):
-                    self.held.update((tier, block_hash) for block_hash in block_hashes)
-                case BlockRemoved(block_hashes, tier=tier):
-                    self.held.subtract((tier, block_hash) for block_hash in block_hashes)
-                    self.num_removed[tier] += len(block_hashes)
-                    assert min(self.held.values()) >= 0
-                case AllBlocksCleared(tier):
-                    self.held = Counter({key: n for key, n in self.held.items() if key[0] is not tier})
-        self.held = +self.held
-
-    def tiers_of(self, block_hashes: Iterable[BlockHash]) -> set[tuple[Tier, ...]]:
-        """Where these blocks lie: every different answer."""
-        return {
-            tuple(tier for tier in Tier if (tier, block_hash) in self.held) for block_hash in block_hashes
-        }
-
-    def evict(self, tier: Tier, block_hashes: Iterable[BlockHash]) -> None:
-        """Ask for other things until none of these blocks is left in the tier."""
-        wanted = set(block_hashes)
-        for seed in range(1000, 1020):
-            if not any((tier, block_hash) in self.held for block_hash in wanted):
-                return
-            self.generate(prompt_of(self.engine, 600, seed), max_tokens=1)
-        raise AssertionError(f"the {tier} keeps everything")
-
-
-def tiered_run(engine: Any) -> Iterator[TieredRun]:
-    run = TieredRun(engine)
-    yield run
-    for key in run.deltas:
-        engine.abort(key)
-    run.finish()
-    assert engine.reset_prefix_cache()
-    run.finish()
-    assert not any(tier is not Tier.DISK for tier, _ in run.held)
 
 
 @pytest.fixture(scope="module")

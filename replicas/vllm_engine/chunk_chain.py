@@ -1,0 +1,89 @@
+"""ChunkChain: the chunks of one request in vLLM, under our names, and whose requests computed them.
+
+Owns the request's block hashes, made as they are asked for. Pure: knows nothing of vLLM, whose own hashes
+name nothing outside it.
+"""
+
+from collections.abc import Callable, Sequence
+
+from replicas.kvstore.directory import ChunkName
+from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.frames import NO_USER, UserTag
+
+
+class ChunkChain:
+    """`token_ids` is read anew with every call: it grows while the request runs.
+
+    The request is one of `user`. Its first `num_found_tokens` were found somewhere, the others it computes.
+    """
+
+    def __init__(
+        self, root: BlockHash, token_ids: Sequence[int], *, block_size: int, blocks_per_chunk: int
+    ) -> None:
+        self.user: UserTag = NO_USER
+        self.num_found_tokens = 0
+        self.waits_until: float | None = None
+        """When it stops waiting for chunks that are on their way into host memory."""
+        self._root = root
+        self._token_ids = token_ids
+        self._block_size = block_size
+        self._blocks_per_chunk = blocks_per_chunk
+        self._hashes: list[BlockHash] = []
+        self._loaded: dict[BlockHash, UserTag] = {}
+
+    def name(self, end: int) -> ChunkName:
+        """The chunk that ends before the token at position `end`, a multiple of its size."""
+        num_blocks = end // self._block_size
+        num_before = num_blocks - self._blocks_per_chunk
+        hashes = self._hashes_up_to(num_blocks)
+        return ChunkName(
+            hashes[num_blocks - 1], hashes[num_before - 1] if num_before else None, num_blocks - 1
+        )
+
+    def names(self) -> list[ChunkName]:
+        """All full chunks."""
+        chunk_tokens = self._block_size * self._blocks_per_chunk
+        return [self.name(end) for end in range(chunk_tokens, len(self._token_ids) + 1, chunk_tokens)]
+
+    def load(self, name: ChunkName, writers: Sequence[UserTag]) -> None:
+        """The device gets this chunk back. Without `writers`, nobody knows them."""
+        self._loaded.update(zip(self._blocks(name), writers, strict=False))
+
+    def loaded_from(self, block_hash: BlockHash) -> UserTag | None:
+        """Whose request computed a block that this one has had loaded; None for any other."""
+        return self._loaded.get(block_hash)
+
+    def writers(self, name: ChunkName, known: Callable[[BlockHash], UserTag | None]) -> tuple[UserTag, ...]:
+        """Of each block, as far as `known` says, or this request can tell."""
+        first_block = name.last_block + 1 - self._blocks_per_chunk
+        return tuple(
+            self._writer(block_hash, block, known)
+            for block, block_hash in enumerate(self._blocks(name), first_block)
+        )
+
+    def _writer(
+        self, block_hash: BlockHash, block: int, known: Callable[[BlockHash], UserTag | None]
+    ) -> UserTag:
+        for writer in (known(block_hash), self._loaded.get(block_hash)):
+            if writer is not None:
+                return writer
+        return self.user if block * self._block_size >= self.num_found_tokens else NO_USER
+
+    def _blocks(self, name: ChunkName) -> list[BlockHash]:
+        end = name.last_block + 1
+        return self._hashes_up_to(end)[end - self._blocks_per_chunk : end]
+
+    def _hashes_up_to(self, num_blocks: int) -> list[BlockHash]:
+        """At least so many, from the first on."""
+        num_known = len(self._hashes)
+        if num_blocks > num_known:
+            start = num_known * self._block_size
+            self._hashes += hash_blocks(
+                self._root,
+                self._token_ids[start : num_blocks * self._block_size],
+                self._block_size,
+                parent=self._hashes[-1] if num_known else None,
+                start=start,
+            )
+        assert len(self._hashes) >= num_blocks, "a chunk is named when all its tokens are known"
+        return self._hashes
