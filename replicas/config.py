@@ -99,6 +99,29 @@ class ReplicaConfig:
         help="host memory for KV below the device, in bytes, taken beside everything else; none means that "
         "what the device forgets is computed anew; torch and vllm only",
     )
+    disk_kv_bytes: int | None = setting(
+        None,
+        help="disk for KV below the host memory, in bytes; it outlives the replica; needs kv_folder and "
+        "host_kv_bytes",
+    )
+    kv_folder: str | None = setting(
+        None,
+        help="folder of this replica alone for its KV on disk, from which its prompts could be told",
+    )
+    disk_reserve_bytes: int = setting(
+        2**30, help="free space of the disk's file system that KV leaves to others, in bytes"
+    )
+    disk_write_bytes_per_second: float | None = setting(
+        None, help="maximum rate at which KV is written to the disk, on average; none means no limit"
+    )
+    disk_write_bytes_per_day: float | None = setting(
+        None,
+        help="maximum number of bytes of KV that are written to the disk in a day, on average, since "
+        "SSDs wear out; none means no limit",
+    )
+    spill_seconds: float = setting(
+        10.0, help="maximum time at the end for writing to the disk what only host memory has"
+    )
     chunk_tokens: int | None = setting(
         None,
         help="tokens of KV that move between the tiers together: a multiple of block_size of which "
@@ -191,6 +214,7 @@ class ReplicaConfig:
             "max_waiting",
             "max_open_tokens",
             "host_kv_bytes",
+            "disk_kv_bytes",
             "chunk_tokens",
             "index_stride",
             "events_stream_bytes",
@@ -214,6 +238,14 @@ class ReplicaConfig:
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
 
     def _check_tiers(self) -> None:
+        if self.disk_kv_bytes is not None and (self.kv_folder is None or self.host_kv_bytes is None):
+            raise SettingsError("setting disk_kv_bytes needs kv_folder and host_kv_bytes")
+        for name in ("disk_write_bytes_per_second", "disk_write_bytes_per_day"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(f"setting {name} must be above 0")
+        if self.disk_reserve_bytes < 0 or not self.spill_seconds >= 0:
+            raise SettingsError("settings disk_reserve_bytes and spill_seconds must not be below 0")
         if self.host_kv_bytes is None:
             return
         if self.engine == "simulated":

@@ -1,46 +1,101 @@
 """ChunkStore: a replica's KV below its device, as its engine sees it.
 
-Owns the directory and the memory that it speaks of. Does not know requests, or how KV gets from the device
-to a slot and back: that is the engine's. One thread calls it, the engine's, and no call blocks.
+Owns the directory, the memory that it speaks of, and what is asked of the disk. Does not know requests, or
+how KV gets from the device to a slot and back: that is the engine's. One thread calls it, the engine's, and
+no call but `close` and `wait` blocks.
 
     device ──offer, filled──▶ host memory ──▶ device      the engine copies; `pin` while it reads
+                                 ▲  │
+                       arrived   │  │ poll                the disk's threads read and write
+                                disk
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.directory import ChunkName, Directory, Place, Write
+from replicas.kvstore.disk import Disk, Finished, Kind
+from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
 from replicas.kvstore.rate import Rate
+from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import UserTag
 from replicas.protocol.ways import HOST_MOVE_SECONDS, MoveSpeeds
 
+logger = logging.getLogger(__name__)
+
 Writers = tuple[UserTag, ...]
 """Whose request computed each block of a chunk."""
 
+MAX_WRITES = 4
+"""Chunks that are written to the disk together. Reads wait for no more than these."""
+
+MOVING_SECONDS = 0.002
+WRITING_SECONDS = 0.02
+WAITING_SECONDS = 1.0
+"""When to look again while something is read, while something is written, and while the write budget is
+spent or the disk takes no writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """Blocks of `block_size` tokens, `blocks_per_chunk` of them in a chunk."""
+
+    block_size: int
+    blocks_per_chunk: int
+
+    @property
+    def tokens(self) -> int:
+        return self.block_size * self.blocks_per_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class DiskShare:
+    """A disk that is open, how many chunks it may hold, and how fast they may be written."""
+
+    disk: Disk
+    layout: LayoutId
+    max_chunks: int
+    write_budget: WriteBudget
+
 
 class ChunkStore:
-    """Chunks of `blocks_per_chunk` blocks of `block_size` tokens. `clock` never goes back."""
+    """`clock` never goes back. What the disk has of an earlier life is there from the start."""
 
     def __init__(
         self,
         arena: Arena,
+        shape: ChunkShape,
         *,
-        block_size: int,
-        blocks_per_chunk: int,
         clock: Callable[[], float],
+        share: DiskShare | None = None,
     ) -> None:
         self.arena = arena
-        self.directory = Directory(host_chunks=arena.num_slots, chunk_bytes=arena.slot_bytes)
-        self.block_size = block_size
-        self.blocks_per_chunk = blocks_per_chunk
-        self.chunk_tokens = block_size * blocks_per_chunk
+        self.shape = shape
         self._clock = clock
+        self._share = share
+        self._disk = None if share is None else share.disk
+        self.directory = Directory(
+            host_chunks=arena.num_slots,
+            disk_chunks=0 if share is None else share.max_chunks,
+            chunk_bytes=arena.slot_bytes,
+            write_budget=None if share is None else share.write_budget,
+        )
+        if self._disk is not None:
+            self.directory.restore(self._disk.restored)
         self._writers: list[Writers] = [()] * arena.num_slots
         self._host_rate = Rate()
         """Of loading: seconds per token from host memory to the device."""
+        self._reads: dict[int, tuple[BlockHash, int]] = {}
+        """By job: the chunk, and the slot that it is read into."""
+        self._overdue: dict[int, int] = {}
+        """By job: the slot that a read may still write to."""
+        self._writes: dict[int, BlockHash] = {}
 
     # From the device.
 
@@ -83,17 +138,25 @@ class ChunkStore:
         wait_seconds: float,
         token_seconds: float,
     ) -> Plan:
-        """A request with these chunks has come. They count as used."""
-        return plan_arrival(
+        """A request with these chunks has come. They count as used, and what should be in host memory when
+        its turn comes is read from now on.
+        """
+        plan = plan_arrival(
             self.directory,
             names,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.shape.tokens,
             num_device_tokens=num_device_tokens,
             num_findable_tokens=num_findable_tokens,
             speeds=self.speeds(),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
         )
+        if self._disk is not None:
+            self._disk.note_use([name.key for name in reversed(names)])
+            for key in plan.to_read:
+                if not self._read(self._disk, key):
+                    break
+        return plan
 
     def num_ready_blocks(
         self, names: Sequence[ChunkName], num_device_blocks: int, num_findable_blocks: int
@@ -102,7 +165,7 @@ class ChunkStore:
         return num_ready_blocks(
             self.directory,
             names,
-            blocks_per_chunk=self.blocks_per_chunk,
+            blocks_per_chunk=self.shape.blocks_per_chunk,
             num_device_blocks=num_device_blocks,
             num_findable_blocks=num_findable_blocks,
         )
@@ -133,9 +196,46 @@ class ChunkStore:
 
     # Beside requests.
 
+    def poll(self) -> None:
+        """Take note of what the disk has done, and give it more to do."""
+        if self._disk is None:
+            return
+        for finished in self._disk.take_finished():
+            self._end(finished)
+        for name in self._disk.take_found():
+            self.directory.adopt(name)
+        self._disk.remove(self.directory.take_removals())
+        self._write(self._disk, MAX_WRITES - len(self._writes))
+
+    @property
+    def look_again_seconds(self) -> float | None:
+        """When to `poll` again; None while nothing ends by itself."""
+        if self._reads:
+            return MOVING_SECONDS
+        if self._writes:
+            return WRITING_SECONDS
+        return WAITING_SECONDS if self.directory.num_to_write else None
+
+    def wait(self, seconds: float) -> None:
+        """Until the disk has done something, at most so long."""
+        if self._disk is None:
+            time.sleep(seconds)
+        else:
+            self._disk.wait(seconds)
+
     def speeds(self) -> MoveSpeeds:
         """None is what there is no way for, or nobody has measured."""
-        return MoveSpeeds(host=self._host_rate.seconds_per_unit, disk=None, pull=None)
+        host = self._host_rate.seconds_per_unit
+        if self._disk is None or self._disk.is_off:
+            return MoveSpeeds(host=host, disk=None, pull=None)
+        disk = self._disk.speeds()
+        per_byte = disk.read_seconds_per_byte
+        return MoveSpeeds(
+            host=host,
+            disk=None if per_byte is None else per_byte * self.arena.slot_bytes / self.shape.tokens,
+            pull=None,
+            backlog_seconds=disk.backlog_seconds if self._reads else 0.0,
+        )
 
     def take_events(self) -> list[CacheEvent]:
         """What became ready or went since the last call, in order."""
@@ -143,8 +243,84 @@ class ChunkStore:
 
     def clear(self) -> bool:
         """Forget every chunk. False, and nothing happens, while any of them moves."""
-        return self.directory.clear()
+        self.poll()
+        if not self.directory.clear():
+            return False
+        if self._disk is not None:
+            self.directory.take_removals()
+            self._disk.erase()
+        return True
 
-    def close(self) -> None:
-        """Give the memory back."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Write to the disk what only host memory has, for at most so long, and give the memory back."""
+        if self._disk is not None:
+            self._spill(self._disk, seconds)
+            if not self._disk.close(max(1.0, seconds)):
+                return  # a thread hangs in a slot, and the memory has to outlast it
         self.arena.close()
+
+    def _spill(self, disk: Disk, seconds: float) -> None:
+        ends_at = self._clock() + seconds
+        self.directory.write_all()
+        while (left := ends_at - self._clock()) > 0:
+            self.poll()
+            if not self._writes:
+                break
+            disk.wait(left)
+        num_left = self.directory.num_to_write + len(self._writes)
+        if seconds and num_left:
+            logger.warning("chunks of KV that were not written to the disk before the end: %d", num_left)
+
+    # The disk.
+
+    def _read(self, disk: Disk, key: BlockHash) -> bool:
+        slot = self.directory.fetch(key)
+        if slot is None:
+            return False
+        job = disk.read(key, self.arena.slot(slot))
+        if job is None:
+            self.directory.given_up(key)
+            return False
+        self._reads[job] = (key, slot)
+        return True
+
+    def _write(self, disk: Disk, most: int) -> None:
+        if most <= 0 or not disk.can_write:
+            return
+        for write in self.directory.take_writes(self._clock(), most):
+            job = disk.write(self._header(write), self.arena.slot(write.slot))
+            if job is None:
+                self.directory.not_written(write.name.key)
+            else:
+                self._writes[job] = write.name.key
+
+    def _header(self, write: Write) -> ChunkHeader:
+        assert self._share is not None
+        return ChunkHeader(
+            layout=self._share.layout,
+            name=write.name,
+            num_tokens=self.shape.tokens,
+            payload_bytes=self.arena.payload_bytes,
+            writers=self._writers[write.slot],
+            ends_prompt=False,
+            tenant=b"",
+            created_seconds=int(time.time()),
+        )
+
+    def _end(self, finished: Finished) -> None:
+        if finished.kind is Kind.WRITE:
+            key = self._writes.pop(finished.job)
+            (self.directory.written if finished.ok else self.directory.not_written)(key)
+        elif finished.kind is Kind.READ:
+            key, slot = self._reads.pop(finished.job)
+            if finished.ok and finished.header is not None:
+                self._writers[slot] = finished.header.writers
+                self.directory.filled(key)
+            else:
+                self.directory.given_up(key)
+                self.directory.lost_file(key)
+        elif finished.kind is Kind.OVERDUE:
+            key, self._overdue[finished.job] = self._reads.pop(finished.job)
+            self.directory.given_up(key, may_still_be_written=True)
+        elif finished.kind is Kind.RETURNED:
+            self.directory.give_back(self._overdue.pop(finished.job))

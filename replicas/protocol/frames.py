@@ -170,7 +170,8 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     `num_written_tokens` are the tokens of full prompt blocks that this request added to the cache.
     `num_cross_user_tokens` of the cached ones lie in blocks that another user's request computed,
     `num_own_tokens` in blocks that an earlier request of the same user did; of the rest either user is not
-    known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device.
+    known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device, and
+    `num_disk_tokens` of these from disk.
     """
 
     num_prompt_tokens: Uint32
@@ -179,6 +180,7 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_cross_user_tokens: Uint32 = 0
     num_own_tokens: Uint32 = 0
     num_slower_tier_tokens: Uint32 = 0
+    num_disk_tokens: Uint32 = 0
 
 
 class Refusal(Struct, frozen=True):

@@ -59,6 +59,8 @@ class Progress:
     names: "list[ChunkName]"
     num_planned_tokens: int
     waits_until: float
+    read: frozenset[BlockHash]
+    """Chunks that are read from disk for it."""
     num_offered: int = 0
     """Leading chunks that host memory has been offered."""
 
@@ -104,7 +106,7 @@ class LowerTiers:
 
     def arrived(self, request: Request, num_device_blocks: int, num_tokens_before: int) -> None:
         """A request waits, behind others that will compute so many tokens."""
-        names = chunk_names(request.block_hashes, self._store.blocks_per_chunk)
+        names = chunk_names(request.block_hashes, self._store.shape.blocks_per_chunk)
         wait_seconds = num_tokens_before * self._token_seconds
         plan = self._store.arrived(
             names,
@@ -115,7 +117,10 @@ class LowerTiers:
         )
         patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
         self._progress[request.key] = Progress(
-            names, plan.way.num_ready_tokens, waits_until=self._clock() + patience
+            names,
+            plan.way.num_ready_tokens,
+            waits_until=self._clock() + patience,
+            read=frozenset(plan.to_read),
         )
 
     def num_ready_blocks(self, request: Request, num_device_blocks: int) -> tuple[int, bool]:
@@ -136,7 +141,7 @@ class LowerTiers:
 
     def _is_loaded_by_another(self, progress: Progress, num_device_blocks: int) -> bool:
         """Whether what it lacks first is on its way to the device already, and soon shared."""
-        first_chunk = num_device_blocks // self._store.blocks_per_chunk
+        first_chunk = num_device_blocks // self._store.shape.blocks_per_chunk
         return first_chunk < len(progress.names) and progress.names[first_chunk].key in self._loading_keys
 
     def forget(self, request: Request) -> None:
@@ -145,11 +150,14 @@ class LowerTiers:
 
     # From host memory to the device.
 
-    def load(self, request: Request, num_device_blocks: int, num_ready_blocks: int) -> None:
-        """Copy host memory's share of the ready blocks into the request's, all of which it holds."""
-        size = self._store.blocks_per_chunk
+    def load(self, request: Request, num_device_blocks: int, num_ready_blocks: int) -> int:
+        """Copy host memory's share of the ready blocks into the request's, all of which it holds. Returns how
+        many of these tokens had been read from disk for it.
+        """
+        size = self._store.shape.blocks_per_chunk
         first_chunk = num_device_blocks // size
-        names = self._progress[request.key].names[first_chunk : -(-num_ready_blocks // size)]
+        progress = self._progress[request.key]
+        names = progress.names[first_chunk : -(-num_ready_blocks // size)]
         keys = [name.key for name in names]
         slots = self._store.pin(keys)
         started_at = self._clock()
@@ -164,6 +172,11 @@ class LowerTiers:
         self._loads.append(
             _Load(request, copy, keys, writers, num_device_blocks, num_ready_blocks, started_at)
         )
+        num_read = 0
+        for number, key in enumerate(keys, first_chunk):
+            if key in progress.read:
+                num_read += min(num_ready_blocks, (number + 1) * size) - max(num_device_blocks, number * size)
+        return num_read * self._manager.block_size
 
     def take_loaded(self) -> list[tuple[Request, int]]:
         """Those whose loads have ended since the last call, and how many of their leading blocks have KV on
@@ -193,8 +206,8 @@ class LowerTiers:
     def computed(self, request: Request) -> None:
         """More of its tokens have KV: copy the chunks that are complete now, and those that only it had."""
         progress = self._progress[request.key]
-        size = self._store.blocks_per_chunk
-        num_complete = request.num_computed_tokens // self._store.chunk_tokens
+        size = self._store.shape.blocks_per_chunk
+        num_complete = request.num_computed_tokens // self._store.shape.tokens
         if num_complete <= progress.num_offered:
             return
         hashes = request.block_hashes[: num_complete * size]
@@ -208,7 +221,7 @@ class LowerTiers:
         """False if every slot is in use."""
         if self._store.is_kept(name.key):
             return True
-        blocks = slice(first_block, first_block + self._store.blocks_per_chunk)
+        blocks = slice(first_block, first_block + self._store.shape.blocks_per_chunk)
         writers = self._manager.pool.writers.tags(request.block_hashes[blocks])
         slot = self._store.offer(name, writers)
         if slot is not None:
@@ -222,7 +235,8 @@ class LowerTiers:
         return bool(self._loads)
 
     def poll(self) -> None:
-        """Take note of the copies to host memory that have ended."""
+        """Take note of what has ended between the tiers, and let more begin."""
+        self._store.poll()
         under_way = []
         for offload in self._offloads:
             if offload.copy.is_done():
@@ -242,13 +256,20 @@ class LowerTiers:
             pull_seconds_per_token=speeds.pull or 0.0,
             move_backlog_seconds=speeds.backlog_seconds,
         )
-        is_moving = bool(self._loads or self._offloads)
+        look_again = self._store.look_again_seconds
+        if self._loads or self._offloads:
+            look_again = LOOK_AGAIN_SECONDS
         return replace(
             frame,
             events=frame.events + self._store.take_events(),
             load=load,
-            look_again_seconds=LOOK_AGAIN_SECONDS if is_moving else None,
+            look_again_seconds=look_again,
         )
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come to host memory, at most so long."""
+        self._store.wait(seconds)
+        self.poll()
 
     def reset(self) -> bool:
         """Forget every chunk. False, and nothing happens, while any of them moves."""

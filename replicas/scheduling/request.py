@@ -29,6 +29,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_cross_user_tokens",
+        "num_disk_tokens",
         "num_expected_tokens",
         "num_own_tokens",
         "num_preemptions",
@@ -64,6 +65,8 @@ class Request:
         """And those that an earlier request of the same user had."""
         self.num_slower_tier_tokens: int = 0
         """Of the cached tokens, those that were copied to the device for it."""
+        self.num_disk_tokens: int = 0
+        """And of these, those that were read from disk for it."""
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0

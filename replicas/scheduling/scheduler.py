@@ -174,6 +174,11 @@ class Scheduler:
         )
         return frame if self._lower_tiers is None else self._lower_tiers.fill(frame)
 
+    def wait_for_kv(self, seconds: float) -> None:
+        """Until KV may have come that the last `schedule()` had to wait for, at most so long."""
+        if self._lower_tiers is not None:
+            self._lower_tiers.wait(seconds)
+
     def load(self) -> LoadSnapshot:
         """How busy the engine is; its speed is for others to measure."""
         num_context_tokens = 0
@@ -302,7 +307,9 @@ class Scheduler:
             num_loaded_blocks = num_ready_blocks - len(cached_block_ids)
             request.num_slower_tier_tokens = num_loaded_blocks * self._manager.block_size
         self._loading.append(request)
-        self._lower_tiers.load(request, len(cached_block_ids), num_ready_blocks)
+        num_disk_tokens = self._lower_tiers.load(request, len(cached_block_ids), num_ready_blocks)
+        if request.num_preemptions == 0:
+            request.num_disk_tokens = num_disk_tokens
 
     def _start_loaded(self, prefills: list[Chunk], budget: int) -> int:
         """Start those whose KV has come, as far as the budget goes; what is left of it."""
@@ -381,4 +388,5 @@ class Scheduler:
             num_cross_user_tokens=request.num_cross_user_tokens,
             num_own_tokens=request.num_own_tokens,
             num_slower_tier_tokens=min(request.num_slower_tier_tokens, request.num_prompt_tokens),
+            num_disk_tokens=min(request.num_disk_tokens, request.num_prompt_tokens),
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from replicas.kvstore.arena import Arena
+from replicas.kvstore.layout import Layout
 from replicas.scheduling.lower_tiers import Copy
 from replicas.torch_engine.rows import KVBlocks
 
@@ -28,6 +29,23 @@ def payload_bytes(blocks: KVBlocks, blocks_per_chunk: int) -> int:
     """Of a chunk's KV."""
     stores, layers, _, width = blocks.tensor.shape
     return stores * layers * blocks_per_chunk * width * blocks.tensor.element_size()
+
+
+def chunk_layout(blocks: KVBlocks, chunk_tokens: int) -> Layout:
+    """What two torch engines must agree in to read each other's chunks."""
+    return Layout(
+        engine="torch",
+        engine_version="1",
+        kv_layout="keys and values, layers, blocks, tokens, heads",
+        attention_backend="any",
+        dtype=str(blocks.dtype).removeprefix("torch."),
+        num_layers=blocks.tensor.shape[1],
+        num_kv_heads=blocks.num_kv_heads,
+        head_size=blocks.head_dim,
+        block_size=blocks.block_size,
+        chunk_tokens=chunk_tokens,
+        tensor_parallel_size=1,
+    )
 
 
 class _Done:

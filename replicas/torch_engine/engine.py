@@ -13,8 +13,7 @@ from replicas.checkpoints.model_config import ModelConfig
 from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_headers
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
-from replicas.kvstore.arena import Arena
-from replicas.kvstore.layout import file_bytes
+from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
@@ -25,7 +24,7 @@ from replicas.scheduling.request import SampledToken
 from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.torch_engine.attention import KVPool, kv_bytes_per_block
-from replicas.torch_engine.chunk_copies import ChunkCopier, payload_bytes
+from replicas.torch_engine.chunk_copies import ChunkCopier, chunk_layout, payload_bytes
 from replicas.torch_engine.model import Decoder
 from replicas.torch_engine.runner import ModelRunner
 from replicas.torch_engine.sampler import Sampler
@@ -80,8 +79,9 @@ class TorchEngine:
         )
         self.attention = pool.attention
         self._meter = SpeedMeter()
+        self._spill_seconds = config.spill_seconds
         manager = KVCacheManager(num_ids, config.tokens_per_block)
-        self._store, lower_tiers = _lower_tiers(config, pool, manager, self._meter)
+        self.store, lower_tiers = _lower_tiers(config, pool, manager, self._meter)
         self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers)
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids)
@@ -110,7 +110,7 @@ class TorchEngine:
         chunks = self._scheduler.schedule()
         sampled: dict[RequestKey, SampledToken] = {}
         if not chunks and self._scheduler.has_work():
-            time.sleep(_MOVE_PAUSE_SECONDS)
+            self._scheduler.wait_for_kv(_MOVE_PAUSE_SECONDS)
         if chunks:
             logits = self.runner.run(chunks)
             requests = [chunk.request for chunk in chunks if chunk.samples]
@@ -126,8 +126,8 @@ class TorchEngine:
     def close(self) -> None:
         """The model and its cache go with the runner, the only one that holds them."""
         del self.runner
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close(self._spill_seconds)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -195,24 +195,12 @@ def _context_length(config: ReplicaConfig, model: ModelConfig, num_blocks: int) 
 def _lower_tiers(
     config: ReplicaConfig, pool: KVPool, manager: KVCacheManager, meter: SpeedMeter
 ) -> tuple[ChunkStore | None, LowerTiers | None]:
-    if config.host_kv_bytes is None:
-        return None, None
     blocks_per_chunk = config.tokens_per_chunk // config.tokens_per_block
-    num_bytes = payload_bytes(pool.blocks, blocks_per_chunk)
-    num_slots = config.host_kv_bytes // file_bytes(num_bytes)
-    if num_slots < 1:
-        raise SettingsError(
-            f"setting host_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
-            f" {file_bytes(num_bytes):,} bytes"
-        )
-    arena = Arena(num_slots, num_bytes)
-    copier = ChunkCopier(pool.blocks, arena, blocks_per_chunk)
-    store = ChunkStore(
-        arena,
-        block_size=config.tokens_per_block,
-        blocks_per_chunk=blocks_per_chunk,
-        clock=time.monotonic,
-    )
+    layout = chunk_layout(pool.blocks, config.tokens_per_chunk)
+    store = open_store(config, layout, payload_bytes(pool.blocks, blocks_per_chunk))
+    if store is None:
+        return None, None
+    copier = ChunkCopier(pool.blocks, store.arena, blocks_per_chunk)
     if blocks_per_chunk < manager.pool.num_usable:
         seconds = copier.seconds_per_chunk(range(1, blocks_per_chunk + 1))
         store.loaded(config.tokens_per_chunk, seconds)

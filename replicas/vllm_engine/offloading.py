@@ -32,7 +32,7 @@ from replicas.config import ReplicaConfig
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import Place
 from replicas.kvstore.layout import file_bytes
-from replicas.kvstore.store import ChunkStore
+from replicas.kvstore.store import ChunkShape, ChunkStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
@@ -105,8 +105,7 @@ class VllmTier:
             )
         self._store = ChunkStore(
             Arena(num_slots, payload_bytes),
-            block_size=self._block_size,
-            blocks_per_chunk=self._blocks_per_chunk,
+            ChunkShape(self._block_size, self._blocks_per_chunk),
             clock=time.monotonic,
         )
 
@@ -144,7 +143,7 @@ class VllmTier:
             return num_device_tokens
         first = num_device_blocks // self._blocks_per_chunk
         places = self.store.directory.find(name.key for name in chain.names()[first:])
-        return max(num_device_tokens, (first + len(places)) * self.store.chunk_tokens)
+        return max(num_device_tokens, (first + len(places)) * self.store.shape.tokens)
 
     @property
     def was_cleared(self) -> bool:

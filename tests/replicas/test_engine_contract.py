@@ -12,7 +12,7 @@ from tests.replicas.engine_contract import EngineContract, run
 __all__ = ["run"]
 
 
-def built(engine: str) -> Iterator[Engine]:
+def built(engine: str, **settings: int) -> Iterator[Engine]:
     config = ReplicaConfig(
         engine=engine,
         num_blocks=64,
@@ -20,6 +20,7 @@ def built(engine: str) -> Iterator[Engine]:
         max_batched_tokens=256,
         max_running=16,
         simulated_hardware="instant",
+        **settings,  # type: ignore[arg-type]
     )
     made, _ = build_engine(config)
     yield made
@@ -32,6 +33,11 @@ def torch_engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
+def torch_engine_with_host_memory() -> Iterator[Engine]:
+    yield from built("torch", host_kv_bytes=32 * 2**20)
+
+
+@pytest.fixture(scope="module")
 def simulated_engine() -> Iterator[Engine]:
     yield from built("simulated")
 
@@ -40,6 +46,12 @@ class TestTorchEngine(EngineContract):
     @pytest.fixture
     def engine(self, torch_engine: Engine) -> Engine:
         return torch_engine
+
+
+class TestTorchEngineWithHostMemory(EngineContract):
+    @pytest.fixture
+    def engine(self, torch_engine_with_host_memory: Engine) -> Engine:
+        return torch_engine_with_host_memory
 
 
 class TestSimulatedEngine(EngineContract):

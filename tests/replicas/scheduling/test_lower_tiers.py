@@ -60,6 +60,32 @@ def test_a_load_begins_inside_a_chunk_where_the_device_has_its_beginning() -> No
     assert usage(frame).num_slower_tier_tokens % 12
 
 
+def test_blocks_that_are_loaded_are_still_those_of_whoever_computed_them() -> None:
+    model = TieredModel(num_blocks=9)
+    model.scheduler.add(engine_request(PROMPT[:20], serial=1, max_tokens=1, user=ANNA))
+    model.run()
+    model.scheduler.add(engine_request(PROMPT, serial=2, max_tokens=1, user=BERT))
+    model.run()
+    # Only the last block goes: it is Bert's, and the one before it, of the same chunk, is Anna's.
+    model.scheduler.add(engine_request(range(300, 310), serial=3, max_tokens=1))
+    model.run()
+    model.scheduler.add(engine_request(PROMPT, serial=4, max_tokens=1, user=BERT))
+    said = usage(model.step())
+    assert (said.num_cached_tokens, said.num_slower_tier_tokens) == (24, 4)
+    assert (said.num_own_tokens, said.num_cross_user_tokens) == (4, 20)
+
+
+def test_what_is_sooner_computed_than_loaded_is_computed() -> None:
+    model = TieredModel(num_blocks=9)
+    model.scheduler.add(engine_request(PROMPT, serial=1, max_tokens=1))
+    model.run()
+    fill_device(model, 2)
+    model.store.loaded(1, 1e6)
+    model.scheduler.add(engine_request(PROMPT, serial=3, max_tokens=1))
+    assert usage(model.step()).num_cached_tokens == 0
+    assert model.copier.num_in == 0
+
+
 def test_the_last_token_is_computed_although_its_chunk_is_in_host_memory() -> None:
     model = TieredModel(num_blocks=9)
     model.scheduler.add(engine_request(PROMPT[:24], serial=1, max_tokens=1))

@@ -6,7 +6,7 @@ from typing import Any
 
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import Place
-from replicas.kvstore.store import ChunkStore
+from replicas.kvstore.store import ChunkShape, ChunkStore
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import RequestKey, StepFrame
 from replicas.scheduling.kvcache_manager import KVCacheManager
@@ -87,9 +87,8 @@ class TieredModel(FakeModel):
         self.copier = SlowCopier(block_size, blocks_per_chunk, random.Random(seed), max_looks)
         self.store = ChunkStore(
             Arena(host_chunks, 1),
-            block_size=block_size,
-            blocks_per_chunk=blocks_per_chunk,
-            clock=lambda: self.num_steps,
+            ChunkShape(block_size, blocks_per_chunk),
+            clock=lambda: float(self.num_steps),
         )
         self.num_steps = 0
         self.tiers = LowerTiers(

@@ -1,0 +1,56 @@
+"""open_store: a replica's KV below its device, as its settings want it.
+
+Owns the way from bytes in settings to slots and files. An engine says what a chunk's KV takes and how it is
+laid out.
+"""
+
+import time
+from pathlib import Path
+
+from replicas.config import ReplicaConfig
+from replicas.kvstore.arena import Arena
+from replicas.kvstore.disk import Disk, DiskOptions
+from replicas.kvstore.layout import Layout, file_bytes
+from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
+from replicas.kvstore.write_budget import WriteBudget
+from replicas.process.settings import SettingsError
+
+
+def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> ChunkStore | None:
+    """None if there is to be none. Raises SettingsError if memory or folder cannot be had."""
+    if config.host_kv_bytes is None:
+        return None
+    chunk_bytes = file_bytes(payload_bytes)
+    num_slots = config.host_kv_bytes // chunk_bytes
+    if num_slots < 1:
+        raise SettingsError(
+            f"setting host_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
+            f" {chunk_bytes:,} bytes"
+        )
+    arena = Arena(num_slots, payload_bytes)
+    try:
+        share = None if config.disk_kv_bytes is None else _open_disk(config, layout, chunk_bytes)
+    except BaseException:
+        arena.close()
+        raise
+    shape = ChunkShape(config.tokens_per_block, config.tokens_per_chunk // config.tokens_per_block)
+    return ChunkStore(arena, shape, clock=time.monotonic, share=share)
+
+
+def _open_disk(config: ReplicaConfig, layout: Layout, chunk_bytes: int) -> DiskShare:
+    assert config.disk_kv_bytes is not None and config.kv_folder is not None
+    max_chunks = config.disk_kv_bytes // chunk_bytes
+    if max_chunks < 1:
+        raise SettingsError(
+            f"setting disk_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
+            f" {chunk_bytes:,} bytes"
+        )
+    options = DiskOptions(
+        folder=Path(config.kv_folder),
+        layout=layout.digest(),
+        slot_bytes=chunk_bytes,
+        max_bytes=config.disk_kv_bytes,
+        reserve_bytes=config.disk_reserve_bytes,
+    )
+    budget = WriteBudget(config.disk_write_bytes_per_second, config.disk_write_bytes_per_day)
+    return DiskShare(Disk(options), layout.digest(), max_chunks, budget)
