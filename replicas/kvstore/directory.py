@@ -16,6 +16,11 @@ that is not being read, written or filled, finds it there already. **The disk** 
 happens to a chunk happens to those before it in its chain a moment later, so the end of a chain goes before
 its beginning; and a chunk is written after those before it. What lies behind a hole is of no use.
 
+A chunk that is *leased* (`leases.py`) has a copy somewhere until its lease ends. While it has no file it is
+kept apart from hot and cold, and its slot is taken when no other can be; the lease is broken then. Its file
+goes only if the disk itself gets too small. What is leased for an hour or more is written as soon as it is
+in host memory, before all else. When a lease ends nothing is deleted: the chunk is then the oldest.
+
 What is filled, read or written stays where it is until its caller says that this has ended. A slot whose
 filling was given up may still be written to by a thread that hangs: it is *quarantined*, and no chunk's,
 until it is given back.
@@ -27,9 +32,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from replicas.kvstore.leases import EVERYBODY, LeaseRecord, Leases, TenantTag, Wish
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 
 COLD_SHARE = 0.25
 """Of host memory: the part that is written to disk and evicted from."""
@@ -77,9 +84,22 @@ class _Chunk:
     def may_leave_host(self) -> bool:
         return not (self.is_filling or self.num_readers or self.is_writing)
 
+    @property
+    def has_file(self) -> bool:
+        """Or is getting one."""
+        return self.is_on_disk or self.is_writing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a copy of it."""
+        return self.is_on_disk or (self.slot is not None and not self.is_filling)
+
 
 class Directory:
-    """Of `host_chunks` slots and at most `disk_chunks` files, each of `chunk_bytes`."""
+    """Of `host_chunks` slots and at most `disk_chunks` files, each of `chunk_bytes`.
+
+    Without `leases` none is ever granted.
+    """
 
     def __init__(
         self,
@@ -88,22 +108,32 @@ class Directory:
         disk_chunks: int = 0,
         chunk_bytes: int = 1,
         write_budget: WriteBudget | None = None,
+        leases: Leases | None = None,
     ) -> None:
         if host_chunks < 1 or disk_chunks < 0 or chunk_bytes < 1:
             raise ValueError(
                 "a directory needs a slot of host memory and chunks of a byte or more, not"
                 f" {host_chunks} slots, {disk_chunks} files and chunks of {chunk_bytes} bytes"
             )
+        self.leases = leases or Leases()
+        if self.leases.budget.host > host_chunks or self.leases.budget.disk > disk_chunks:
+            raise ValueError(
+                f"{host_chunks} slots and {disk_chunks} files are less than {self.leases.budget} to be leased"
+            )
         self.num_host_slots = host_chunks
         self.max_disk_chunks = disk_chunks
         self._chunk_bytes = chunk_bytes
         self._write_budget = write_budget or WriteBudget()
-        self._max_hot = host_chunks - int(host_chunks * COLD_SHARE)
         self._chunks: dict[BlockHash, _Chunk] = {}
         self._hot: OrderedDict[BlockHash, _Chunk] = OrderedDict()
         self._cold: OrderedDict[BlockHash, _Chunk] = OrderedDict()
+        self._owed: OrderedDict[BlockHash, _Chunk] = OrderedDict()
+        """Chunks in host memory that are leased and have no file."""
         self._disk: OrderedDict[BlockHash, _Chunk] = OrderedDict()
         """Those that are written, and those that are being written."""
+        self._disk_leased: OrderedDict[BlockHash, _Chunk] = OrderedDict()
+        """Of the same kind, and leased."""
+        self._to_write_leased: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_once: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_reused: OrderedDict[BlockHash, None] = OrderedDict()
         """Cold chunks without a file, by whether they were used again since they were made."""
@@ -111,6 +141,7 @@ class Directory:
         self._quarantined: set[int] = set()
         self._generations = [0] * host_chunks
         self._removals: dict[BlockHash, None] = {}
+        self._lease_changes: dict[BlockHash, None] = {}
         self._events: list[CacheEvent] = []
 
     # What is there.
@@ -118,12 +149,12 @@ class Directory:
     @property
     def num_in_host(self) -> int:
         """Chunks that have a slot, those that are being filled too."""
-        return len(self._hot) + len(self._cold)
+        return len(self._hot) + len(self._cold) + len(self._owed)
 
     @property
     def num_on_disk(self) -> int:
         """Chunks that have a file, those that are being written too."""
-        return len(self._disk)
+        return len(self._disk) + len(self._disk_leased)
 
     @property
     def num_quarantined(self) -> int:
@@ -131,12 +162,13 @@ class Directory:
 
     @property
     def num_to_write(self) -> int:
-        """Cold chunks that wait for the write budget."""
-        return len(self._to_write_once) + len(self._to_write_reused)
+        """Cold and leased chunks that wait for the write budget."""
+        return len(self._to_write_once) + len(self._to_write_reused) + len(self._to_write_leased)
 
     def on_disk(self) -> list[ChunkName]:
-        """What has been written, oldest use first: what `restore` takes."""
-        return [chunk.name for chunk in self._disk.values() if chunk.is_on_disk]
+        """What has been written, oldest use first, what is leased last: what `restore` takes."""
+        files = [*self._disk.values(), *self._disk_leased.values()]
+        return [chunk.name for chunk in files if chunk.is_on_disk]
 
     def place(self, key: BlockHash) -> Place | None:
         chunk = self._chunks.get(key)
@@ -173,13 +205,14 @@ class Directory:
     def use(self, keys: Sequence[BlockHash]) -> None:
         """A request begins with these chunks, wherever its engine finds them. Unknown ones are ignored."""
         for key in reversed(keys):
+            self.leases.use(key)
             chunk = self._chunks.get(key)
             if chunk is None:
                 continue
             chunk.num_uses += 1
             chunk.has_failed = False
-            if chunk.is_on_disk or chunk.is_writing:
-                self._disk.move_to_end(key)
+            if chunk.has_file:
+                self._shelve_file(chunk)
             if chunk.slot is not None:
                 self._warm(chunk)
         self._cool()
@@ -196,6 +229,60 @@ class Directory:
             chunk = self._chunks[key]
             assert chunk.num_readers > 0, "what is unpinned was pinned"
             chunk.num_readers -= 1
+
+    # What is leased.
+
+    def grant(
+        self, keys: Sequence[BlockHash], seconds: int, tenant: TenantTag = EVERYBODY
+    ) -> LeaseRefusal | None:
+        """Lease these chunks, a chain from its beginning, or none of them and say why. Those that are nowhere
+        are leased as soon as they come, if that is soon. It is a use of them.
+        """
+        chunks = [self._chunks.get(key) for key in keys]
+        wishes = [
+            Wish(key, chunk is not None and chunk.has_file) for key, chunk in zip(keys, chunks, strict=True)
+        ]
+        refusal = self.leases.grant(wishes, seconds, tenant)
+        if refusal is not None:
+            return refusal
+        for chunk in reversed(chunks):
+            if chunk is None:
+                continue
+            if chunk.is_ready:
+                self.leases.stored(chunk.name.key)
+            if chunk.has_file:
+                self._shelve_file(chunk)
+            if chunk.slot is not None:
+                self._warm(chunk)
+        self._cool()
+        return None
+
+    def broken(self, keys: Iterable[BlockHash]) -> tuple[int, LeaseBreak | None]:
+        """How many of these chunks went before the end of their leases and are still missing, and why the
+        first of them did.
+        """
+        causes = [cause for key in keys if key not in self._chunks and (cause := self.leases.broken_by(key))]
+        return len(causes), causes[0] if causes else None
+
+    def pass_time(self, now: float) -> None:
+        """It is `now` seconds, by a clock that does not go back: the latest time is what leases go by."""
+        ended = [chunk for key in self.leases.pass_time(now) if (chunk := self._chunks.get(key)) is not None]
+        for chunk in sorted(ended, key=lambda chunk: chunk.name.last_block):
+            key = chunk.name.key
+            if self._disk_leased.pop(key, None) is not None:
+                self._disk[key] = chunk
+                self._disk.move_to_end(key, last=False)
+            if self._owed.pop(key, None) is not None:
+                self._forget_to_write(chunk)
+                self._cold[key] = chunk
+                self._cold.move_to_end(key, last=False)
+                if not chunk.is_filling:
+                    self._note_to_write(chunk)
+
+    def take_lease_changes(self) -> list[LeaseRecord]:
+        """The leases of files that were granted or used since the last call, and of files that are new."""
+        changes, self._lease_changes = self._lease_changes, {}
+        return self.leases.records(changes)
 
     # Into host memory: from the device, from disk, from a peer.
 
@@ -233,8 +320,9 @@ class Directory:
         chunk = self._chunks[key]
         assert chunk.is_filling, "what is filled was being filled"
         chunk.is_filling = False
+        self.leases.stored(key)
         self._events.append(BlockStored((key,), chunk.name.last_block, tier=Tier.HOST))
-        if key in self._cold:
+        if key in self._cold or self.leases.wants_file(key):
             self._note_to_write(chunk)
 
     def given_up(self, key: BlockHash, *, may_still_be_written: bool = False) -> None:
@@ -246,7 +334,7 @@ class Directory:
         else:
             self._free_slots.append(chunk.slot)
         chunk.is_filling = False
-        self._leave_host(chunk)
+        self._leave_host(chunk, LeaseBreak.LOST)
 
     def give_back(self, slot: int) -> None:
         """Nothing writes to this quarantined slot any more."""
@@ -258,11 +346,12 @@ class Directory:
     def take_writes(self, now: float, max_writes: int) -> list[Write]:
         """What to write next, at most `max_writes`; each ends with `written` or `not_written`.
 
-        While the budget is short, only chunks that were used again after they were made.
+        What is leased goes first. While the budget is short, of the others only chunks that were used again
+        after they were made.
         """
         writes: list[Write] = []
         while len(writes) < max_writes:
-            key = next(iter(self._to_write_reused), None)
+            key = next(iter(self._to_write_leased), None) or next(iter(self._to_write_reused), None)
             if key is None and not self._write_budget.is_short(now):
                 key = next(iter(self._to_write_once), None)
             if key is None:
@@ -270,15 +359,15 @@ class Directory:
             if not self._may_make_file() or not self._write_budget.take(now, self._chunk_bytes):
                 break
             chunk = self._first_unwritten(self._chunks[key])
-            if len(self._disk) == self.max_disk_chunks:
+            if self.num_on_disk == self.max_disk_chunks:
                 self._evict_file()
             self._forget_to_write(chunk)
             self._removals.pop(chunk.name.key, None)
             chunk.is_writing = True
-            self._disk[chunk.name.key] = chunk
+            self._shelve_file(chunk)
             for before in self._chain_before(chunk):
-                if before.is_on_disk or before.is_writing:
-                    self._disk.move_to_end(before.name.key)
+                if before.has_file:
+                    self._shelve_file(before)
             assert chunk.slot is not None
             writes.append(Write(chunk.name, chunk.slot))
         return writes
@@ -288,7 +377,11 @@ class Directory:
         assert chunk.is_writing, "what is written was being written"
         chunk.is_writing = False
         chunk.is_on_disk = True
+        self.leases.has_file(key)
+        self._note_lease(chunk)
         self._events.append(BlockStored((key,), chunk.name.last_block, tier=Tier.DISK))
+        if key in self._owed:
+            self._warm_chain(chunk)
 
     def not_written(self, key: BlockHash) -> None:
         """Writing failed. It is not tried again before the chunk has been used and become cold once more."""
@@ -296,22 +389,25 @@ class Directory:
         assert chunk.is_writing, "what is not written was being written"
         chunk.is_writing = False
         chunk.has_failed = True
-        del self._disk[key]
-        self._forget_if_nowhere(chunk)
+        self._unshelve_file(chunk)
+        if not self.leases.lost_file(key) and key in self._owed:
+            self._warm_chain(chunk)
 
     def lost_file(self, key: BlockHash) -> None:
         """The chunk's file is gone or not to be believed. Unknown ones are ignored."""
         chunk = self._chunks.get(key)
         if chunk is not None and chunk.is_on_disk:
-            self._leave_disk(chunk)
+            self._leave_disk(chunk, LeaseBreak.LOST)
 
     def take_removals(self) -> list[BlockHash]:
         """Chunks whose files are to be removed, since the last call; before any write that is taken later."""
         removals, self._removals = self._removals, {}
         return list(removals)
 
-    def restore(self, names: Iterable[ChunkName]) -> None:
-        """What an earlier life has left on disk, oldest use first. What does not fit is to be removed."""
+    def restore(self, names: Iterable[ChunkName], leases: Iterable[LeaseRecord] = ()) -> None:
+        """What an earlier life has left on disk, oldest use first, and what is leased of it. What does not
+        fit is to be removed.
+        """
         assert not self._chunks, "a directory is restored before it is used"
         for name in names:
             if name.key in self._chunks:
@@ -319,7 +415,10 @@ class Directory:
             chunk = self._chunks[name.key] = _Chunk(name, is_on_disk=True)
             self._disk[name.key] = chunk
             self._events.append(BlockStored((name.key,), name.last_block, tier=Tier.DISK))
-        while len(self._disk) > self.max_disk_chunks:
+        self.leases.restore(record for record in leases if record.key in self._chunks)
+        for chunk in self._chunks.values():
+            self._shelve_file(chunk)
+        while self.num_on_disk > self.max_disk_chunks:
             self._evict_file()
 
     def adopt(self, name: ChunkName) -> None:
@@ -352,14 +451,15 @@ class Directory:
         """Forget everything and remove every file. False, and nothing happens, while anything moves."""
         if not all(chunk.may_leave_host for chunk in self._chunks.values()):
             return False
-        for chunk in [*self._hot.values(), *self._cold.values()]:
+        for chunk in [*self._hot.values(), *self._cold.values(), *self._owed.values()]:
             assert chunk.slot is not None
             self._free_slots.append(chunk.slot)
-        self._removals.update(dict.fromkeys(self._disk))
-        for table in (self._chunks, self._hot, self._cold, self._disk):
+        self._removals.update(dict.fromkeys([*self._disk, *self._disk_leased]))
+        for table in (self._chunks, self._hot, self._cold, self._owed, self._disk, self._disk_leased):
             table.clear()
-        self._to_write_once.clear()
-        self._to_write_reused.clear()
+        for waiting in (self._to_write_once, self._to_write_reused, self._to_write_leased):
+            waiting.clear()
+        self.leases.clear()
         self._events += [AllBlocksCleared(Tier.HOST), AllBlocksCleared(Tier.DISK)]
         return True
 
@@ -372,16 +472,14 @@ class Directory:
 
     def _take_slot(self) -> int | None:
         if not self._free_slots:
-            victim = next(
-                (each for part in (self._cold, self._hot) for each in part.values() if each.may_leave_host),
-                None,
-            )
+            parts = (self._cold, self._hot, self._owed)
+            victim = next((each for part in parts for each in part.values() if each.may_leave_host), None)
             if victim is None:
                 return None
             assert victim.slot is not None
             self._free_slots.append(victim.slot)
             self._events.append(BlockRemoved((victim.name.key,), Tier.HOST))
-            self._leave_host(victim)
+            self._leave_host(victim, LeaseBreak.HOST_FULL)
         slot = self._free_slots.pop()
         self._generations[slot] += 1
         return slot
@@ -389,30 +487,43 @@ class Directory:
     def _fill(self, chunk: _Chunk, slot: int) -> None:
         chunk.slot = slot
         chunk.is_filling = True
-        self._hot[chunk.name.key] = chunk
+        self._warm_chain(chunk)
+
+    def _leave_host(self, chunk: _Chunk, cause: LeaseBreak) -> None:
+        chunk.slot = None
+        for part in (self._hot, self._cold, self._owed):
+            part.pop(chunk.name.key, None)
+        self._forget_to_write(chunk)
+        self._forget_if_nowhere(chunk, cause)
+
+    def _warm_chain(self, chunk: _Chunk) -> None:
+        self._warm(chunk)
         for before in self._chain_before(chunk):
             if before.slot is not None:
                 self._warm(before)
         self._cool()
 
-    def _leave_host(self, chunk: _Chunk) -> None:
-        key = chunk.name.key
-        chunk.slot = None
-        if self._hot.pop(key, None) is None:
-            del self._cold[key]
-            self._forget_to_write(chunk)
-        self._forget_if_nowhere(chunk)
-
     def _warm(self, chunk: _Chunk) -> None:
+        """The newest of those among which it belongs."""
         key = chunk.name.key
-        if self._cold.pop(key, None) is not None:
+        if self.leases.holds(key) and not chunk.is_on_disk:
+            self._owed[key] = chunk
+            self._owed.move_to_end(key)
+            self._hot.pop(key, None)
+            if self._cold.pop(key, None) is not None:
+                self._forget_to_write(chunk)
+            if self.leases.wants_file(key) and not (chunk.is_filling or chunk.has_failed):
+                self._note_to_write(chunk)
+            return
+        if self._cold.pop(key, None) is not None or self._owed.pop(key, None) is not None:
             self._forget_to_write(chunk)
-            self._hot[key] = chunk
-        else:
-            self._hot.move_to_end(key)
+        self._hot[key] = chunk
+        self._hot.move_to_end(key)
 
     def _cool(self) -> None:
-        while len(self._hot) > self._max_hot:
+        num_others = self.num_host_slots - len(self._owed)
+        max_hot = num_others - int(num_others * COLD_SHARE)
+        while len(self._hot) > max_hot:
             key, chunk = self._hot.popitem(last=False)
             self._cold[key] = chunk
             if not chunk.is_filling:
@@ -424,7 +535,7 @@ class Directory:
         """The first chunk of its chain that has no file and can be written now, at latest itself."""
         first = chunk
         for before in self._chain_before(chunk):
-            if before.is_on_disk or before.is_writing or before.slot is None:
+            if before.has_file or before.slot is None:
                 break
             if before.is_filling or before.has_failed:
                 break
@@ -439,29 +550,53 @@ class Directory:
             parent = before.name.parent
 
     def _note_to_write(self, chunk: _Chunk) -> None:
-        if self.max_disk_chunks and not (chunk.is_on_disk or chunk.is_writing):
+        if not self.max_disk_chunks or chunk.has_file:
+            return
+        key = chunk.name.key
+        if self.leases.wants_file(key):
+            self._to_write_leased[key] = None
+        else:
             waiting = self._to_write_reused if chunk.num_uses > 1 else self._to_write_once
-            waiting[chunk.name.key] = None
+            waiting[key] = None
 
     def _forget_to_write(self, chunk: _Chunk) -> None:
-        self._to_write_once.pop(chunk.name.key, None)
-        self._to_write_reused.pop(chunk.name.key, None)
+        for waiting in (self._to_write_once, self._to_write_reused, self._to_write_leased):
+            waiting.pop(chunk.name.key, None)
+
+    def _shelve_file(self, chunk: _Chunk) -> None:
+        """The newest of those among which it belongs."""
+        self._unshelve_file(chunk)
+        part = self._disk_leased if self.leases.holds(chunk.name.key) else self._disk
+        part[chunk.name.key] = chunk
+        self._note_lease(chunk)
+
+    def _unshelve_file(self, chunk: _Chunk) -> None:
+        for part in (self._disk, self._disk_leased):
+            part.pop(chunk.name.key, None)
+
+    def _note_lease(self, chunk: _Chunk) -> None:
+        if chunk.is_on_disk and self.leases.holds(chunk.name.key):
+            self._lease_changes[chunk.name.key] = None
 
     def _may_make_file(self) -> bool:
         """Whether there is room for one more file, or a file that may go."""
-        return len(self._disk) < self.max_disk_chunks or any(each.is_on_disk for each in self._disk.values())
+        return self.num_on_disk < self.max_disk_chunks or any(each.is_on_disk for each in self._disk.values())
 
     def _evict_file(self) -> None:
-        self._leave_disk(next(each for each in self._disk.values() if each.is_on_disk))
+        files = (each for part in (self._disk, self._disk_leased) for each in part.values())
+        self._leave_disk(next(each for each in files if each.is_on_disk), LeaseBreak.DISK_FULL)
 
-    def _leave_disk(self, chunk: _Chunk) -> None:
+    def _leave_disk(self, chunk: _Chunk, cause: LeaseBreak) -> None:
         key = chunk.name.key
         chunk.is_on_disk = False
-        del self._disk[key]
+        self._unshelve_file(chunk)
         self._removals[key] = None
         self._events.append(BlockRemoved((key,), Tier.DISK))
-        self._forget_if_nowhere(chunk)
+        if chunk.slot is not None and self.leases.lost_file(key):
+            self._warm_chain(chunk)
+        self._forget_if_nowhere(chunk, cause)
 
-    def _forget_if_nowhere(self, chunk: _Chunk) -> None:
-        if chunk.slot is None and not chunk.is_on_disk and not chunk.is_writing:
+    def _forget_if_nowhere(self, chunk: _Chunk, cause: LeaseBreak) -> None:
+        if chunk.slot is None and not chunk.has_file:
             del self._chunks[chunk.name.key]
+            self.leases.gone(chunk.name.key, cause)

@@ -1,103 +1,85 @@
 """Disk: KV in files, read and written by threads while the engine goes on.
 
-Owns the folder while it is open, the threads, the queue before them, and what is known of the disk's speed
-and health. It decides nothing about which chunk lies where: that is the directory's. Its caller is one
-thread, the engine's, and no method but `wait` and `close` lets it wait.
+Owns the folder while it is open, and the threads. It decides nothing about which chunk lies where: that is
+the directory's. Its caller is one thread, the engine's, and no method but `wait` and `close` lets it wait.
+
+Everything that can go wrong with a file is a miss. What the disk does when it is slow, full or broken::
+
+    a read is late                  it has failed; its slot comes back when the thread does
+    a write fails                   nothing is written for a while, longer each time; reads go on
+    little free space               nothing is written until there is more
+    a thread hangs                  another takes its place, as often as there are threads
+    all of them hang                nothing is read or written until one comes back
+    a thread dies of our own fault  the disk is off
 """
 
-import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from replicas.kvstore.chunk_files import ChunkFiles
 from replicas.kvstore.directory import ChunkName
-from replicas.kvstore.layout import ChunkHeader, LayoutId
+from replicas.kvstore.disk_books import DiskBooks, Worker
+from replicas.kvstore.disk_jobs import Files, Outcome, perform
+from replicas.kvstore.disk_keeper import DiskKeeper
+from replicas.kvstore.disk_options import DiskOptions, DiskSpeeds
+from replicas.kvstore.folder import Folder
+from replicas.kvstore.jobs import Finished, Job, Kind
+from replicas.kvstore.journal import Journal
+from replicas.kvstore.layout import ChunkHeader, file_bytes
+from replicas.kvstore.other_layouts import OtherLayouts
+from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash
 
+__all__ = ["Disk", "DiskOptions", "DiskSpeeds", "Finished", "Kind"]
 
-class Kind(enum.Enum):
-    READ = "read"
-    WRITE = "write"
-    OVERDUE = "overdue"
-    """A read has not ended within its deadline: it failed, and its slot may still be written to."""
-    RETURNED = "returned"
-    """An overdue read has ended: nothing writes to its slot any more."""
-    ERASE = "erase"
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What has become of a job. Every job ends with one READ, WRITE or ERASE; a read that is overdue ends
-    with OVERDUE, then RETURNED.
-
-    `header` is that of a read that is `ok`: its slot holds KV whose checksum is right. `seconds` is the time
-    it took, its wait in the queue left out. `reason` is one word for a metric where it is not `ok`.
-    """
-
-    kind: Kind
-    job: int
-    key: BlockHash | None
-    ok: bool
-    header: ChunkHeader | None = None
-    seconds: float = 0.0
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskOptions:
-    """Bytes and seconds. `slot_bytes` is a slot's, and so the most that a file has."""
-
-    folder: Path
-    layout: LayoutId
-    slot_bytes: int
-    max_bytes: int
-    reserve_bytes: int = 1 << 30
-    """Of the file system's free space: what is left to others."""
-    num_threads: int = 4
-    max_queue: int = 1024
-    """Reads and writes that wait for a thread."""
-    read_deadline_seconds: float = 10.0
-    """From when a read is asked for: beyond, it has failed."""
-    hang_seconds: float = 30.0
-    """A thread that is at one job for longer is replaced, as many times as there are threads."""
-    probe_bytes: int = 64 << 20
-    """Written and read once at the start, for the first speeds; less on a small disk, 0 for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSpeeds:
-    """None for what was not measured yet: then nothing should wait for the disk."""
-
-    read_seconds_per_byte: float | None
-    write_seconds_per_byte: float | None
-    backlog_seconds: float
-    """Until a read that is asked for now would begin."""
+MAX_PROBE_SHARE = 16
+"""A probe writes at most this part of what the disk may hold, and of what is free."""
 
 
 class Disk:
     """Opens the folder. Raises SettingsError, with a sentence that names it, if it cannot be used."""
 
-    def __init__(self, options: DiskOptions) -> None:
-        raise NotImplementedError
-
-    # What an earlier life has left.
-
-    @property
-    def restored(self) -> Sequence[ChunkName]:
+    def __init__(self, options: DiskOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._folder = Folder(options.folder)
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._folder.close)
+            try:
+                chunks = ChunkFiles(self._folder, options.layout)
+                opened.callback(chunks.close)
+                self._files = Files(chunks, OtherLayouts(self._folder, options.layout))
+                self._journal = Journal(chunks.of_layout.fd)
+                opened.callback(self._journal.close)
+                free_bytes = chunks.free_bytes()
+            except OSError as error:
+                raise SettingsError(
+                    f"the KV folder {options.folder} cannot be used: {error.strerror}"
+                ) from error
+            self._opened = opened.pop_all()
+        self.restored: Sequence[ChunkName] = self._journal.names()
         """What the journal said was there, oldest use first."""
-        raise NotImplementedError
-
-    @property
-    def restored_leases(self) -> Mapping[BlockHash, float]:
+        self.restored_leases: Mapping[BlockHash, float] = dict(self._journal.leases)
         """Ends of leases of what was restored, in seconds since 1970, where they were noted."""
-        raise NotImplementedError
+        self._threads: list[threading.Thread] = []
+        self._books = DiskBooks(options, self._journal.sizes(), self._start_worker, clock)
+        self._keeper = DiskKeeper(options, self._files, self._journal, self._books)
+        self._is_closed = False
+        self._books.look(free_bytes)
+        self._probe(free_bytes)
+        self._books.add_workers(options.num_threads)
+        self._keeper_thread = self._start("kv-disk-keeper", self._keep)
 
     def take_found(self) -> list[ChunkName]:
         """Files that the journal did not know, found since the last call; the ends of chains first.
 
         The caller adopts them or has them removed.
         """
-        raise NotImplementedError
+        return self._books.take_found()
 
     # Jobs. Each gets a number, which its Finished has.
 
@@ -105,66 +87,151 @@ class Disk:
         """Read the chunk's file into the slot: the whole image. None if too many wait already, or if the disk
         is off. The slot is the disk's until the read has ended, and after OVERDUE until RETURNED.
         """
-        raise NotImplementedError
+        return self._books.ask(Kind.READ, key, slot=slot, num_bytes=len(slot))
 
     def write(self, header: ChunkHeader, slot: memoryview, *, sync: bool = False) -> int | None:
         """Write the slot to a file, header filled in; with `sync` it has survived a power cut once it is
-        finished. None if too many wait already, or unless `can_write`. The payload must stay as it is
-        until the write has ended.
+        finished. None if too many wait already, if the disk is off, or if it would hold more than it may.
+        The payload must stay as it is until the write has ended.
         """
-        raise NotImplementedError
+        num_bytes = file_bytes(header.payload_bytes)
+        return self._books.ask(
+            Kind.WRITE, header.name.key, slot=slot, header=header, sync=sync, num_bytes=num_bytes
+        )
 
     def remove(self, keys: Iterable[BlockHash]) -> None:
         """After what was asked for before about these keys, and before what is asked for after. Never
         finished aloud.
         """
-        raise NotImplementedError
+        for key in keys:
+            self._books.ask(Kind.REMOVE, key)
 
-    def erase(self) -> int:
+    def erase(self) -> int | None:
         """Remove every file of ours, whatever its layout, once what runs has ended; what waits has failed.
-        A job: it ends with ERASE.
+        A job: it ends with ERASE. None if the disk is off.
         """
-        raise NotImplementedError
+        return self._books.ask(Kind.ERASE)
 
     # What the journal keeps.
 
     def note_use(self, keys: Iterable[BlockHash]) -> None:
         """They were used, in this order: the last is the newest. Unknown ones are ignored."""
-        raise NotImplementedError
+        used = tuple(keys)
+        self._books.note(lambda journal: journal.used(used))
 
     def note_lease(self, key: BlockHash, until: float) -> None:
-        """Seconds since 1970; 0 for none any more."""
-        raise NotImplementedError
+        """Seconds since 1970; 0 for none any more. The chunk may be written later."""
+        self._books.note(lambda journal: journal.leased(key, until))
 
     # What happens.
 
     def take_finished(self) -> list[Finished]:
-        raise NotImplementedError
+        return self._books.take_finished()
 
     def wait(self, seconds: float) -> bool:
         """Until something has finished, at most so long. Whether something has."""
-        raise NotImplementedError
+        return self._books.wait(seconds)
 
     @property
     def can_write(self) -> bool:
-        """There is room, no write has failed lately, and the queue is not full."""
-        raise NotImplementedError
+        """There is free space, no write has failed lately, and the queue is not full."""
+        return self._books.can_write()
 
     @property
     def is_off(self) -> bool:
         """Closed, or broken for good: nothing is read or written any more."""
-        raise NotImplementedError
+        return self._books.is_off
+
+    @property
+    def is_comparing(self) -> bool:
+        """The folder has not been compared with its journal yet."""
+        return self._keeper.is_comparing
 
     @property
     def bytes_used(self) -> int:
         """Of all files of ours, other layouts' too as far as they were counted yet."""
-        raise NotImplementedError
+        return self._books.own_bytes() + self._files.others.num_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        """Of files that other layouts and versions have left, as far as they were counted yet."""
+        return self._files.others.num_bytes
 
     def speeds(self) -> DiskSpeeds:
-        raise NotImplementedError
+        return self._books.speeds()
 
     def close(self, seconds: float) -> bool:
         """End what runs, fail what waits, sync the journal, leave the folder. False if that was not done in
         time: then threads still hang, and the folder stays ours until the process ends.
         """
-        raise NotImplementedError
+        if self._is_closed:
+            return True
+        end = time.monotonic() + seconds
+        self._books.turn_off("closed")
+        if not _join(self._threads, end):
+            logger.warning("%s: threads still hang; they end with the process", self._options.folder)
+            return False
+        self._keeper.stop()
+        if not _join([self._keeper_thread], end):
+            return False
+        self._opened.close()
+        self._is_closed = True
+        return True
+
+    # Threads.
+
+    def _probe(self, free_bytes: int) -> None:
+        most = min(self._options.max_bytes, free_bytes - self._options.reserve_bytes) // MAX_PROBE_SHARE
+        num_bytes = min(self._options.probe_bytes, most) >> 20 << 20
+        if num_bytes > 0:
+            self._books.ask(Kind.PROBE, num_bytes=num_bytes)
+
+    def _start_worker(self, worker: Worker) -> None:
+        self._threads = [each for each in self._threads if each.is_alive()]
+        self._threads.append(self._start("kv-disk", lambda: self._work(worker)))
+
+    def _start(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        """It does not keep the process alive: a thread may hang for ever."""
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _work(self, worker: Worker) -> None:
+        with self._off_if_it_dies():
+            while (job := self._books.next_job(worker)) is not None:
+                outcome = Outcome(reason="died")
+                try:
+                    outcome = self._do(job)
+                finally:
+                    self._books.ended(worker, job, outcome)
+
+    def _do(self, job: Job) -> Outcome:
+        excess = self._books.excess_bytes(job, self._files.others.num_bytes)
+        outcome = perform(self._files, job, excess_bytes=excess)
+        if outcome.is_worthless and job.key is not None and self._books.may_clear(job):
+            with contextlib.suppress(OSError):
+                self._files.chunks.remove(job.key)
+        return outcome
+
+    def _keep(self) -> None:
+        with self._off_if_it_dies():
+            self._keeper.run()
+
+    @contextlib.contextmanager
+    def _off_if_it_dies(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            logger.exception(
+                "a thread of the disk has died: %s is neither read nor written any more", self._options.folder
+            )
+            self._books.turn_off("off")
+
+
+def _join(threads: Iterable[threading.Thread], end: float) -> bool:
+    """Whether all have ended by then."""
+    for thread in list(threads):
+        thread.join(max(0.0, end - time.monotonic()))
+        if thread.is_alive():
+            return False
+    return True

@@ -1,14 +1,23 @@
-"""The directory under a storm, beside real bytes: what it says is there is there, and is the right chunk."""
+"""The directory under a storm, beside real bytes: what it says is there is there, and is the right chunk.
+
+Beside its leases stands a plain list of promises: each is held, was kept or is broken, and none is broken
+while anything else could go.
+"""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas.kvstore.directory import Directory, Place, Write
+from replicas.kvstore.leases import STORE_SECONDS, Leases, TenantTag
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from replicas.protocol.prefix_leases import HOUR_SECONDS, MAX_LEASE_SECONDS, LeaseBreak, LeaseRefusal
 from tests.replicas.kvstore.chunk_names import chain, key, name
 
 PATHS = [
@@ -19,6 +28,16 @@ PATHS = [
     if second or not third
 ]
 RATE = 2.0
+TENANTS = (TenantTag(b""), TenantTag(b"t"))
+
+
+@dataclass
+class Promise:
+    seconds: int
+    end: float
+    store_by: float
+    tenant: TenantTag
+    is_stored: bool = False
 
 
 class Tiers(RuleBasedStateMachine):
@@ -34,13 +53,30 @@ class Tiers(RuleBasedStateMachine):
         self.stuck: list[int] = []
         self.files: dict[BlockHash, BlockHash] = {}
         self.told: dict[Tier, set[BlockHash]] = {Tier.HOST: set(), Tier.DISK: set()}
+        self.promises: dict[BlockHash, Promise] = {}
+        self.num_promised = self.num_kept = 0
+        self.num_broken: Counter[LeaseBreak] = Counter()
 
     @initialize(
-        host=st.integers(1, 6), disk=st.integers(0, 5), restored=st.lists(st.sampled_from(PATHS), unique=True)
+        host=st.integers(1, 6),
+        disk=st.integers(0, 5),
+        restored=st.lists(st.sampled_from(PATHS), unique=True),
+        lease_share=st.sampled_from([0.0, 0.5, 1.0]),
+        tenant_share=st.sampled_from([0.5, 1.0]),
     )
-    def begin(self, host: int, disk: int, restored: list[str]) -> None:
+    def begin(
+        self, host: int, disk: int, restored: list[str], lease_share: float, tenant_share: float
+    ) -> None:
         self.directory = Directory(
-            host_chunks=host, disk_chunks=disk, chunk_bytes=1, write_budget=WriteBudget(bytes_per_second=RATE)
+            host_chunks=host,
+            disk_chunks=disk,
+            chunk_bytes=1,
+            write_budget=WriteBudget(bytes_per_second=RATE),
+            leases=Leases(
+                host_chunks=int(host * lease_share),
+                disk_chunks=int(disk * lease_share),
+                tenant_share=tenant_share,
+            ),
         )
         self.arena: list[BlockHash | None] = [None] * host
         if disk:
@@ -50,21 +86,86 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS))
     def offer(self, path: str) -> None:
-        slot = self.directory.offer(name(path))
+        with self.only_the_last_leased_one_goes():
+            slot = self.directory.offer(name(path))
         if slot is not None:
             self.begin_filling(key(path), slot)
 
     @rule(path=st.sampled_from(PATHS))
+    def put(self, path: str) -> None:
+        """The whole chain, as when a prompt has been computed."""
+        for length in range(1, len(path) + 1):
+            self.offer(path[:length])
+            slot = self.filling.pop(key(path[:length]), None)
+            if slot is not None:
+                self.arena[slot] = key(path[:length])
+                self.directory.filled(key(path[:length]))
+            self.tell()
+            self.note_stored()
+
+    @rule(path=st.sampled_from(PATHS))
     def fetch(self, path: str) -> None:
         if self.directory.place(key(path)) is Place.DISK:
-            slot = self.directory.fetch(key(path))
+            with self.only_the_last_leased_one_goes():
+                slot = self.directory.fetch(key(path))
             if slot is not None:
                 self.begin_filling(key(path), slot)
+
+    @contextmanager
+    def only_the_last_leased_one_goes(self) -> Iterator[None]:
+        """Out of host memory a promise goes that has no file, and only if there is nothing else to take."""
+        directory = self.directory
+        in_host = {key(path) for path in PATHS if directory.place(key(path)) is Place.HOST}
+        has_free = directory.num_in_host + directory.num_quarantined < directory.num_host_slots
+        could_go = in_host - self.pinned.keys() - self.writing.keys()
+        on_disk = self.told[Tier.DISK]
+        may_not_go = {chunk for chunk in could_go - on_disk if chunk in self.promises}
+        yield
+        gone = [chunk for chunk in may_not_go if directory.place(chunk) is None]
+        assert not gone or (len(gone) == 1 and not has_free and could_go == may_not_go)
+        for chunk in gone:
+            self.break_promise(chunk, LeaseBreak.HOST_FULL)
+
+    def break_promise(self, chunk: BlockHash, cause: LeaseBreak) -> None:
+        del self.promises[chunk]
+        self.num_broken[cause] += 1
+        if not self.directory.place(chunk):
+            assert self.directory.broken([chunk]) == (1, cause)
+
+    @rule(
+        path=st.sampled_from(PATHS),
+        seconds=st.sampled_from([20, HOUR_SECONDS, MAX_LEASE_SECONDS, 3, 0, MAX_LEASE_SECONDS + 1]),
+        tenant=st.sampled_from(TENANTS),
+    )
+    def lease(self, path: str, seconds: int, tenant: TenantTag) -> None:
+        directory = self.directory
+        refusal = directory.grant(chain(path), seconds, tenant)
+        new = [chunk for chunk in chain(path) if chunk not in self.promises]
+        if not 0 < seconds <= MAX_LEASE_SECONDS:
+            assert refusal is (LeaseRefusal.TOO_LONG if seconds else LeaseRefusal.NO_TIME)
+        if refusal is not None:
+            return
+        for chunk in new:
+            self.num_promised += 1
+            self.promises[chunk] = Promise(
+                seconds, self.now + seconds, self.now + STORE_SECONDS, tenant, self.has_copy(chunk)
+            )
+        for chunk in chain(path):
+            promise = self.promises[chunk]
+            if seconds > promise.seconds:
+                promise.seconds, promise.tenant = seconds, tenant
+            promise.end = self.now + promise.seconds
+            promise.store_by = self.now + STORE_SECONDS
+
+    def has_copy(self, chunk: BlockHash) -> bool:
+        return self.directory.place(chunk) in (Place.HOST, Place.DISK) or chunk in self.told[Tier.DISK]
 
     def begin_filling(self, chunk: BlockHash, slot: int) -> None:
         assert slot not in self.filling.values() and slot not in self.stuck
         assert all(write.slot != slot for write in self.writing.values())
-        assert not any(self.arena[slot] == pinned for pinned in self.pinned)
+        for pinned in self.pinned:
+            at = self.directory.slot(pinned)
+            assert at is not None and at[0] != slot
         self.arena[slot] = None
         self.filling[chunk] = slot
 
@@ -78,6 +179,8 @@ class Tiers(RuleBasedStateMachine):
             self.directory.filled(chunk)
             return
         self.directory.given_up(chunk, may_still_be_written=hangs)
+        if chunk in self.promises and self.promises[chunk].is_stored and not self.has_copy(chunk):
+            self.break_promise(chunk, LeaseBreak.LOST)
         if hangs:
             self.stuck.append(slot)
 
@@ -92,6 +195,9 @@ class Tiers(RuleBasedStateMachine):
     @rule(path=st.sampled_from(PATHS))
     def use(self, path: str) -> None:
         self.directory.use(chain(path))
+        for chunk in chain(path):
+            if chunk in self.promises:
+                self.promises[chunk].end = self.now + self.promises[chunk].seconds
 
     @rule(path=st.sampled_from(PATHS))
     def pin(self, path: str) -> None:
@@ -106,18 +212,32 @@ class Tiers(RuleBasedStateMachine):
         self.directory.unpin([chunk])
         self.pinned -= Counter([chunk])
 
-    @rule(seconds=st.integers(0, 3))
+    @rule(seconds=st.sampled_from([0, 1, 2, 3, 0, 1, 2, 3, 15, 650, HOUR_SECONDS, MAX_LEASE_SECONDS]))
     def wait(self, seconds: int) -> None:
         self.now += seconds
+        self.directory.pass_time(self.now)
+        self.directory.pass_time(self.now - 1)
+        for chunk, promise in [*self.promises.items()]:
+            if not promise.is_stored and promise.store_by <= self.now:
+                del self.promises[chunk]
+                self.num_broken[LeaseBreak.NOT_STORED] += 1
+            elif promise.end <= self.now:
+                del self.promises[chunk]
+                if promise.is_stored:
+                    self.num_kept += 1
+                else:
+                    self.num_broken[LeaseBreak.NOT_STORED] += 1
 
     @rule(max_writes=st.integers(1, 3))
     def begin_writes(self, max_writes: int) -> None:
         self.remove_files()
+        leased_files = self.files.keys() & self.promises.keys()
         for write in self.directory.take_writes(self.now, max_writes):
             assert write.name.key not in self.writing
             self.writing[write.name.key] = write
             self.num_written += 1
         self.remove_files()
+        assert leased_files <= self.files.keys()
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), ends_well=st.booleans())
@@ -131,10 +251,28 @@ class Tiers(RuleBasedStateMachine):
             self.directory.written(chunk)
         else:
             self.directory.not_written(chunk)
+            self.may_have_lost(chunk)
 
     @rule(path=st.sampled_from(PATHS))
     def lose_a_file(self, path: str) -> None:
-        self.directory.lost_file(key(path))
+        chunk = key(path)
+        was_on_disk = chunk in self.told[Tier.DISK]
+        self.directory.lost_file(chunk)
+        if was_on_disk:
+            self.may_have_lost(chunk)
+
+    def may_have_lost(self, chunk: BlockHash) -> None:
+        """A promise is broken if there is no copy left, or no budget for keeping the one in host memory."""
+        if chunk not in self.promises or self.directory.leases.holds(chunk):
+            return
+        leases = self.directory.leases
+        tenant = self.promises[chunk].tenant
+        assert (
+            self.directory.place(chunk) is None
+            or leases.charged.host == leases.budget.host
+            or leases.charged_to(tenant).host == leases.tenant_budget.host
+        )
+        self.break_promise(chunk, LeaseBreak.LOST)
 
     @rule()
     def clear(self) -> None:
@@ -143,13 +281,14 @@ class Tiers(RuleBasedStateMachine):
         if cleared:
             self.remove_files()
             assert not self.files
+            self.num_broken[LeaseBreak.CLEARED] += len(self.promises)
+            self.promises.clear()
 
     def remove_files(self) -> None:
         for chunk in self.directory.take_removals():
             self.files.pop(chunk, None)
 
-    @invariant()
-    def what_is_there_is_there(self) -> None:
+    def tell(self) -> None:
         for event in self.directory.take_events():
             match event:
                 case BlockStored([chunk], tier=tier):
@@ -160,6 +299,10 @@ class Tiers(RuleBasedStateMachine):
                 case AllBlocksCleared(tier):
                     self.told[tier].clear()
         self.remove_files()
+
+    @invariant()
+    def what_is_there_is_there(self) -> None:
+        self.tell()
         in_host = {key(path) for path in PATHS if self.directory.place(key(path)) is Place.HOST}
         assert self.told[Tier.HOST] == in_host
         for chunk in in_host:
@@ -168,6 +311,43 @@ class Tiers(RuleBasedStateMachine):
             assert at[0] not in self.stuck
         assert self.told[Tier.DISK] == self.files.keys()
         assert all(self.files[chunk] == chunk for chunk in self.files)
+
+    @invariant()
+    def promises_are_held_and_counted(self) -> None:
+        self.note_stored()
+        leases = self.directory.leases
+        chunks = {key(path) for path in PATHS}
+        assert {chunk for chunk in chunks if leases.holds(chunk)} == self.promises.keys()
+        assert leases.num_leased == len(self.promises)
+        counts = leases.counts
+        assert (counts.leased, counts.kept, counts.broken) == (
+            self.num_promised,
+            self.num_kept,
+            self.num_broken,
+        )
+        assert counts.leased == leases.num_leased + counts.kept + counts.broken.total()
+        assert leases.num_tombstones <= counts.broken.total()
+
+    def note_stored(self) -> None:
+        for chunk, promise in self.promises.items():
+            promise.is_stored = promise.is_stored or self.has_copy(chunk)
+            assert not promise.is_stored or self.directory.place(chunk) is not None
+
+    @invariant()
+    def no_more_is_promised_than_the_budget(self) -> None:
+        leases, directory = self.directory.leases, self.directory
+        has_file = self.files.keys() | self.writing.keys()
+        assert leases.charged.is_within(leases.budget)
+        for tenant in TENANTS:
+            own = {chunk: each for chunk, each in self.promises.items() if each.tenant == tenant}
+            assert len(own.keys() - has_file) <= leases.charged_to(tenant).host
+            long = [each for each in own.values() if each.seconds >= HOUR_SECONDS and leases.budget.disk]
+            assert len(long) <= leases.charged_to(tenant).disk
+            assert leases.charged_to(tenant).is_within(leases.tenant_budget)
+        for record in directory.take_lease_changes():
+            promise = self.promises[record.key]
+            assert (record.seconds, record.tenant) == (promise.seconds, promise.tenant)
+            assert record.seconds_left == promise.end - self.now
 
     @invariant()
     def every_bound_holds(self) -> None:

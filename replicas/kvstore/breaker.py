@@ -1,0 +1,33 @@
+"""Breaker: when to try again what has failed.
+
+Owns a pause that doubles with each failure after it, up to `MAX_PAUSE_SECONDS`, and ends with the first
+success. Pure: the caller says what time it is.
+"""
+
+MIN_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 300.0
+
+
+class Breaker:
+    def __init__(self) -> None:
+        self._pause = 0.0
+        self._until = 0.0
+
+    @property
+    def is_tripped(self) -> bool:
+        """It has failed, and not succeeded since."""
+        return self._pause > 0
+
+    def allows(self, now: float) -> bool:
+        """Whether to try. After a pause all may, until the first of them fails."""
+        return not self.is_tripped or now >= self._until
+
+    def failed(self, now: float) -> float:
+        """The seconds for which nothing should be tried. What was under way when it tripped counts once."""
+        if self.allows(now):
+            self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * self._pause))
+            self._until = now + self._pause
+        return self._until - now
+
+    def succeeded(self) -> None:
+        self._pause = 0.0

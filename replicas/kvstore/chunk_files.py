@@ -1,0 +1,259 @@
+"""ChunkFiles: chunks as files, straight from a slot and straight into one.
+
+Owns how a file is written so that it is there whole or not at all, and how it is read without being
+believed before its checksum is. Its methods block, and may be called by several threads, but for one key by
+one at a time.
+
+A file is written under another name and renamed. It lies on the disk for certain only with `sync`: without,
+a power cut may leave anything under its name, which its checksum tells. Bytes go beside the page cache where
+the file system can do that; else the cache is told that they will not be read again.
+"""
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from replicas.kvstore.folder import Folder, regular_file
+from replicas.kvstore.layout import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    ChunkHeader,
+    LayoutId,
+    WrongLength,
+    decode,
+    decode_header,
+    encode,
+    file_bytes,
+)
+from replicas.kvstore.layout_folder import (
+    LayoutFolder,
+    file_name,
+    open_layout,
+    unlink_file,
+)
+from replicas.protocol.blocks import BlockHash
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_BOTH = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+_PROBE_PIECE = 1 << 20
+
+
+Moved = TypeVar("Moved")
+
+
+class FileMissing(Exception):
+    """There is no file for this chunk."""
+
+
+class ChunkFiles:
+    """Of one layout, in a folder that is open. Raises SettingsError."""
+
+    def __init__(self, folder: Folder, layout: LayoutId) -> None:
+        self.layout = layout
+        self._folder = folder
+        self.of_layout: LayoutFolder = open_layout(folder, layout)
+        self._temporary = itertools.count(1)
+        self.of_layout.remove_leftovers()
+        self.is_direct = self._can_be_direct()
+        """Whether reads and writes go beside the page cache."""
+
+    def close(self) -> None:
+        self.of_layout.close()
+
+    def free_bytes(self) -> int:
+        """Of the file system, for who is no superuser."""
+        found = os.fstatvfs(self._folder.fd)
+        return found.f_bavail * found.f_frsize
+
+    # One chunk.
+
+    def write(self, header: ChunkHeader, slot: memoryview, *, sync: bool = False) -> None:
+        """A file of the same key is replaced. Raises OSError; then the file is the one before, or none."""
+        image = slot[: encode(header, slot)]
+        temporary = f".tmp-{next(self._temporary)}"
+        try:
+            self._write_image(temporary, image, sync=sync)
+            self._rename(temporary, header.name.key, sync=sync)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self.of_layout.fd)
+            raise
+
+    def read(self, key: BlockHash, slot: memoryview) -> ChunkHeader:
+        """Read the file into the slot and verify it. What the slot holds if that fails is nobody's KV.
+
+        Raises FileMissing, ChunkError for bytes that are not this chunk, OSError.
+        """
+        with self._opened(key) as (leaf, size):
+            if size > len(slot) or size % ALIGNMENT:
+                raise WrongLength(f"a file of {size} bytes is none for a slot of {len(slot)}")
+            image = slot[:size]
+            done = self._either_way(
+                lambda direct: self._read_image(leaf, file_name(key), image, direct=direct)
+            )
+            return decode(image[:done], self.layout, key)
+
+    def read_header(self, key: BlockHash) -> tuple[ChunkHeader, int]:
+        """The header, and the file's bytes, which are as many as it says. Raises as `read` does."""
+        with self._opened(key) as (leaf, size):
+            fd = os.open(file_name(key), _READ, dir_fd=leaf)
+            try:
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+                header = decode_header(memoryview(os.read(fd, HEADER_BYTES)), self.layout, key)
+            finally:
+                os.close(fd)
+            if file_bytes(header.payload_bytes) != size:
+                raise WrongLength(f"the file has {size} bytes, and not what its header says")
+            return header, size
+
+    def remove(self, key: BlockHash) -> int:
+        """The bytes that this has freed. Raises OSError."""
+        leaf = self.of_layout.open_leaf(key)
+        if leaf is None:
+            return 0
+        try:
+            return unlink_file(leaf, file_name(key))
+        finally:
+            os.close(leaf)
+
+    def erase(self) -> None:
+        """Remove every chunk of this layout."""
+        for _ in self.of_layout.remove_chunks():
+            pass
+
+    def probe(self, num_bytes: int) -> tuple[float, float]:
+        """Seconds that it took to write so many bytes, onto the disk, and to read them. Raises OSError."""
+        name = f".tmp-{next(self._temporary)}"
+        with mmap.mmap(-1, min(num_bytes, _PROBE_PIECE)) as piece:
+            piece.write(os.urandom(len(piece)))
+            starts = range(0, num_bytes, len(piece))
+            try:
+                return self._either_way(lambda direct: self._probe(name, piece, starts, direct=direct))
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self.of_layout.fd)
+
+    def has(self, key: BlockHash) -> bool:
+        """Whether there is a file of its name. Raises OSError."""
+        try:
+            with self._opened(key):
+                return True
+        except FileMissing:
+            return False
+
+    def walk(self) -> Iterator[list[BlockHash]]:
+        """The keys of the files that are there, folder by folder."""
+        for _, names in self.of_layout.walk():
+            yield [BlockHash(bytes.fromhex(name.removesuffix(".kv"))) for name in names]
+
+    # The bytes.
+
+    def _write_image(self, name: str, image: memoryview, *, sync: bool) -> None:
+        def write(direct: bool) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.of_layout.fd)
+            fd = os.open(name, _BOTH | os.O_DIRECT * direct, 0o600, dir_fd=self.of_layout.fd)
+            try:
+                done = 0
+                while done < len(image):
+                    done += os.pwrite(fd, image[done:], done)
+                if sync:
+                    os.fdatasync(fd)
+                if not direct:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+        self._either_way(write)
+
+    def _probe(self, name: str, piece: mmap.mmap, starts: range, *, direct: bool) -> tuple[float, float]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.of_layout.fd)
+        fd = os.open(name, _BOTH | os.O_DIRECT * direct, 0o600, dir_fd=self.of_layout.fd)
+        try:
+            began = time.monotonic()
+            for at in starts:
+                os.pwrite(fd, piece, at)
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            written = time.monotonic()
+            for at in starts:
+                os.preadv(fd, [piece], at)
+            return written - began, time.monotonic() - written
+        finally:
+            os.close(fd)
+
+    def _rename(self, temporary: str, key: BlockHash, *, sync: bool) -> None:
+        leaf = self.of_layout.open_leaf(key, make=True)
+        if leaf is None:
+            raise NotADirectoryError(errno.ENOTDIR, f"{key.hex()[:2]}/{key.hex()[2:4]} is no folder of ours")
+        try:
+            os.rename(temporary, file_name(key), src_dir_fd=self.of_layout.fd, dst_dir_fd=leaf)
+            if sync:
+                self.of_layout.sync_leaf(key, leaf)
+        finally:
+            os.close(leaf)
+
+    def _read_image(self, leaf: int, name: str, image: memoryview, *, direct: bool) -> int:
+        fd = os.open(name, _READ | os.O_DIRECT * direct, dir_fd=leaf)
+        try:
+            done = 0
+            while done < len(image):
+                count = os.preadv(fd, [image[done:]], done)
+                if not count:
+                    break
+                done += count
+            if not direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return done
+        finally:
+            os.close(fd)
+
+    def _either_way(self, move: Callable[[bool], Moved]) -> Moved:
+        """Beside the page cache, or through it where the file system or the slot's place refuses that."""
+        if self.is_direct:
+            try:
+                return move(True)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return move(False)
+
+    @contextlib.contextmanager
+    def _opened(self, key: BlockHash) -> Iterator[tuple[int, int]]:
+        """The descriptor of the folder that the chunk's file is in, and the file's bytes."""
+        leaf = self.of_layout.open_leaf(key)
+        if leaf is None:
+            raise FileMissing
+        try:
+            found = regular_file(leaf, file_name(key))
+            if found is None:
+                raise FileMissing
+            yield leaf, found.st_size
+        except FileNotFoundError as error:
+            raise FileMissing from error
+        finally:
+            os.close(leaf)
+
+    def _can_be_direct(self) -> bool:
+        """Whether a page can be written and read beside the page cache. On a full disk: it is tried again."""
+        name = f".tmp-{next(self._temporary)}"
+        try:
+            with mmap.mmap(-1, ALIGNMENT) as page:
+                fd = os.open(name, _BOTH | os.O_DIRECT, 0o600, dir_fd=self.of_layout.fd)
+                try:
+                    return os.pwrite(fd, page, 0) == os.preadv(fd, [page], 0) == ALIGNMENT
+                finally:
+                    os.close(fd)
+        except OSError as error:
+            return error.errno != errno.EINVAL
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self.of_layout.fd)

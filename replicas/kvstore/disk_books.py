@@ -1,0 +1,404 @@
+"""DiskBooks: what the disk's threads and its caller share, under one lock.
+
+Owns the queue, what has finished, which files there are and their bytes, measured speeds, and whether
+anything may be written. It opens no file; under its lock nothing blocks.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from replicas.kvstore.breaker import Breaker
+from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.disk_jobs import Outcome
+from replicas.kvstore.disk_options import DiskOptions, DiskSpeeds
+from replicas.kvstore.jobs import Finished, Job, JobQueue, Kind, State
+from replicas.kvstore.journal import Journal
+from replicas.kvstore.layout import ChunkHeader
+from replicas.kvstore.transfer_speed import TransferSpeed
+from replicas.protocol.blocks import BlockHash
+
+logger = logging.getLogger(__name__)
+
+MAX_NOTES = 100_000
+"""Uses and leases that wait for the journal; more are dropped while its thread hangs."""
+
+Note = Callable[[Journal], None]
+"""What the journal is to be told, by its own thread."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A thread's place: what it is at, and whether another has taken its place meanwhile."""
+
+    job: Job | None = None
+    is_replaced: bool = False
+
+
+class DiskBooks:
+    """`sizes` are the bytes of each file that is known. `start_worker` makes a thread for a worker."""
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        sizes: Mapping[BlockHash, int],
+        start_worker: Callable[[Worker], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._start_worker = start_worker
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._has_news = threading.Condition(self._lock)
+        self._queue = JobQueue()
+        self._finished: list[Finished] = []
+        self._found: list[ChunkName] = []
+        self._sizes = dict(sizes)
+        self._own_bytes = sum(sizes.values())
+        self._next_number = 1
+        self._workers: list[Worker] = []
+        self._reading, self._writing = TransferSpeed(), TransferSpeed()
+        self._breaker = Breaker()
+        self._room = options.slot_bytes
+        """Free space beyond the reserve, as far as known."""
+        self._is_full = False
+        self._is_stuck = False
+        """Every thread hangs, those that were to replace others too."""
+        self._has_failed_to_remove = False
+        self._off: str | None = None
+        self.notes: deque[Note] = deque()
+        """For the journal's thread to take from the left."""
+
+    # For the caller.
+
+    def ask(
+        self,
+        kind: Kind,
+        key: BlockHash | None = None,
+        *,
+        slot: memoryview | None = None,
+        header: ChunkHeader | None = None,
+        sync: bool = False,
+        num_bytes: int = 0,
+    ) -> int | None:
+        """The job's number; None if too many wait, or if there is no room for a write."""
+        now = self._clock()
+        with self._lock:
+            if (self._queue.is_erasing and kind is Kind.ERASE) or not self._accepts(kind, num_bytes):
+                return None
+            if kind is Kind.ERASE:
+                self._fail_waiting("erased")
+            elif kind is Kind.REMOVE and key is not None:
+                num_bytes = self._sizes.get(key, 0)
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._queue.add(Job(kind, number, now, key, slot, header, sync, num_bytes))
+            self._has_work.notify()
+            return number
+
+    def can_write(self) -> bool:
+        now = self._clock()
+        with self._lock:
+            return (
+                self._off is None
+                and not self._is_stuck
+                and self._queue.num_waiting < self._options.max_queue
+                and self._breaker.allows(now)
+                and not self._is_full
+            )
+
+    def take_finished(self) -> list[Finished]:
+        with self._lock:
+            self._look(self._clock())
+            finished, self._finished = self._finished, []
+            return finished
+
+    def wait(self, seconds: float) -> bool:
+        end = self._clock() + seconds
+        with self._lock:
+            while True:
+                now = self._clock()
+                self._look(now)
+                if self._finished or now >= end:
+                    return bool(self._finished)
+                until, asked_at = end, self._queue.next_deadline()
+                if asked_at is not None:
+                    until = min(end, asked_at + self._options.read_deadline_seconds)
+                self._has_news.wait(max(0.001, until - now))
+
+    def take_found(self) -> list[ChunkName]:
+        with self._lock:
+            found, self._found = self._found, []
+        return sorted(found, key=lambda name: -name.last_block)
+
+    def own_bytes(self) -> int:
+        with self._lock:
+            return self._own_bytes
+
+    def speeds(self) -> DiskSpeeds:
+        with self._lock:
+            per_byte = self._reading.seconds_per_byte
+            return DiskSpeeds(
+                per_byte, self._writing.seconds_per_byte, self._queue.bytes_to_read * (per_byte or 0.0)
+            )
+
+    @property
+    def is_off(self) -> bool:
+        return self._off is not None
+
+    def note(self, note: Note) -> None:
+        if len(self.notes) < MAX_NOTES:
+            self.notes.append(note)
+
+    # For the threads.
+
+    def next_job(self, worker: Worker) -> Job | None:
+        """Waits for one. None if the thread is to end."""
+        with self._lock:
+            while self._off is None and not worker.is_replaced:
+                job = self._queue.take(self._clock())
+                if job is not None:
+                    worker.job = job
+                    speed = self._speed_of(job)
+                    if speed is not None:
+                        speed.begun(job.started_at)
+                    return job
+                self._has_work.wait()
+            self._workers = [each for each in self._workers if each is not worker]
+            return None
+
+    def excess_bytes(self, job: Job, other_bytes: int) -> int:
+        """What other layouts have to give up for this job."""
+        if job.kind is not Kind.WRITE:
+            return 0
+        with self._lock:
+            needed = self._own_bytes + job.num_bytes + other_bytes - self._options.max_bytes
+        return min(needed, other_bytes)
+
+    def may_clear(self, job: Job) -> bool:
+        """Whether a read that failed may remove its file: not once it is overdue, since then the file may be
+        another by now.
+        """
+        with self._lock:
+            if job.state is not State.RUNNING:
+                return False
+            job.state = State.CLEARING
+            return True
+
+    def ended(self, worker: Worker, job: Job, outcome: Outcome) -> None:
+        now = self._clock()
+        with self._lock:
+            worker.job = None
+            was_overdue = job.state is State.OVERDUE
+            self._queue.end(job)
+            if was_overdue:
+                self._tell(Kind.RETURNED, job, now, "late")
+            else:
+                self._book(job, outcome, now)
+            self._has_work.notify_all()
+
+    def claim(self, key: BlockHash) -> bool:
+        """Whether the key is unknown, and the thread's until `release`."""
+        with self._lock:
+            return self._queue.claim(key)
+
+    def release(self, key: BlockHash) -> None:
+        with self._lock:
+            self._queue.release(key)
+            self._has_work.notify_all()
+
+    def knows(self, key: BlockHash) -> bool:
+        with self._lock:
+            return key in self._sizes
+
+    @property
+    def num_found(self) -> int:
+        return len(self._found)
+
+    def found(self, name: ChunkName, num_bytes: int) -> None:
+        """A file that was not known. Its key is claimed."""
+        with self._lock:
+            self._add(name, num_bytes)
+            self._found.append(name)
+
+    def lost(self, key: BlockHash) -> None:
+        """A file that was known is not there. Its key is claimed."""
+        with self._lock:
+            self._forget(key)
+            self._finished.append(Finished(Kind.LOST, 0, key, ok=False, reason="missing"))
+            self._has_news.notify_all()
+
+    def look(self, free_bytes: int | None) -> None:
+        """What time alone brings; and what the file system has free, if it was asked."""
+        with self._lock:
+            self._look(self._clock())
+            if free_bytes is not None:
+                self._room = free_bytes - self._options.reserve_bytes
+                self._look_at_room()
+
+    def add_workers(self, number: int) -> bool:
+        """False if the system has none for us."""
+        with self._lock:
+            return sum(self._add_worker() for _ in range(number)) > 0
+
+    def turn_off(self, reason: str) -> None:
+        with self._lock:
+            if self._off is None:
+                self._off = reason
+                self._fail_waiting(reason)
+            self._has_work.notify_all()
+            self._has_news.notify_all()
+
+    # With the lock.
+
+    def _accepts(self, kind: Kind, num_bytes: int) -> bool:
+        if self._off is not None:
+            return False
+        if kind not in (Kind.READ, Kind.WRITE):
+            return True
+        if self._is_stuck or self._queue.num_waiting >= self._options.max_queue:
+            return False
+        grown = self._own_bytes + self._queue.bytes_to_grow + num_bytes
+        return kind is Kind.READ or grown <= self._options.max_bytes
+
+    def _look(self, now: float) -> None:
+        for job in self._queue.late_reads(now - self._options.read_deadline_seconds):
+            if job.state is State.RUNNING:
+                self._queue.give_up(job)
+                self._reading.ended(now, 0)
+                self._tell(Kind.OVERDUE, job, now, "late")
+            else:
+                self._tell(Kind.READ, job, now, "late")
+            self._has_work.notify_all()
+        self._replace_hanging(now)
+
+    def _replace_hanging(self, now: float) -> None:
+        num_stuck = 0
+        for worker in [each for each in self._workers if not each.is_replaced]:
+            job = worker.job
+            if job is None or now - job.started_at <= self._options.hang_seconds:
+                continue
+            may_replace = self._off is None and len(self._workers) < 2 * self._options.num_threads
+            if may_replace and self._add_worker():
+                worker.is_replaced = True
+            else:
+                num_stuck += 1
+        is_stuck = num_stuck >= self._options.num_threads
+        if is_stuck and not self._is_stuck:
+            logger.error(
+                "%s hangs: each of %d threads has been at one file for more than %g seconds;"
+                " nothing is read or written until one of them comes back",
+                self._options.folder,
+                len(self._workers),
+                self._options.hang_seconds,
+            )
+        self._is_stuck = is_stuck
+
+    def _add_worker(self) -> bool:
+        """False if the system has no thread for us."""
+        worker = Worker()
+        try:
+            self._start_worker(worker)
+        except RuntimeError:
+            return False
+        self._workers.append(worker)
+        return True
+
+    def _fail_waiting(self, reason: str) -> None:
+        now = self._clock()
+        for job in self._queue.drop_waiting():
+            if job.kind in (Kind.READ, Kind.WRITE, Kind.ERASE):
+                self._tell(job.kind, job, now, reason)
+
+    def _tell(self, kind: Kind, job: Job, now: float, reason: str, header: ChunkHeader | None = None) -> None:
+        seconds = now - job.started_at if job.started_at else 0.0
+        self._finished.append(
+            Finished(kind, job.number, job.key, not reason, header, max(0.0, seconds), reason)
+        )
+        self._has_news.notify_all()
+
+    def _speed_of(self, job: Job) -> TransferSpeed | None:
+        return {Kind.READ: self._reading, Kind.WRITE: self._writing}.get(job.kind)
+
+    # What has become of a job; with the lock.
+
+    def _book(self, job: Job, outcome: Outcome, now: float) -> None:
+        speed = self._speed_of(job)
+        if speed is not None:
+            speed.ended(now, 0 if outcome.reason else job.num_bytes)
+        if job.kind is Kind.WRITE:
+            self._book_write(job, outcome, now)
+        elif job.kind is Kind.REMOVE:
+            self._book_removal(job, outcome)
+        elif job.kind is Kind.ERASE:
+            self._book_erasing(outcome)
+        elif job.kind is Kind.PROBE and outcome.read_seconds_per_byte is not None:
+            self._reading.probed(outcome.read_seconds_per_byte)
+            self._writing.probed(outcome.write_seconds_per_byte or 0.0)
+        elif outcome.is_worthless and job.key is not None:
+            self._forget(job.key)
+        if job.kind in (Kind.READ, Kind.WRITE, Kind.ERASE):
+            header = outcome.header if job.kind is Kind.READ else None
+            self._tell(job.kind, job, now, outcome.reason, header)
+
+    def _book_write(self, job: Job, outcome: Outcome, now: float) -> None:
+        if outcome.error is not None:
+            was_tripped = self._breaker.is_tripped
+            seconds = self._breaker.failed(now)
+            if not was_tripped:
+                logger.error(
+                    "cannot write to %s (%s); what is there is read, and writing is tried again after %g"
+                    " seconds, then less and less often",
+                    self._options.folder,
+                    outcome.error.strerror or outcome.reason,
+                    seconds,
+                )
+        elif job.header is not None:
+            if self._breaker.is_tripped:
+                logger.warning("%s can be written to again", self._options.folder)
+            self._breaker.succeeded()
+            self._room -= job.num_bytes
+            self._look_at_room()
+            self._add(job.header.name, job.num_bytes)
+
+    def _book_removal(self, job: Job, outcome: Outcome) -> None:
+        if outcome.error is None and job.key is not None:
+            self._forget(job.key)
+        elif not self._has_failed_to_remove:
+            self._has_failed_to_remove = True
+            logger.error(
+                "a file in %s cannot be removed (%s); said once", self._options.folder, outcome.error
+            )
+
+    def _book_erasing(self, outcome: Outcome) -> None:
+        self._sizes.clear()
+        self._own_bytes = 0
+        self._found.clear()
+        self.notes.append(Journal.clear)
+        if outcome.error is not None:
+            logger.error("%s could not be erased: %s", self._options.folder, outcome.error)
+
+    def _look_at_room(self) -> None:
+        is_full = self._room < self._options.slot_bytes
+        if is_full and not self._is_full:
+            logger.warning(
+                "%s has less free space than the reserve of %d bytes; nothing is written until there is more",
+                self._options.folder,
+                self._options.reserve_bytes,
+            )
+        elif self._is_full and not is_full:
+            logger.warning("%s has free space again", self._options.folder)
+        self._is_full = is_full
+
+    def _add(self, name: ChunkName, num_bytes: int) -> None:
+        self._own_bytes += num_bytes - self._sizes.pop(name.key, 0)
+        self._sizes[name.key] = num_bytes
+        self.notes.append(lambda journal: journal.added(name, num_bytes))
+
+    def _forget(self, key: BlockHash) -> None:
+        num_bytes = self._sizes.pop(key, None)
+        if num_bytes is not None:
+            self._own_bytes -= num_bytes
+            self.notes.append(lambda journal: journal.removed(key))

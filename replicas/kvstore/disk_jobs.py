@@ -1,0 +1,83 @@
+"""What a thread of the disk does: one job, start to end, without a lock.
+
+Owns how each way to fail is called, and which of them says that the file is worth nothing.
+"""
+
+import errno
+from dataclasses import dataclass
+
+from replicas.kvstore.chunk_files import ChunkFiles, FileMissing
+from replicas.kvstore.jobs import Job, Kind
+from replicas.kvstore.layout import ChunkError, ChunkHeader
+from replicas.kvstore.other_layouts import OtherLayouts
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`reason` is empty for what went well, and else one word. `error` is the file system's."""
+
+    reason: str = ""
+    header: ChunkHeader | None = None
+    is_worthless: bool = False
+    """The file is not there, or is not what its name says."""
+    error: OSError | None = None
+    read_seconds_per_byte: float | None = None
+    write_seconds_per_byte: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What jobs are done on."""
+
+    chunks: ChunkFiles
+    others: OtherLayouts
+
+
+def perform(files: Files, job: Job, *, excess_bytes: int = 0) -> Outcome:
+    """Of the bytes that other layouts have, `excess_bytes` have to go first."""
+    try:
+        if excess_bytes > 0:
+            files.others.make_room(excess_bytes)
+        return _DO[job.kind](files, job)
+    except FileMissing:
+        return Outcome(reason="missing", is_worthless=True)
+    except ChunkError as error:
+        return Outcome(reason=type(error).__name__, is_worthless=True)
+    except ValueError:
+        return Outcome(reason="header")
+    except OSError as error:
+        return Outcome(reason=errno.errorcode.get(error.errno or 0, "unknown"), error=error)
+
+
+def _read(files: Files, job: Job) -> Outcome:
+    assert job.key is not None and job.slot is not None
+    return Outcome(header=files.chunks.read(job.key, job.slot))
+
+
+def _write(files: Files, job: Job) -> Outcome:
+    assert job.header is not None and job.slot is not None
+    files.chunks.write(job.header, job.slot, sync=job.sync)
+    return Outcome(header=job.header)
+
+
+def _remove(files: Files, job: Job) -> Outcome:
+    assert job.key is not None
+    files.chunks.remove(job.key)
+    return Outcome()
+
+
+def _erase(files: Files, job: Job) -> Outcome:
+    files.chunks.erase()
+    files.others.erase()
+    return Outcome()
+
+
+def _probe(files: Files, job: Job) -> Outcome:
+    write_seconds, read_seconds = files.chunks.probe(job.num_bytes)
+    return Outcome(
+        read_seconds_per_byte=read_seconds / job.num_bytes,
+        write_seconds_per_byte=write_seconds / job.num_bytes,
+    )
+
+
+_DO = {Kind.READ: _read, Kind.WRITE: _write, Kind.REMOVE: _remove, Kind.ERASE: _erase, Kind.PROBE: _probe}

@@ -1,0 +1,204 @@
+"""Folder: a folder for KV that is ours alone, and ours to erase.
+
+Owns how a folder is told from anybody else's, and the lock by which one replica at a time has it. A folder
+of ours holds `CACHEDIR.TAG` (the convention by which backups know what they may leave out) with a line of
+our own, the locked file `store.lock`, and a folder for each version of the format. What is in it besides
+was put there by somebody else and is never touched. No symbolic link is followed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicas.process.settings import SettingsError
+
+MARKER = "CACHEDIR.TAG"
+MARKER_TEXT = (
+    b"Signature: 8a477f597d28d172789f06886806bc55\n"
+    b"# KV of language models, written by Kvasir's replicas. Erase it while none of them uses it.\n"
+)
+LOCK = "store.lock"
+SYSTEM_NAMES = frozenset({"lost+found"})
+"""In a folder that is otherwise empty: a file system of its own."""
+
+VERSION_FOLDER = re.compile(r"v[0-9]{1,4}")
+TEMPORARY = re.compile(r"\.tmp-[0-9]{1,20}")
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class Folder:
+    """Makes the folder if it is not there, and locks it. `fd` is the folder's.
+
+    Raises SettingsError if it cannot be used: one sentence that names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = _open(path)
+        self._lock: int | None = None
+        try:
+            _refuse_foreign(path, self.fd)
+            self._lock = _lock(path, self.fd)
+            _mark(path, self.fd)
+        except SettingsError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise SettingsError(f"the KV folder {path} cannot be used: {error.strerror}") from error
+
+    def version_folders(self) -> Iterator[tuple[str, int]]:
+        """Name and descriptor of each, ours and other versions'; the descriptor is closed by the next."""
+        for name in names_in(self.fd):
+            if VERSION_FOLDER.fullmatch(name) and (fd := open_folder(self.fd, name)) is not None:
+                try:
+                    yield name, fd
+                finally:
+                    os.close(fd)
+
+    def forget(self) -> None:
+        """Take marker and lock away, as the last step of erasing it."""
+        for name in (MARKER, LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.fd)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def open_folder(parent: int, name: str, *, make: bool = False) -> int | None:
+    """A folder in a folder, `make`: with mode 0700 where there is none. None if it is something else or is
+    not there. Raises OSError for anything that is not about this name.
+    """
+    try:
+        return os.open(name, _OPEN_FOLDER, dir_fd=parent)
+    except FileNotFoundError:
+        if not make:
+            return None
+    except (NotADirectoryError, PermissionError):
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return None
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    return open_folder(parent, name)
+
+
+def names_in(folder: int) -> list[str]:
+    """Sorted. Threads may list one folder at once: each does it by a descriptor, and a place, of its own."""
+    fd = os.open(".", _OPEN_FOLDER, dir_fd=folder)
+    try:
+        return sorted(os.listdir(fd))
+    finally:
+        os.close(fd)
+
+
+def regular_file(parent: int, name: str) -> os.stat_result | None:
+    """None if there is no file of this name, or something that is no file."""
+    try:
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _open(path: Path) -> int:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise SettingsError(f"the KV folder {path} is a symbolic link; name the folder itself")
+        return os.open(path, _OPEN_FOLDER)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SettingsError(f"the KV folder {path} cannot be made: there is a file in its place") from error
+    except OSError as error:
+        raise SettingsError(f"the KV folder {path} cannot be opened: {error.strerror}") from error
+
+
+def _refuse_foreign(path: Path, fd: int) -> None:
+    """What is in the folder says whose it is. A lock alone was left by one that died as it began."""
+    names = set(names_in(fd)) - SYSTEM_NAMES
+    if MARKER in names:
+        if _is_marked(fd):
+            return
+        raise SettingsError(f"the KV folder {path} is the cache of another program; name one of its own")
+    foreign = sorted(name for name in names if name != LOCK and not TEMPORARY.fullmatch(name))
+    if foreign:
+        raise SettingsError(
+            f"the KV folder {path} holds what Kvasir has not written, such as {foreign[0]!r};"
+            " name an empty folder, or one that is not there yet"
+        )
+
+
+def _is_marked(fd: int) -> bool:
+    try:
+        marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+    except OSError:
+        return False
+    try:
+        return os.read(marker, len(MARKER_TEXT) + 1) == MARKER_TEXT
+    except OSError:
+        return False
+    finally:
+        os.close(marker)
+
+
+def _lock(path: Path, fd: int) -> int:
+    """The locked file's descriptor. It is open in this process alone: no child inherits it."""
+    try:
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=fd)
+    except OSError as error:
+        raise SettingsError(f"the KV folder {path} cannot be written to: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise SettingsError(
+            f"the KV folder {path} is in use by another replica; give each replica a folder of its own"
+        ) from error
+    except OSError as error:
+        os.close(lock)
+        raise SettingsError(
+            f"the KV folder {path} is on a file system without locks ({error.strerror}); use a local one"
+        ) from error
+    if os.fstat(lock).st_nlink == 0:  # erased by its last owner between our opening and locking it
+        os.close(lock)
+        return _lock(path, fd)
+    return lock
+
+
+def _mark(path: Path, fd: int) -> None:
+    """Write the marker anew, which proves that files can be written and renamed here.
+
+    A folder that is marked already may be full: what is in it can be read.
+    """
+    name = ".tmp-0"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=fd)
+        marker = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=fd)
+        try:
+            os.write(marker, MARKER_TEXT)
+            os.fsync(marker)
+        finally:
+            os.close(marker)
+        os.rename(name, MARKER, src_dir_fd=fd, dst_dir_fd=fd)
+    except OSError as error:
+        if error.errno in _NO_ROOM and _is_marked(fd):
+            return
+        raise SettingsError(
+            f"in the KV folder {path} no file can be written and renamed: {error.strerror}"
+        ) from error

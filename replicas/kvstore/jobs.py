@@ -1,0 +1,225 @@
+"""Jobs: what a disk was asked for, in the order in which it is done.
+
+Owns the queue: reads before removals before writes, and of one key in the order in which they were asked
+for, one at a time. Pure: it moves nothing and asks no clock. Its caller holds a lock around it.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from replicas.kvstore.layout import ChunkHeader
+from replicas.protocol.blocks import BlockHash
+
+
+class Kind(enum.Enum):
+    """A job is one of the first five; all but REMOVE and PROBE are told about when they have ended."""
+
+    READ = "read"
+    REMOVE = "remove"
+    WRITE = "write"
+    ERASE = "erase"
+    PROBE = "probe"
+    OVERDUE = "overdue"
+    """A read has not ended within its deadline: it failed, and its slot may still be written to."""
+    RETURNED = "returned"
+    """An overdue read has ended: nothing writes to its slot any more."""
+    LOST = "lost"
+    """No job: a file that the journal knew is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What has become of a job. Every job ends with one READ, WRITE or ERASE; a read that is overdue ends
+    with OVERDUE, then RETURNED.
+
+    `header` is that of a read that is `ok`: its slot holds KV whose checksum is right. `seconds` is the time
+    it took, its wait in the queue left out. `reason` is one word for a metric where it is not `ok`.
+    """
+
+    kind: Kind
+    job: int
+    key: BlockHash | None
+    ok: bool
+    header: ChunkHeader | None = None
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    CLEARING = enum.auto()
+    """A read has failed and its file is being removed: from here on it ends, late or not."""
+    OVERDUE = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    kind: Kind
+    number: int
+    asked_at: float
+    key: BlockHash | None = None
+    slot: memoryview | None = None
+    header: ChunkHeader | None = None
+    sync: bool = False
+    num_bytes: int = 0
+    """That it moves, or is taken to free."""
+    state: State = State.WAITING
+    started_at: float = 0.0
+
+
+_ORDER = (Kind.PROBE, Kind.READ, Kind.REMOVE, Kind.WRITE)
+
+
+class JobQueue:
+    def __init__(self) -> None:
+        self._ready: dict[Kind, deque[Job]] = {kind: deque() for kind in _ORDER}
+        self._behind: dict[BlockHash, deque[Job]] = {}
+        """For each key that a job or a claim has: the jobs that wait for it."""
+        self._reads: deque[Job] = deque()
+        """Oldest first, ended ones too until they come to the front."""
+        self._erase: Job | None = None
+        self.num_waiting = 0
+        """Reads and writes."""
+        self.num_running = 0
+        """Of any kind, overdue reads left out."""
+        self.bytes_to_read = 0
+        """Of reads that wait or run, overdue ones left out."""
+        self.bytes_to_grow = 0
+        """By which writes that wait or run will make the folder grow, less what removals will free."""
+
+    @property
+    def is_erasing(self) -> bool:
+        """Erasing waits or runs."""
+        return self._erase is not None
+
+    def add(self, job: Job) -> None:
+        if job.kind is Kind.ERASE:
+            assert self._erase is None, "one erasing at a time"
+            self._erase = job
+            return
+        self._count(job, 1)
+        if job.kind is Kind.READ:
+            self._reads.append(job)
+        if job.key is None:
+            self._ready[job.kind].append(job)
+        elif job.key in self._behind:
+            self._behind[job.key].append(job)
+        else:
+            self._behind[job.key] = deque()
+            self._ready[job.kind].append(job)
+
+    def take(self, now: float) -> Job | None:
+        """The next to do. Erasing waits until nothing else runs, and everything else for erasing."""
+        if self._erase is not None:
+            if self.num_running:
+                return None
+            return self._start(self._erase, now)
+        for kind in _ORDER:
+            while self._ready[kind]:
+                job = self._ready[kind].popleft()
+                if job.state is State.WAITING:
+                    self.num_waiting -= job.kind in (Kind.READ, Kind.WRITE)
+                    return self._start(job, now)
+                self._release(job.key)
+        return None
+
+    def end(self, job: Job) -> None:
+        """A job that ran has ended."""
+        was_overdue = job.state is State.OVERDUE
+        job.state = State.ENDED
+        if was_overdue:
+            return
+        self.num_running -= 1
+        if job is self._erase:
+            self._erase = None
+        else:
+            self._count_bytes(job, -1)
+            self._release(job.key)
+
+    def give_up(self, job: Job) -> None:
+        """A read that runs is overdue: others may have its key, and nothing waits for it."""
+        assert job.state is State.RUNNING, "what is given up runs"
+        job.state = State.OVERDUE
+        self.num_running -= 1
+        self._count_bytes(job, -1)
+        self._release(job.key)
+
+    def late_reads(self, asked_before: float) -> Iterator[Job]:
+        """Reads that were asked for before then and still wait or run, oldest first. Waiting ones are taken
+        off the queue; those that run are the caller's to give up.
+        """
+        while self._reads and self._reads[0].asked_at < asked_before:
+            job = self._reads.popleft()
+            if job.state is State.WAITING:
+                self._drop(job)
+                yield job
+            elif job.state is State.RUNNING:
+                yield job
+
+    def next_deadline(self) -> float | None:
+        """When the oldest read that waits or runs was asked for."""
+        while self._reads and self._reads[0].state not in (State.WAITING, State.RUNNING):
+            self._reads.popleft()
+        return self._reads[0].asked_at if self._reads else None
+
+    def drop_waiting(self) -> list[Job]:
+        """Take everything off the queue that does not run yet, in no order."""
+        waiting = [job for jobs in (*self._ready.values(), *self._behind.values()) for job in jobs]
+        dropped = [job for job in waiting if job.state is State.WAITING]
+        for job in dropped:
+            self._drop(job)
+        if self._erase is not None and self._erase.state is State.WAITING:
+            self._erase.state = State.ENDED
+            dropped.append(self._erase)
+            self._erase = None
+        return dropped
+
+    def claim(self, key: BlockHash) -> bool:
+        """Have the key as a job would, if no job has it or waits for it; then `release`."""
+        if key in self._behind or self._erase is not None:
+            return False
+        self._behind[key] = deque()
+        self.num_running += 1
+        return True
+
+    def release(self, key: BlockHash) -> None:
+        self.num_running -= 1
+        self._release(key)
+
+    def _start(self, job: Job, now: float) -> Job:
+        job.state = State.RUNNING
+        job.started_at = now
+        self.num_running += 1
+        return job
+
+    def _drop(self, job: Job) -> None:
+        """It stays where it is in line, and is passed over."""
+        job.state = State.ENDED
+        self._count(job, -1)
+
+    def _release(self, key: BlockHash | None) -> None:
+        if key is None:
+            return
+        behind = self._behind[key]
+        while behind:
+            job = behind.popleft()
+            if job.state is State.WAITING:
+                self._ready[job.kind].append(job)
+                return
+        del self._behind[key]
+
+    def _count(self, job: Job, sign: int) -> None:
+        self.num_waiting += sign * (job.kind in (Kind.READ, Kind.WRITE))
+        self._count_bytes(job, sign)
+
+    def _count_bytes(self, job: Job, sign: int) -> None:
+        if job.kind is Kind.READ:
+            self.bytes_to_read += sign * job.num_bytes
+        elif job.kind is Kind.WRITE:
+            self.bytes_to_grow += sign * job.num_bytes
+        elif job.kind is Kind.REMOVE:
+            self.bytes_to_grow -= sign * job.num_bytes

@@ -1,0 +1,376 @@
+"""Leases: which chunks of KV are promised to be kept, for how long, and what became of each promise.
+
+Owns the promises and their budget. Pure: it moves nothing, knows no slot and no file, and its caller says
+what time it is. That a promise is kept is the work of `directory.py`.
+
+A lease is a chunk's: so many seconds after its last use. Of several the longest rules, and belongs to who
+asked for it. It is charged to the tier that is to keep it, to the disk if the chunk has a file or is leased
+for an hour or more, else to host memory; and what is charged to the disk takes host memory as well until it
+has its file. So neither tier ever owes more than its budget, whatever is written when::
+
+    granted ──stored──> held ──its seconds are over──────> kept
+       │                  └─────its last copy went───────> broken, a tombstone
+       └────never stored, STORE_SECONDS are over─────────> broken, a tombstone
+
+A *tombstone* stays until the lease would have ended or the chunk is stored again: so who misses the chunk
+can be told that it went before its time, and why. There are `MAX_TOMBSTONES`; more forget the oldest.
+
+**Time** never goes back here: an earlier one counts as the latest that was told. It is that of a monotonic
+clock; what leaves the process is the seconds that are left.
+"""
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.prefix_leases import (
+    HOUR_SECONDS,
+    MAX_LEASE_SECONDS,
+    LeaseBreak,
+    LeaseRefusal,
+)
+
+STORE_SECONDS = 600.0
+"""A leased chunk is stored this long after it was leased, or its lease is broken."""
+
+MAX_TOMBSTONES = 1 << 15
+
+_SPARE_ENTRIES = 64
+
+TenantTag = NewType("TenantTag", bytes)
+"""Whose budget a lease is charged to."""
+
+EVERYBODY = TenantTag(b"")
+
+
+class Wish(NamedTuple):
+    """A chunk to be leased. `has_file`: it lies on disk, or is being written."""
+
+    key: BlockHash
+    has_file: bool = False
+
+
+class LeaseRecord(NamedTuple):
+    """A lease as it outlives a process: `seconds_left` of `seconds`, for the bytes of `tenant`."""
+
+    key: BlockHash
+    seconds: int
+    seconds_left: float
+    tenant: TenantTag = EVERYBODY
+
+
+class Charge(NamedTuple):
+    """Chunks of each tier, charged to a lease, to a tenant or in all."""
+
+    host: int = 0
+    disk: int = 0
+
+    def plus(self, other: "Charge") -> "Charge":
+        return Charge(self.host + other.host, self.disk + other.disk)
+
+    def less(self, other: "Charge") -> "Charge":
+        return Charge(self.host - other.host, self.disk - other.disk)
+
+    def is_within(self, most: "Charge") -> bool:
+        return self.host <= most.host and self.disk <= most.disk
+
+
+@dataclass(slots=True)
+class LeaseCounts:
+    """Since the beginning. `granted` and `refused` count leases as they were asked for, the rest counts
+    chunks: each that was leased is held now, or was kept, or its lease was broken.
+    """
+
+    granted: int = 0
+    refused: Counter[LeaseRefusal] = field(default_factory=Counter)
+    leased: int = 0
+    kept: int = 0
+    broken: Counter[LeaseBreak] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    key: BlockHash
+    seconds: int
+    end: float
+    tenant: TenantTag
+    is_on_disks_bill: bool
+    has_file: bool
+    store_by: float | None
+    """Until it is stored."""
+    broken_by: LeaseBreak | None = None
+
+    @property
+    def charge(self) -> Charge:
+        return _charge(self.is_on_disks_bill, self.has_file)
+
+    @property
+    def due(self) -> float:
+        """When something becomes of it by time alone."""
+        return self.end if self.store_by is None or self.broken_by else min(self.end, self.store_by)
+
+
+class Leases:
+    """At most `host_chunks` and `disk_chunks` are leased, of one tenant at most its share of each."""
+
+    def __init__(self, *, host_chunks: int = 0, disk_chunks: int = 0, tenant_share: float = 1.0) -> None:
+        if host_chunks < 0 or disk_chunks < 0 or not 0 < tenant_share <= 1:
+            raise ValueError(
+                "leases need budgets of 0 chunks or more and a tenant's share above 0 and up to 1, not"
+                f" {host_chunks}, {disk_chunks} and {tenant_share:g}"
+            )
+        self.budget = Charge(host_chunks, disk_chunks)
+        self.tenant_budget = Charge(int(host_chunks * tenant_share), int(disk_chunks * tenant_share))
+        self.counts = LeaseCounts()
+        self.charged = Charge()
+        """In all."""
+        self.now = 0.0
+        self._leases: dict[BlockHash, _Lease] = {}
+        self._tombstones: OrderedDict[BlockHash, _Lease] = OrderedDict()
+        self._due: list[tuple[float, int, _Lease]] = []
+        """A heap with one entry for each lease and tombstone, whose time may be too early."""
+        self._num_entries = 0
+        self._charged: dict[TenantTag, Charge] = {}
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_tombstones(self) -> int:
+        return len(self._tombstones)
+
+    def charged_to(self, tenant: TenantTag) -> Charge:
+        return self._charged.get(tenant, Charge())
+
+    def holds(self, key: BlockHash) -> bool:
+        """Whether the chunk is leased now, whether it is stored yet or not."""
+        return key in self._leases
+
+    def wants_file(self, key: BlockHash) -> bool:
+        """Whether the chunk is leased for so long that it is to be written at once."""
+        lease = self._leases.get(key)
+        return lease is not None and lease.is_on_disks_bill and not lease.has_file
+
+    def broken_by(self, key: BlockHash) -> LeaseBreak | None:
+        """Why a chunk went before its time that is still within it."""
+        lease = self._tombstones.get(key)
+        return None if lease is None else lease.broken_by
+
+    def records(self, keys: Iterable[BlockHash]) -> list[LeaseRecord]:
+        """The leases among these chunks."""
+        return [
+            LeaseRecord(key, lease.seconds, lease.end - self.now, lease.tenant)
+            for key in keys
+            if (lease := self._leases.get(key)) is not None
+        ]
+
+    # What time does.
+
+    def pass_time(self, now: float) -> list[BlockHash]:
+        """It is `now` seconds. Returns the chunks that are leased no more."""
+        self.now = max(self.now, now)
+        ended: list[BlockHash] = []
+        while self._due and self._due[0][0] <= self.now:
+            _, _, lease = heapq.heappop(self._due)
+            key = lease.key
+            if lease.broken_by is not None:
+                if self._tombstones.get(key) is lease:
+                    self._bury_or_wait(lease)
+            elif self._leases.get(key) is not lease:
+                continue
+            elif lease.due > self.now:
+                self._note_due(lease)
+            elif lease.store_by is not None:
+                ended.append(key)
+                self._broke(lease, LeaseBreak.NOT_STORED)
+                self._note_due(lease)
+            else:
+                ended.append(key)
+                self._end(lease)
+                self.counts.kept += 1
+        return ended
+
+    def _bury_or_wait(self, lease: _Lease) -> None:
+        if lease.due > self.now:
+            self._note_due(lease)
+        else:
+            del self._tombstones[lease.key]
+
+    # What is asked for.
+
+    def grant(
+        self, wishes: Sequence[Wish], seconds: int, tenant: TenantTag = EVERYBODY
+    ) -> LeaseRefusal | None:
+        """Lease all of these chunks, or none and say why. Leases that are there already begin anew."""
+        refusal = self._refusal(wishes, seconds, tenant)
+        if refusal is not None:
+            self.counts.refused[refusal] += 1
+            return refusal
+        self.counts.granted += 1
+        for wish in wishes:
+            self._lease(wish, seconds, tenant, seconds)
+            self.use(wish.key)
+        return None
+
+    def restore(self, records: Iterable[LeaseRecord]) -> None:
+        """What an earlier process had leased of chunks that are on disk. Those for which there is no time or
+        no budget are passed over, and so is time beyond what the lease began with.
+        """
+        for record in records:
+            seconds = min(record.seconds, MAX_LEASE_SECONDS)
+            left = min(record.seconds_left, float(seconds))
+            wish = Wish(record.key, has_file=True)
+            if record.key in self._leases or not left > 0:
+                continue
+            if self._refusal([wish], seconds, record.tenant) is None:
+                self._lease(wish, seconds, record.tenant, left)
+                self.stored(record.key)
+
+    def use(self, key: BlockHash) -> None:
+        """The chunk is used: its lease, if it has one, begins anew."""
+        lease = self._leases.get(key)
+        if lease is not None:
+            lease.end = self.now + lease.seconds
+
+    # What becomes of the chunks.
+
+    def stored(self, key: BlockHash) -> None:
+        """There is a copy of it. A tombstone is needed no more."""
+        lease = self._leases.get(key)
+        if lease is not None:
+            lease.store_by = None
+        else:
+            self._tombstones.pop(key, None)
+
+    def has_file(self, key: BlockHash) -> None:
+        lease = self._leases.get(key)
+        if lease is not None:
+            self._set_file(lease, has_file=True)
+
+    def lost_file(self, key: BlockHash) -> bool:
+        """Its file is gone, and a copy in host memory is left. Says whether that is leased now: not if there
+        is no room for what host memory owes then, so that the lease is broken.
+        """
+        lease = self._leases.get(key)
+        if lease is None:
+            return False
+        more = _charge(lease.is_on_disks_bill, False).less(lease.charge)
+        if self._refusal_of({lease.tenant: more}) is not None:
+            self._broke(lease, LeaseBreak.LOST)
+            return False
+        self._set_file(lease, has_file=False)
+        return True
+
+    def gone(self, key: BlockHash, cause: LeaseBreak) -> None:
+        """Its last copy went. One that was not stored yet may still be."""
+        lease = self._leases.get(key)
+        if lease is not None and lease.store_by is None:
+            self._broke(lease, cause)
+
+    def clear(self) -> None:
+        """All copies went at once."""
+        for lease in [*self._leases.values()]:
+            self._broke(lease, LeaseBreak.CLEARED)
+
+    # Promises.
+
+    def _lease(self, wish: Wish, seconds: int, tenant: TenantTag, left: float) -> None:
+        lease = self._leases.get(wish.key)
+        if lease is None:
+            lease = _Lease(
+                wish.key,
+                seconds,
+                self.now + left,
+                tenant,
+                is_on_disks_bill=self._is_on_disks_bill(wish, seconds),
+                has_file=wish.has_file,
+                store_by=self.now + STORE_SECONDS,
+            )
+            self._tombstones.pop(wish.key, None)
+            self._leases[wish.key] = lease
+            self._charge(tenant, lease.charge)
+            self.counts.leased += 1
+            self._note_due(lease)
+            return
+        if lease.store_by is not None:
+            lease.store_by = self.now + STORE_SECONDS
+        if seconds > lease.seconds:
+            self._charge(lease.tenant, Charge().less(lease.charge))
+            lease.seconds, lease.tenant = seconds, tenant
+            lease.is_on_disks_bill |= self._is_on_disks_bill(wish, seconds)
+            self._charge(tenant, lease.charge)
+
+    def _end(self, lease: _Lease) -> None:
+        del self._leases[lease.key]
+        self._charge(lease.tenant, Charge().less(lease.charge))
+
+    def _broke(self, lease: _Lease, cause: LeaseBreak) -> None:
+        self._end(lease)
+        lease.broken_by = cause
+        self.counts.broken[cause] += 1
+        self._tombstones[lease.key] = lease
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def _note_due(self, lease: _Lease) -> None:
+        self._num_entries += 1
+        heapq.heappush(self._due, (lease.due, self._num_entries, lease))
+        if len(self._due) > 2 * (len(self._leases) + len(self._tombstones)) + _SPARE_ENTRIES:
+            living = {id(each) for table in (self._leases, self._tombstones) for each in table.values()}
+            self._due = [entry for entry in self._due if id(entry[2]) in living]
+            heapq.heapify(self._due)
+
+    # The budget.
+
+    def _is_on_disks_bill(self, wish: Wish, seconds: int) -> bool:
+        return self.budget.disk > 0 and (wish.has_file or seconds >= HOUR_SECONDS)
+
+    def _refusal(self, wishes: Sequence[Wish], seconds: int, tenant: TenantTag) -> LeaseRefusal | None:
+        if seconds < 1:
+            return LeaseRefusal.NO_TIME
+        if seconds > MAX_LEASE_SECONDS:
+            return LeaseRefusal.TOO_LONG
+        if not (self.budget.disk or (self.budget.host and seconds <= HOUR_SECONDS)):
+            return LeaseRefusal.NO_TIER
+        if not wishes:
+            return LeaseRefusal.NO_WHOLE_CHUNK
+        more: dict[TenantTag, Charge] = {}
+        for wish in wishes:
+            lease = self._leases.get(wish.key)
+            if lease is None:
+                owed = _charge(self._is_on_disks_bill(wish, seconds), wish.has_file)
+            elif seconds > lease.seconds:
+                more[lease.tenant] = more.get(lease.tenant, Charge()).less(lease.charge)
+                bill = lease.is_on_disks_bill or self._is_on_disks_bill(wish, seconds)
+                owed = _charge(bill, lease.has_file)
+            else:
+                continue
+            more[tenant] = more.get(tenant, Charge()).plus(owed)
+        return self._refusal_of(more)
+
+    def _refusal_of(self, more: Mapping[TenantTag, Charge]) -> LeaseRefusal | None:
+        total = self.charged
+        for tenant, charge in more.items():
+            total = total.plus(charge)
+            if not self.charged_to(tenant).plus(charge).is_within(self.tenant_budget):
+                return LeaseRefusal.BUDGET if self.tenant_budget == self.budget else LeaseRefusal.TENANT_SHARE
+        return None if total.is_within(self.budget) else LeaseRefusal.BUDGET
+
+    def _set_file(self, lease: _Lease, *, has_file: bool) -> None:
+        before = lease.charge
+        lease.has_file = has_file
+        self._charge(lease.tenant, lease.charge.less(before))
+
+    def _charge(self, tenant: TenantTag, more: Charge) -> None:
+        self.charged = self.charged.plus(more)
+        self._charged[tenant] = self.charged_to(tenant).plus(more)
+        if self._charged[tenant] == Charge():
+            del self._charged[tenant]
+
+
+def _charge(is_on_disks_bill: bool, has_file: bool) -> Charge:
+    return Charge(0 if has_file else 1, 1) if is_on_disks_bill else Charge(1, 0)

@@ -1,0 +1,70 @@
+"""PrefixLease: the wish that the beginning of a prompt be kept for a while, and what became of it.
+
+Owns the words for it, which routers, replicas and the store of KV share. Has nothing to do with the lease by
+which a replica says that it is alive.
+"""
+
+import enum
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from replicas.protocol.bounds import MAX_TOKENS, Uint32
+
+MAX_LEASES = 16
+"""Of one request."""
+
+MAX_LEASE_SECONDS = 86_400
+"""A day: no longer lease is granted."""
+
+HOUR_SECONDS = 3600
+"""Host memory keeps what is leased for this long at most, and what is leased for this long is written to disk
+at once, where there is one."""
+
+
+class PrefixLease(NamedTuple):
+    """Keep the leading `end_block` blocks for `seconds` after each use. A hint: who cannot says so."""
+
+    end_block: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    seconds: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+
+
+class LeaseRefusal(enum.StrEnum):
+    """Why a lease was not granted."""
+
+    BUDGET = "budget"
+    """All of the bytes that may be leased are."""
+    TENANT_SHARE = "tenant_share"
+    """This tenant has leased all that one tenant may."""
+    TOO_LONG = "too_long"
+    NO_TIME = "no_time"
+    NO_TIER = "no_tier"
+    """There is no memory below the device, or none that keeps anything for so long: disk, beyond an hour."""
+    NO_WHOLE_CHUNK = "no_whole_chunk"
+    """What is to be kept is shorter than the unit in which KV moves."""
+
+
+class LeaseBreak(enum.StrEnum):
+    """Why KV that was leased went before its time."""
+
+    HOST_FULL = "host_full"
+    """Its only copy was in host memory, and nothing else there could go."""
+    DISK_FULL = "disk_full"
+    """The disk became smaller than what is leased there."""
+    LOST = "lost"
+    """Its only copy was a file that is gone or not to be believed."""
+    NOT_STORED = "not_stored"
+    """It was never stored: its request ended before, or there was no room at the time."""
+    CLEARED = "cleared"
+    """Somebody had everything forgotten."""
+
+
+class LeaseAnswer(Struct, frozen=True, array_like=True):
+    """What became of one lease: its leading `num_tokens` are kept for `seconds`, or it was refused.
+
+    Both numbers are 0 for one that was refused.
+    """
+
+    seconds: Uint32 = 0
+    num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    refusal: LeaseRefusal | None = None
