@@ -49,6 +49,11 @@ class Engine(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
+    def begin(self) -> None:
+        """Requests follow, and what came before were proofs: what an earlier life has left below the device
+        counts from now on. The first call of whoever drives it, and the only one of its kind.
+        """
+
     def add(self, request: EngineRequest) -> None:
         """Take a request. Raises RequestRefused if it can never run (too long, bad token id, …)."""
 

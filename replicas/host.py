@@ -49,6 +49,9 @@ than that is better off elsewhere."""
 LEASES_PER_SET = 20
 """How many leases long the blocks set outlives its own: a pause costs no rewrite; a dead replica's goes."""
 
+FIRST_INDEX_SECONDS = 5.0
+"""How long a replica puts off that it is ready, until routers can find what its disk has kept."""
+
 FLUSH_SECONDS = 2.0
 """How long routers may take to read what is still queued for them when the replica ends."""
 
@@ -214,6 +217,10 @@ class ReplicaHost:
         parts.engine_loop.start()
 
     async def _become_ready(self, parts: "_Parts") -> None:
+        if self._config.disk_kv_bytes is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_INDEX_SECONDS):
+                    await parts.wait_indexed()
         self._state = advance(self._state, ReplicaState.READY)
         await parts.server.set_serving(True)
         parts.registration.announce()
@@ -301,6 +308,7 @@ class _Parts:
         )
         self.watchdog = self._watch(host, config.engine_hang_seconds, proven.token_seconds)
         self._group: asyncio.TaskGroup | None = None
+        self._begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def _index_writer(self, config: ReplicaConfig, epoch: Epoch) -> IndexWriter:
@@ -335,8 +343,14 @@ class _Parts:
         await self._lease_redis.aclose()
         await self._index_redis.aclose()
 
+    async def wait_indexed(self) -> None:
+        """Until the index has what the engine had at its start."""
+        await self._begun.wait()
+        await self.index.wait_settled()
+
     def _deliver(self, frame: StepFrame, step_seconds: float) -> None:
         self.index.observe(frame.events)  # first: with a request's first delta its blocks are stored
+        self._begun.set()
         self.server.deliver(frame, step_seconds)
         self.watchdog.observe(frame, step_seconds)
         self.metrics.observe(frame, step_seconds)

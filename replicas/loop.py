@@ -127,6 +127,7 @@ class EngineLoop:
     def _run(self) -> None:
         death: BaseException | None = None
         try:
+            self._engine.begin()
             while self._turn():
                 pass
         except BaseException as error:  # the thread's outermost frame: it must end loudly, not vanish

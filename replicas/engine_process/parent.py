@@ -167,6 +167,9 @@ class EngineProcess:
         assert isinstance(answer, Stepped)
         return answer.frame
 
+    def begin(self) -> None:
+        """The loop beside the engine does."""
+
     def reset_prefix_cache(self) -> bool:
         answer = self._call(ResetPrefixCache())
         assert isinstance(answer, Done)

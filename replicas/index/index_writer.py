@@ -114,6 +114,8 @@ class IndexWriter:
         self._is_writing = False
         self._wanted = asyncio.Event()
         self._wanted.set()
+        self._written = asyncio.Event()
+        """Since a write began, all that was observed has been written."""
         self._unwritten_since: float | None = None
 
     @property
@@ -130,6 +132,12 @@ class IndexWriter:
     def is_settled(self) -> bool:
         """Whether Redis holds all that was observed, as far as the writer knows."""
         return not (self._must_rewrite or self._is_writing or self._has_change)
+
+    async def wait_settled(self) -> None:
+        """Return when Redis holds all that was observed."""
+        while not self.is_settled:
+            self._written.clear()
+            await self._written.wait()
 
     @property
     def num_announcements(self) -> int:
@@ -218,6 +226,7 @@ class IndexWriter:
                 backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff) if backoff else MIN_BACKOFF_SECONDS
                 await asyncio.sleep(backoff)
             else:
+                self._written.set()
                 if backoff is not None:
                     logger.info("the whole block index has been written hashes=%d", len(self._residency.kept))
                 backoff = None

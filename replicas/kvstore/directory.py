@@ -463,6 +463,10 @@ class Directory:
         self._events += [AllBlocksCleared(Tier.HOST), AllBlocksCleared(Tier.DISK)]
         return True
 
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
     def take_events(self) -> list[CacheEvent]:
         """What became ready or went since the last call, in order."""
         events, self._events = self._events, []

@@ -23,7 +23,7 @@ from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
 from replicas.kvstore.rate import Rate
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import CacheEvent
+from replicas.protocol.events import AllBlocksCleared, CacheEvent, Tier
 from replicas.protocol.frames import UserTag
 from replicas.protocol.ways import HOST_MOVE_SECONDS, MoveSpeeds
 
@@ -86,8 +86,8 @@ class ChunkStore:
             chunk_bytes=arena.slot_bytes,
             write_budget=None if share is None else share.write_budget,
         )
-        if self._disk is not None:
-            self.directory.restore(self._disk.restored)
+        self._has_begun = False
+        self._events: list[CacheEvent] = []
         self._writers: list[Writers] = [()] * arena.num_slots
         self._host_rate = Rate()
         """Of loading: seconds per token from host memory to the device."""
@@ -96,6 +96,16 @@ class ChunkStore:
         self._overdue: dict[int, int] = {}
         """By job: the slot that a read may still write to."""
         self._writes: dict[int, BlockHash] = {}
+
+    def begin(self) -> None:
+        """What the disk has of an earlier life counts from now on. What was here before was only a trial."""
+        self._has_begun = True
+        if self._disk is not None:
+            self.directory.clear()
+            self.directory.take_removals()
+            self.directory.take_events()
+            self._events.append(AllBlocksCleared(Tier.DISK))  # said even where nothing is left
+            self.directory.restore(self._disk.restored)
 
     # From the device.
 
@@ -198,7 +208,7 @@ class ChunkStore:
 
     def poll(self) -> None:
         """Take note of what the disk has done, and give it more to do."""
-        if self._disk is None:
+        if self._disk is None or not self._has_begun:
             return
         for finished in self._disk.take_finished():
             self._end(finished)
@@ -206,6 +216,10 @@ class ChunkStore:
             self.directory.adopt(name)
         self._disk.remove(self.directory.take_removals())
         self._write(self._disk, MAX_WRITES - len(self._writes))
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events) or self.directory.has_events
 
     @property
     def look_again_seconds(self) -> float | None:
@@ -239,14 +253,15 @@ class ChunkStore:
 
     def take_events(self) -> list[CacheEvent]:
         """What became ready or went since the last call, in order."""
-        return self.directory.take_events()
+        events, self._events = self._events, []
+        return events + self.directory.take_events()
 
     def clear(self) -> bool:
         """Forget every chunk. False, and nothing happens, while any of them moves."""
         self.poll()
         if not self.directory.clear():
             return False
-        if self._disk is not None:
+        if self._disk is not None and self._has_begun:
             self.directory.take_removals()
             self._disk.erase()
         return True

@@ -231,8 +231,9 @@ class LowerTiers:
     # Beside requests.
 
     @property
-    def is_loading(self) -> bool:
-        return bool(self._loads)
+    def has_work(self) -> bool:
+        """Whether anything is loaded, or is to be said."""
+        return bool(self._loads) or self._store.has_events
 
     def poll(self) -> None:
         """Take note of what has ended between the tiers, and let more begin."""

@@ -100,8 +100,8 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has anything to do: a waiting or running request, or an event to report."""
-        is_loading = self._lower_tiers is not None and self._lower_tiers.is_loading
-        return bool(self._requests) or is_loading or self._manager.pool.has_events
+        has_tier_work = self._lower_tiers is not None and self._lower_tiers.has_work
+        return bool(self._requests) or has_tier_work or self._manager.pool.has_events
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV. False, and nothing happens, while any request holds blocks or any chunk moves."""

@@ -55,6 +55,9 @@ class SimulatedEngine:
     def card(self) -> ModelCard:
         return self._card
 
+    def begin(self) -> None:
+        """No earlier life has left anything."""
+
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
 

@@ -94,6 +94,10 @@ class TorchEngine:
         """The files that the model's text goes through."""
         return self._bundle
 
+    def begin(self) -> None:
+        if self.store is not None:
+            self.store.begin()
+
     def add(self, request: EngineRequest) -> None:
         if request.submit.media:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")

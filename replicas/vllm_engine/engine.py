@@ -171,6 +171,10 @@ class VllmEngine:
         """The files that the model's text goes through."""
         return self._bundle
 
+    def begin(self) -> None:
+        if self._tier is not None:
+            self._tier.store.begin()
+
     def add(self, request: EngineRequest) -> None:
         if request.submit.media:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")

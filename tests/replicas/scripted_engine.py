@@ -98,6 +98,9 @@ class ScriptedEngine:
             started=started,
         )
 
+    def begin(self) -> None:
+        """It has no earlier life."""
+
     def reset_prefix_cache(self) -> bool:
         if self._running:
             return False

@@ -122,5 +122,5 @@ class TieredModel(FakeModel):
         """Let every copy end."""
         for _ in range(20):
             self.step()
-        assert not self.tiers.is_loading
+        assert not self.tiers.has_work
         assert all(chunk.may_leave_host for chunk in self.store.directory._chunks.values())
