@@ -119,12 +119,10 @@ class JobQueue:
                 return None
             return self._start(self._erase, now)
         for kind in _ORDER:
-            while self._ready[kind]:
+            if self._ready[kind]:
                 job = self._ready[kind].popleft()
-                if job.state is State.WAITING:
-                    self.num_waiting -= job.kind in (Kind.READ, Kind.WRITE)
-                    return self._start(job, now)
-                self._release(job.key)
+                self.num_waiting -= job.kind in (Kind.READ, Kind.WRITE)
+                return self._start(job, now)
         return None
 
     def end(self, job: Job) -> None:
@@ -168,8 +166,7 @@ class JobQueue:
 
     def drop_waiting(self) -> list[Job]:
         """Take everything off the queue that does not run yet, in no order."""
-        waiting = [job for jobs in (*self._ready.values(), *self._behind.values()) for job in jobs]
-        dropped = [job for job in waiting if job.state is State.WAITING]
+        dropped = [job for jobs in (*self._behind.values(), *self._ready.values()) for job in jobs]
         for job in dropped:
             self._drop(job)
         if self._erase is not None and self._erase.state is State.WAITING:
@@ -197,20 +194,24 @@ class JobQueue:
         return job
 
     def _drop(self, job: Job) -> None:
-        """It stays where it is in line, and is passed over."""
+        """Take one that waits out of the line."""
         job.state = State.ENDED
         self._count(job, -1)
+        if job.key is not None and job in self._behind[job.key]:
+            self._behind[job.key].remove(job)
+        else:
+            self._ready[job.kind].remove(job)
+            self._release(job.key)
 
     def _release(self, key: BlockHash | None) -> None:
         if key is None:
             return
         behind = self._behind[key]
-        while behind:
+        if behind:
             job = behind.popleft()
-            if job.state is State.WAITING:
-                self._ready[job.kind].append(job)
-                return
-        del self._behind[key]
+            self._ready[job.kind].append(job)
+        else:
+            del self._behind[key]
 
     def _count(self, job: Job, sign: int) -> None:
         self.num_waiting += sign * (job.kind in (Kind.READ, Kind.WRITE))

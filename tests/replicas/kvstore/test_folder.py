@@ -1,0 +1,265 @@
+"""The folder: whose it is, who has it, and what is left when it is erased."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas.kvstore import folder as folder_module
+from replicas.kvstore.disk import Disk
+from replicas.kvstore.folder import LOCK, MARKER, Folder
+from replicas.kvstore.other_layouts import erase_folder
+from replicas.process.settings import SettingsError
+from tests.replicas.kvstore.open_disk import opened, options
+
+NOBODY = 65534
+
+
+def refused(path: Path) -> str:
+    """The sentence with which the folder is refused."""
+    before = sorted(path.iterdir()) if path.is_dir() else None
+    with pytest.raises(SettingsError) as refusal:
+        Disk(options(path))
+    assert before is None or sorted(path.iterdir()) == before, "what is refused is left as it was"
+    sentence = str(refusal.value)
+    assert str(path) in sentence and "\n" not in sentence
+    return sentence
+
+
+def test_a_folder_is_made_and_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "one" / "two"
+    for _ in range(2):
+        folder = Folder(path)
+        assert path.stat().st_mode & 0o777 == 0o700
+        assert sorted(os.listdir(path)) == [MARKER, LOCK]
+        folder.close()
+        folder.close()
+
+
+def test_backups_know_that_it_is_a_cache(tmp_path: Path) -> None:
+    Folder(tmp_path).close()
+    assert (tmp_path / MARKER).read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")
+
+
+def test_an_empty_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    tmp_path.chmod(0o770)
+    Folder(tmp_path).close()
+    assert tmp_path.stat().st_mode & 0o777 == 0o770
+
+
+@pytest.mark.parametrize("left", [[LOCK], [LOCK, ".tmp-0"], [".tmp-0"]])
+def test_what_one_that_died_as_it_began_has_left_is_ours(tmp_path: Path, left: list[str]) -> None:
+    for each in left:
+        (tmp_path / each).touch()
+    Folder(tmp_path).close()
+    assert sorted(os.listdir(tmp_path)) == [MARKER, LOCK]
+
+
+def test_somebody_elses_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert "holds what Kvasir has not written, such as 'thesis.txt'" in refused(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", [b"", b"Signature: 8a477f597d28d172789f06886806bc55\n", b"x" * 9999])
+def test_another_programs_cache_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / MARKER).write_bytes(text)
+    assert "another program" in refused(tmp_path)
+
+
+def test_a_marker_that_is_a_link_proves_nothing(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    Folder(ours).close()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / MARKER).symlink_to(ours / MARKER)
+    assert "another program" in refused(other)
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "there is a file in its place" in refused(tmp_path / "file")
+    assert "there is a file in its place" in refused(tmp_path / "file" / "below")
+
+
+def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    assert "is a symbolic link" in refused(tmp_path / "link")
+    (tmp_path / "nowhere").symlink_to("missing")
+    assert str(tmp_path / "nowhere") in refused(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("below", ["v1", "v1/LAYOUT"])
+def test_a_link_below_it_is_not_followed(tmp_path: Path, below: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = tmp_path / "kv"
+    Folder(path).close()
+    place = path / below.replace("LAYOUT", options(path).layout.hex())
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(elsewhere)
+    with pytest.raises(SettingsError, match="no folder that can be used"):
+        Disk(options(path))
+    Folder(path).close()
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can get to."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_folder_that_is_not_writable_is_refused(open_folder: Path, mode: int) -> None:
+    path = open_folder / "kv"
+    path.mkdir()
+    path.chmod(mode)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=_open_as_nobody, args=(path, there))
+    child.start()
+    sentence = here.recv()
+    child.join()
+    path.chmod(0o755)
+    assert sentence.startswith(f"the KV folder {path} cannot be ") and "Permission denied" in sentence
+
+
+def _open_as_nobody(path: Path, connection: Any) -> None:
+    """Modes do not bind the superuser."""
+    if os.getuid() == 0:
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    try:
+        Folder(path)
+    except SettingsError as error:
+        connection.send(str(error))
+    else:
+        connection.send("opened")
+
+
+def _hold(path: Path, connection: Any) -> None:
+    folder = Folder(path)
+    connection.send("held")
+    connection.recv()
+    folder.close()
+
+
+def test_a_second_replica_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    holder = context.Process(target=_hold, args=(tmp_path, there))
+    holder.start()
+    try:
+        assert here.recv() == "held"
+        assert "is in use by another replica" in refused(tmp_path)
+        with pytest.raises(SettingsError, match="in use by another replica"):
+            erase_folder(tmp_path)
+    finally:
+        holder.kill()
+        holder.join()
+    Folder(tmp_path).close()
+
+
+def test_a_second_disk_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
+    with opened(tmp_path) as at:
+        assert "is in use by another replica" in refused(tmp_path)
+        at.write("a")
+    with opened(tmp_path) as at:
+        assert at.has("a")
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"), [("flock", "without locks"), ("rename", "written and renamed")]
+)
+def test_a_file_system_without_locks_or_renaming_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, sentence: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(*((fcntl, broken) if broken == "flock" else (os, broken)), fails)
+    with pytest.raises(SettingsError, match=sentence) as refusal:
+        Folder(tmp_path)
+    assert "Operation not supported" in str(refusal.value)
+
+
+def test_a_full_disk_that_holds_our_kv_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Folder(tmp_path).close()
+
+    def is_full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_module.os, "write", is_full)
+        Folder(tmp_path).close()
+        assert "No space left" in refused(tmp_path / "new")
+
+
+def test_every_descriptor_is_given_back(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").touch()
+    for _ in range(3):
+        with opened(tmp_path / "kv") as at:
+            at.write("a")
+            at.has("a")
+            at.has("b")
+            at.compared()
+            refused(tmp_path / "kv")
+        refused(tmp_path / "foreign")
+        erase_folder(tmp_path / "kv")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_erasing_takes_all_of_ours_and_leaves_what_is_not(tmp_path: Path) -> None:
+    with opened(tmp_path) as at:
+        at.write("a")
+        used = at.disk.bytes_used
+    theirs = [tmp_path / "notes.txt", tmp_path / "v1" / "notes.txt", tmp_path / "v2x" / "a.kv"]
+    theirs.append(next(tmp_path.glob("v1/*/*/*")) / "notes.kv")
+    for each in theirs:
+        each.parent.mkdir(exist_ok=True)
+        each.write_text("theirs")
+    (tmp_path / "v7").mkdir()
+    (tmp_path / "v7" / "link").symlink_to(tmp_path / "v2x")
+    assert erase_folder(tmp_path) == used
+    left = sorted(each for each in tmp_path.rglob("*") if each.is_symlink() or not each.is_dir())
+    assert left == sorted([*theirs, tmp_path / "v7" / "link"])
+
+
+def test_erasing_refuses_what_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(SettingsError, match="has not written"):
+        erase_folder(tmp_path)
+
+
+def test_a_lock_that_was_erased_as_it_was_taken_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, erased = fcntl.flock, []
+
+    def flock(fd: int, how: int) -> None:
+        real(fd, how)
+        if not erased:
+            erased.append(fd)
+            os.unlink(tmp_path / LOCK)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = Folder(tmp_path)
+    assert erased and (tmp_path / LOCK).exists()
+    with pytest.raises(SettingsError, match="in use"):
+        Folder(tmp_path)
+    folder.close()

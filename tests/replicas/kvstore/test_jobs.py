@@ -1,0 +1,204 @@
+"""The queue of jobs: priorities, one key's jobs in order, what is late, and its books after any history."""
+
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replicas.kvstore.jobs import Job, JobQueue, Kind, State
+from tests.examples import examples
+from tests.replicas.kvstore.chunk_names import key
+
+BYTES = 10
+
+
+def job(kind: Kind, path: str | None, number: int = 0, asked_at: float = 0.0) -> Job:
+    num_bytes = 0 if kind is Kind.ERASE else BYTES
+    return Job(kind, number, asked_at, None if path is None else key(path), num_bytes=num_bytes)
+
+
+def queue_of(*jobs: tuple[Kind, str]) -> JobQueue:
+    queue = JobQueue()
+    for number, (kind, path) in enumerate(jobs):
+        queue.add(job(kind, path, number))
+    return queue
+
+
+def numbers(jobs: Iterable[Job | None]) -> list[int | None]:
+    return [None if each is None else each.number for each in jobs]
+
+
+def test_reads_come_before_removals_before_writes() -> None:
+    queue = queue_of((Kind.WRITE, "a"), (Kind.REMOVE, "b"), (Kind.READ, "c"), (Kind.READ, "d"))
+    assert numbers(queue.take(0.0) for _ in range(5)) == [2, 3, 1, 0, None]
+
+
+def test_jobs_of_one_key_come_one_after_the_other_in_their_order() -> None:
+    queue = queue_of((Kind.WRITE, "a"), (Kind.REMOVE, "a"), (Kind.READ, "a"), (Kind.WRITE, "b"))
+    first, other = queue.take(0.0), queue.take(0.0)
+    assert first is not None and numbers([first, other, queue.take(0.0)]) == [0, 3, None]
+    queue.end(first)
+    second = queue.take(0.0)
+    assert second is not None and numbers([second, queue.take(0.0)]) == [1, None]
+    queue.end(second)
+    assert numbers([queue.take(0.0)]) == [2]
+
+
+def test_a_read_that_is_given_up_lets_others_have_its_key() -> None:
+    queue = queue_of((Kind.READ, "a"), (Kind.WRITE, "a"))
+    read = queue.take(0.0)
+    assert read is not None and queue.take(0.0) is None
+    assert list(queue.late_reads(1.0)) == [read]
+    queue.give_up(read)
+    assert numbers([queue.take(0.0)]) == [1] and queue.num_running == 1
+    queue.end(read)
+    assert queue.num_running == 1 and read.state is State.ENDED
+
+
+def test_reads_that_wait_too_long_leave_the_queue() -> None:
+    queue = JobQueue()
+    late, later = job(Kind.READ, "a", 1, 1.0), job(Kind.READ, "b", 2, 2.0)
+    queue.add(late)
+    queue.add(later)
+    assert queue.next_deadline() == 1.0
+    assert list(queue.late_reads(2.0)) == [late] and late.state is State.ENDED
+    assert queue.next_deadline() == 2.0 and queue.num_waiting == 1 and queue.bytes_to_read == BYTES
+    assert queue.take(0.0) is later and queue.take(0.0) is None
+    queue.end(later)
+    assert queue.next_deadline() is None
+
+
+def test_a_key_that_is_claimed_is_the_claimers_until_it_is_released() -> None:
+    queue = queue_of((Kind.READ, "a"))
+    assert not queue.claim(key("a")) and queue.claim(key("b")) and not queue.claim(key("b"))
+    queue.add(job(Kind.REMOVE, "b", 7))
+    assert numbers([queue.take(0.0), queue.take(0.0)]) == [0, None]
+    queue.release(key("b"))
+    assert numbers([queue.take(0.0)]) == [7]
+
+
+def test_erasing_waits_for_what_runs_and_everything_else_for_erasing() -> None:
+    queue = queue_of((Kind.WRITE, "a"))
+    running = queue.take(0.0)
+    erase = job(Kind.ERASE, None, 5)
+    queue.add(erase)
+    queue.add(job(Kind.READ, "b", 6))
+    assert running is not None and queue.is_erasing and queue.take(0.0) is None
+    assert not queue.claim(key("c"))
+    queue.end(running)
+    assert queue.take(0.0) is erase and queue.take(0.0) is None
+    queue.end(erase)
+    assert numbers([queue.take(0.0)]) == [6] and not queue.is_erasing
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Against a list of all jobs in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = JobQueue()
+        self.jobs: list[Job] = []
+        self.claims: set[str] = set()
+        self.now = 0.0
+
+    @rule(kind=st.sampled_from([Kind.READ, Kind.WRITE, Kind.REMOVE]), path=st.sampled_from("abc"))
+    def add(self, kind: Kind, path: str) -> None:
+        self.now += 1.0
+        self.jobs.append(job(kind, path, len(self.jobs), self.now))
+        self.queue.add(self.jobs[-1])
+
+    @precondition(lambda self: not self.queue.is_erasing)
+    @rule()
+    def erase(self) -> None:
+        self.jobs.append(job(Kind.ERASE, None, len(self.jobs), self.now))
+        self.queue.add(self.jobs[-1])
+
+    @rule()
+    def take(self) -> None:
+        expected = self.may_run()
+        taken = self.queue.take(self.now)
+        assert (taken is None) == (not expected), "whatever can be done is taken"
+        if taken is not None:
+            assert taken.state is State.RUNNING and taken in expected
+            order = [Kind.ERASE, Kind.READ, Kind.REMOVE, Kind.WRITE]
+            assert order.index(taken.kind) == min(order.index(each.kind) for each in expected)
+
+    def may_run(self) -> list[Job]:
+        waiting = [each for each in self.jobs if each.state is State.WAITING]
+        erasing = [each for each in self.jobs if each.kind is Kind.ERASE and each.state is not State.ENDED]
+        if erasing:
+            is_quiet = not self.running() and not self.claims
+            return [each for each in erasing if is_quiet and each.state is State.WAITING]
+        held = {each.key for each in self.running()} | {key(path) for path in self.claims}
+        found = []
+        for each in waiting:
+            if each.key not in held:
+                found.append(each)
+            held.add(each.key)
+        return found
+
+    def running(self) -> list[Job]:
+        return [each for each in self.jobs if each.state in (State.RUNNING, State.CLEARING)]
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        ending = [*self.running(), *(each for each in self.jobs if each.state is State.OVERDUE)]
+        if ending:
+            self.queue.end(data.draw(st.sampled_from(ending)))
+
+    @rule(age=st.integers(0, 6))
+    def expire(self, age: int) -> None:
+        alive = [each for each in self.jobs if each.kind is Kind.READ]
+        alive = [each for each in alive if each.state in (State.WAITING, State.RUNNING)]
+        expected = [each for each in alive if each.asked_at < self.now - age]
+        late = []
+        for each in self.queue.late_reads(self.now - age):
+            late.append(each)
+            if each.state is State.RUNNING:
+                self.queue.give_up(each)
+        assert late == expected
+
+    @rule(data=st.data())
+    def clear(self, data: st.DataObject) -> None:
+        reads = [each for each in self.jobs if each.kind is Kind.READ and each.state is State.RUNNING]
+        if reads:
+            data.draw(st.sampled_from(reads)).state = State.CLEARING
+
+    @rule(path=st.sampled_from("abcd"))
+    def claim(self, path: str) -> None:
+        busy = {each.key for each in self.running()} | {
+            each.key for each in self.jobs if each.state is State.WAITING
+        }
+        is_free = key(path) not in busy and path not in self.claims and not self.queue.is_erasing
+        assert self.queue.claim(key(path)) == is_free
+        if is_free:
+            self.claims.add(path)
+
+    @precondition(lambda self: self.claims)
+    @rule()
+    def release(self) -> None:
+        self.queue.release(key(self.claims.pop()))
+
+    @rule()
+    def drop(self) -> None:
+        waiting = {each.number for each in self.jobs if each.state is State.WAITING}
+        assert {each.number for each in self.queue.drop_waiting()} == waiting
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        waiting = [each for each in self.jobs if each.state is State.WAITING]
+        counted = [*waiting, *self.running()]
+        by_kind = {kind: sum(each.num_bytes for each in counted if each.kind is kind) for kind in Kind}
+        assert self.queue.num_waiting == sum(each.kind in (Kind.READ, Kind.WRITE) for each in waiting)
+        assert self.queue.num_running == len(self.running()) + len(self.claims)
+        assert self.queue.bytes_to_read == by_kind[Kind.READ]
+        assert self.queue.bytes_to_grow == by_kind[Kind.WRITE] - by_kind[Kind.REMOVE]
+        alive = [
+            each.asked_at for each in counted if each.kind is Kind.READ and each.state is not State.CLEARING
+        ]
+        assert self.queue.next_deadline() == min(alive, default=None)
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
