@@ -13,6 +13,7 @@ from pathlib import Path
 from cluster.errors import ClusterError
 from loadtests.arguments import count, number, positive, rate, share, size
 from loadtests.reports.report import Slo
+from loadtests.simulation.curve import BACK_POINTS, back_after, curve_table, ideal_hits_of, left_hits_of
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
 from loadtests.simulation.shape import ReplicaShape, TierShape
@@ -27,6 +28,9 @@ from router.routing.policies import POLICIES
 
 TIMED_HARDWARE = tuple(name for name, hardware in HARDWARE.items() if hardware.cost != FREE)
 """In virtual time, what costs nothing would serve everything at once."""
+
+MAX_WINDOWS = 10_000
+"""Of a curve of hits over time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--sweep", choices=tuple(SWEEPS), help="vary this, and find out how much of it is needed")
     add("--values", type=_numbers, metavar="A,B,…", help="the values that a sweep tries")
+    add("--window", type=positive, metavar="S", help="also print hits over time, in windows of S seconds")
     add("--jobs", type=count, default=2, metavar="N", help="processes for several runs (default: 2)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
@@ -214,7 +219,8 @@ def _texts(
     policies: Sequence[str],
 ) -> list[str]:
     if arguments.sweep is None:
-        return [table({policy: medians[policy, None] for policy in policies})]
+        curves = [text for policy in policies for text in _curve(arguments, policy, medians[policy, None])]
+        return [table({policy: medians[policy, None] for policy in policies}), *curves]
     kind = SWEEPS[arguments.sweep]
     slo = f"within {arguments.slo_ttft:g} s to the first token"
     texts = []
@@ -224,6 +230,21 @@ def _texts(
         texts.append(table({f"{value:g}": summary for value, summary in points.items()}))
         texts.append("\n" + plot(kind, points))
         texts.append(answer(kind, points, slo=slo, share=arguments.slo_share))
+    return texts
+
+
+def _curve(arguments: argparse.Namespace, policy: str, summary: Summary) -> list[str]:
+    """Hits over time, and how long after the last loss they were back."""
+    if arguments.window is None:
+        return []
+    texts = [f"\n{policy}, hits over time", curve_table(summary.windows)]
+    kills = [parse_kill(text) for text in arguments.kill]
+    if kills:
+        lost_at = max(kill.at for kill in kills)
+        for name, goal in (("the ideal", ideal_hits_of), ("what was not lost", left_hits_of)):
+            seconds = back_after(summary.windows, lost_at, goal)
+            when = "not back at the end" if seconds is None else f"back after {seconds:g} s"
+            texts.append(f"within {100 * BACK_POINTS:g} points of {name}: {when}")
     return texts
 
 
@@ -280,13 +301,16 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
     )
     if "rate" in swept:
         base = dataclasses.replace(source, speed=1.0)
-        workload = load(base)
-        speed = swept["rate"] * workload.duration_seconds / len(workload.requests)
+        unscaled = load(base)
+        speed = swept["rate"] * unscaled.duration_seconds / len(unscaled.requests)
         source = dataclasses.replace(source, speed=speed)
     hardware = HARDWARE[arguments.hardware]
     max_batched_tokens = arguments.max_batched_tokens or hardware.max_batched_tokens
     capacity = int(swept.get("capacity", arguments.capacity or hardware.cache_tokens))
-    block_size = load(source).block_tokens
+    workload = load(source)
+    if arguments.window is not None and workload.duration_seconds > MAX_WINDOWS * arguments.window:
+        raise ClusterError(f"--window {arguments.window:g} would make more than {MAX_WINDOWS} windows")
+    block_size = workload.block_tokens
     if capacity < block_size:
         raise ClusterError(f"a cache of {capacity} tokens holds no block of {block_size}")
     shape = ReplicaShape(
@@ -321,7 +345,7 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         )
     except ValueError as error:
         raise ClusterError(str(error)) from error
-    return Job((policy, value), source, options, arguments.warm_up, Slo(arguments.slo_ttft))
+    return Job((policy, value), source, options, arguments.warm_up, Slo(arguments.slo_ttft), arguments.window)
 
 
 # What the words of the command line stand for.

@@ -14,9 +14,10 @@ from loadtests.reports.report import RequestRecord
 from loadtests.simulation.host import Feed, HostReport, VirtualHost
 from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
-from loadtests.simulation.request import HashedRequest, VirtualRequest
+from loadtests.simulation.request import HashedRequest, VirtualRequest, block_id
 from loadtests.simulation.router import VirtualRouter
 from loadtests.simulation.store import VirtualStore
+from loadtests.workloads import Loss
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Patience, RetryPolicy, Tries
@@ -68,7 +69,8 @@ class FleetResult:
     num_rereads: int
     duplication: float | None
     """Mean over a few looks: indexed blocks in all caches / distinct ones."""
-    virtual_seconds: float
+    losses: list[Loss]
+    """What was left at each death of a replica."""
 
 
 class VirtualFleet:
@@ -104,6 +106,7 @@ class VirtualFleet:
         """Requests that wait for a replica to come back, in the order of their coming."""
         self._records: dict[int, RequestRecord] = {}
         self._duplications: list[float] = []
+        self._losses: list[Loss] = []
         self._reasons: Counter[str] = Counter()
         self._decision_seconds = 0.0
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
@@ -141,7 +144,7 @@ class VirtualFleet:
             + sum(host.replica.num_preemptions for host in self.hosts if host.replica is not None),
             num_rereads=sum(router.num_rereads for router in self.routers),
             duplication=sum(self._duplications) / len(self._duplications) if self._duplications else None,
-            virtual_seconds=self._now,
+            losses=self._losses,
         )
 
     # Time.
@@ -355,10 +358,11 @@ class VirtualFleet:
         host.replica.crash(self._now)
         self._num_preemptions += host.replica.num_preemptions
         if kill.keeps_disk and host.replica.store is not None:
-            host.left_on_disk = host.replica.store.directory.on_disk()
+            host.left_on_disk = host.replica.store.on_disk()
         host.die()
         for router in self.routers:
             router.remove(host)
+        self._note_loss(host)
         for run in [run for run in self._runs.values() if run.host is host]:
             virtual = run.virtual
             assert virtual is not None
@@ -374,6 +378,13 @@ class VirtualFleet:
             host.is_coming = True
             ends = [outage.end for outage in self._options.outages if outage.covers(back_at)]
             self._at(max([back_at, *ends]), lambda: self._bring_back(host))
+
+    def _note_loss(self, lost: VirtualHost) -> None:
+        """What is left: at the others, by their index; on its disk; what requests that go on will make."""
+        left = {block_hash for host in self.hosts for block_hash in host.kept}
+        left.update(name.key for name, _ in lost.left_on_disk)
+        left.update(block_hash for run in self._runs.values() for block_hash in run.prepared.block_hashes)
+        self._losses.append(Loss(self._now, frozenset(map(block_id, left))))
 
     def _bring_back(self, host: VirtualHost) -> None:
         replica = VirtualReplica(self._options.shape, self._new_meter(), host.left_on_disk)

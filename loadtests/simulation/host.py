@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from loadtests.simulation.replica import LoadReport, VirtualReplica
+from loadtests.simulation.store import OnDisk
 from replicas.index.announcements import Announcements
 from replicas.index.residency import Residency
-from replicas.kvstore.directory import ChunkName
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.keys import Announcement, IndexChange
@@ -56,7 +56,7 @@ class VirtualHost:
         """The end of a step that is planned in the agenda."""
         self.planned_moves_end: float | None = None
         """The end of a move of KV that is waited for."""
-        self.left_on_disk: list[ChunkName] = []
+        self.left_on_disk: list[OnDisk] = []
         """While it is dead: what its next life will find."""
         self.num_lives = 0
         self._index_stride = index_stride

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cluster.errors import ClusterError
 from loadtests.reports.report import Slo, make_report
+from loadtests.simulation.curve import Window, curve
 from loadtests.simulation.fleet import VirtualFleet
 from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import HashedRequest, prepare
@@ -52,6 +53,8 @@ class Job:
     options: FleetOptions
     warm_up: float
     slo: Slo
+    window_seconds: float | None = None
+    """Of the curve of hits, if one is wanted."""
 
 
 def run_all(jobs: Sequence[Job], num_processes: int) -> list[Summary]:
@@ -77,11 +80,15 @@ def _run(job: Job) -> Summary:
     )
     result = fleet.serve(prepared, num_warm_up=num_warm_up)
     report = make_report(result.records[num_warm_up:], job.slo, num_replicas=job.options.num_replicas)
+    windows: tuple[Window, ...] = ()
+    if job.window_seconds is not None:
+        windows = curve(load(job.source), result.records, result.losses, job.window_seconds)
     return summarise(
         result,
         report,
         ideal_hit_rate=_ideal_hit_rate(job.source, num_warm_up),
         wall_seconds=time.perf_counter() - started,
+        windows=windows,
     )
 
 

@@ -15,9 +15,8 @@ from loadtests.simulation.lockstep import Lockstep
 from loadtests.simulation.request import VirtualRequest
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.step import Step, VirtualChunk, prefill_seconds
-from loadtests.simulation.store import PATIENCE, VirtualStore
+from loadtests.simulation.store import PATIENCE, OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
-from replicas.kvstore.directory import ChunkName
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
 
@@ -60,12 +59,12 @@ class VirtualReplica:
     earlier life has left on disk.
     """
 
-    def __init__(self, shape: ReplicaShape, meter: Meter, restored: Iterable[ChunkName] = ()) -> None:
+    def __init__(self, shape: ReplicaShape, meter: Meter, restored: Iterable[OnDisk] = ()) -> None:
         self.shape = shape
         self.store = None if shape.tiers is None else VirtualStore(shape.tiers, shape.block_size, restored)
         self._loading: list[VirtualRequest] = []
         """They have blocks, into which KV is copied from host memory."""
-        self._completed: list[ChunkName] = []
+        self._completed: list[OnDisk] = []
         """Chunks that the step computes."""
         self.pool = BlockPool(shape.num_blocks + 1)
         self.num_computed_tokens = 0
@@ -338,8 +337,13 @@ class VirtualReplica:
         )
 
     def _end_load(self, request: VirtualRequest) -> None:
+        assert self.store is not None
         self._loading.remove(request)
-        self._store_up_to(request, len(request.block_ids), is_computed=False)
+        first, end = request.num_stored_blocks, len(request.block_ids)
+        writers = self.store.writers(request.chunk_names, first, end)
+        for block_hash, writer in zip(request.hashes(end)[first:], writers, strict=True):
+            self.pool.writers.wrote([block_hash], writer)
+        self._store_up_to(request, end, is_computed=False)
         request.num_computed = len(request.block_ids) * self.shape.block_size
         self._count_cached(request)
         insort(self._running, request, key=_rank)
@@ -501,8 +505,6 @@ class VirtualReplica:
             return
         request.num_stored_blocks = num_blocks
         hashes = request.hashes(num_blocks)
-        if self.store is not None and is_computed:
-            self._completed += self.store.names(hashes, first // self.store.blocks_per_chunk)
         for start, end in ((first, min(num_blocks, prompt_end)), (max(first, prompt_end), num_blocks)):
             if start < end:
                 self.pool.store(
@@ -512,6 +514,11 @@ class VirtualReplica:
                     ends_prompt=end == prompt_end,
                     user=request.user,
                 )
+        if self.store is not None and is_computed:
+            size = self.store.blocks_per_chunk
+            for name in self.store.names(hashes, first // size):
+                last = name.last_block + 1
+                self._completed.append((name, self.pool.writers.tags(hashes[last - size : last])))
 
     def _release(self, request: VirtualRequest) -> None:
         self.pool.release(reversed(request.block_ids))

@@ -50,6 +50,11 @@ def prepare(workload: Workload) -> list[HashedRequest]:
     ]
 
 
+def block_id(block_hash: BlockHash) -> int:
+    """The trace's id of a prompt's block; of an answer's, one that is no trace's."""
+    return int.from_bytes(block_hash, "big")
+
+
 def _bucket(trace: TraceRequest, block_tokens: int) -> bytes:
     """By the id of the head's last block, which stands for all of the head's tokens."""
     num_head_blocks = max(1, BUCKET_TOKENS // block_tokens)

@@ -15,8 +15,8 @@ from replicas.kvstore.directory import ChunkName, Directory, Place
 from replicas.kvstore.plan import chunk_names, num_ready_blocks, plan_arrival
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import CacheEvent
-from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.events import BlockRemoved, CacheEvent
+from replicas.protocol.frames import LoadSnapshot, UserTag
 from replicas.protocol.ways import (
     DISK_MOVE_SECONDS,
     HOST_MOVE_SECONDS,
@@ -35,10 +35,17 @@ MAX_COPY_SECONDS = 1.0
 """Nothing more is copied to host memory while what is being copied takes longer."""
 
 
-class VirtualStore:
-    """`restored` is what an earlier life has left on disk."""
+Writers = tuple[UserTag, ...]
+"""Whose request computed each block of a chunk."""
 
-    def __init__(self, shape: TierShape, block_size: int, restored: Iterable[ChunkName] = ()) -> None:
+OnDisk = tuple[ChunkName, Writers]
+"""What a file says of itself."""
+
+
+class VirtualStore:
+    """`restored` is what an earlier life has left on disk, oldest use first."""
+
+    def __init__(self, shape: TierShape, block_size: int, restored: Iterable[OnDisk] = ()) -> None:
         self.blocks_per_chunk = max(1, shape.chunk_tokens // block_size)
         self._block_tokens = block_size
         self._token_bytes = shape.bytes_per_token
@@ -51,7 +58,8 @@ class VirtualStore:
             chunk_bytes=chunk_bytes,
             write_budget=WriteBudget(shape.write_bytes_per_second),
         )
-        self.directory.restore(restored)
+        self._writers: dict[BlockHash, Writers] = {name.key: writers for name, writers in restored}
+        self.directory.restore([name for name, _ in restored])
         self._to_device = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
         self._to_host = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
         self._disk = Link(shape.disk_bytes_per_second, DISK_MOVE_SECONDS)
@@ -77,7 +85,15 @@ class VirtualStore:
 
     def take_events(self) -> list[CacheEvent]:
         self.directory.take_removals()
-        return self.directory.take_events()
+        events = self.directory.take_events()
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                self._forget_if_nowhere(event.block_hashes)
+        return events
+
+    def on_disk(self) -> list[OnDisk]:
+        """What the next life will find, oldest use first."""
+        return [(name, self._writers[name.key]) for name in self.directory.on_disk()]
 
     def speeds(self, now: float) -> MoveSpeeds:
         shape = self._shape
@@ -105,12 +121,12 @@ class VirtualStore:
 
     # From the device.
 
-    def copy_out(self, names: Sequence[ChunkName], now: float) -> None:
+    def copy_out(self, chunks: Sequence[OnDisk], now: float) -> None:
         """The device has completed these chunks."""
-        for name in names:
+        for name, writers in chunks:
             if self._to_host.backlog_seconds(now) > MAX_COPY_SECONDS:
                 break
-            if self.directory.offer(name) is not None:
+            if self._offer(name, writers):
                 self._plan_fill([name.key], self._to_host.take(now, self._chunk_bytes))
             elif self.directory.place(name.key) is not Place.HOST:
                 break  # every slot is in use
@@ -173,6 +189,14 @@ class VirtualStore:
             num_findable_blocks=num_findable_blocks,
         )
 
+    def writers(self, names: Sequence[ChunkName], first_block: int, end_block: int) -> list[UserTag]:
+        """Whose requests computed blocks `[first_block, end_block)` of these chunks of a chain."""
+        size = self.blocks_per_chunk
+        first_chunk = first_block // size
+        chunks = names[first_chunk : -(-end_block // size)]
+        tags = [tag for name in chunks for tag in self._writers[name.key]]
+        return tags[first_block - first_chunk * size : end_block - first_chunk * size]
+
     def load_seconds(self, num_blocks: int, now: float) -> float:
         """What loading `num_blocks` from host memory would take."""
         num_bytes = num_blocks * self._block_tokens * self._token_bytes
@@ -201,6 +225,15 @@ class VirtualStore:
 
     # Between the tiers.
 
+    def _offer(self, name: ChunkName, writers: Writers) -> bool:
+        """Whether it has a slot now. What lies on disk keeps the writers that it had."""
+        is_on_disk = self.directory.place(name.key) is not None
+        if self.directory.offer(name) is None:
+            return False
+        if not is_on_disk:
+            self._writers[name.key] = writers
+        return True
+
     def _read(self, keys: Iterable[BlockHash], now: float) -> None:
         """Those of them that lie on disk alone, together."""
         fetched = []
@@ -217,7 +250,7 @@ class VirtualStore:
         offered, num_on_disk = [], 0
         for name in names:
             place = peer.directory.place(name.key)
-            if place is None or place is Place.COMING or self.directory.offer(name) is None:
+            if place is None or place is Place.COMING or not self._offer(name, peer._writers[name.key]):
                 break
             num_on_disk += place is Place.DISK
             offered.append(name.key)
@@ -240,8 +273,14 @@ class VirtualStore:
             for key in keys:
                 del self._due[key]
                 (self.directory.given_up if is_given_up else self.directory.filled)(key)
+            self._forget_if_nowhere(keys)
 
         self._plan(ends_at, end)
+
+    def _forget_if_nowhere(self, keys: Iterable[BlockHash]) -> None:
+        for key in keys:
+            if self.directory.place(key) is None:
+                self._writers.pop(key, None)
 
     def _write(self, now: float) -> None:
         if self._num_writing or self._disk.backlog_seconds(now):

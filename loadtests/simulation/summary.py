@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from loadtests.reports.report import Distribution, Report
+from loadtests.simulation.curve import Window, added
 from loadtests.simulation.fleet import FleetResult
 
 
@@ -53,16 +54,26 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`figures` by name; None where there is nothing to compute one from. Counts of decisions by reason."""
+    """`figures` by name; None where there is nothing to compute one from. Counts of decisions by reason. Of
+    several runs, `windows` are the sums.
+    """
 
     figures: Mapping[str, float | None]
     reasons: Mapping[str, float]
+    windows: tuple[Window, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
 
-def summarise(result: FleetResult, report: Report, *, ideal_hit_rate: float, wall_seconds: float) -> Summary:
+def summarise(
+    result: FleetResult,
+    report: Report,
+    *,
+    ideal_hit_rate: float,
+    wall_seconds: float,
+    windows: tuple[Window, ...] = (),
+) -> Summary:
     """`report` is of the requests after the warm-up."""
     prediction = report.prediction
     computed, requests = report.imbalance_computed_tokens, report.imbalance_requests
@@ -89,7 +100,7 @@ def summarise(result: FleetResult, report: Report, *, ideal_hit_rate: float, wal
         "decision_us": 1e6 * result.decision_seconds / result.num_decisions if result.num_decisions else None,
         "wall_seconds": wall_seconds,
     }
-    return Summary(figures, dict(result.reasons))
+    return Summary(figures, dict(result.reasons), windows)
 
 
 def median(summaries: Sequence[Summary]) -> Summary:
@@ -102,7 +113,8 @@ def median(summaries: Sequence[Summary]) -> Summary:
     reasons: Counter[str] = Counter()
     for summary in summaries:
         reasons.update(dict(summary.reasons))
-    return Summary(figures, {reason: count / len(summaries) for reason, count in reasons.items()})
+    windows = added([summary.windows for summary in summaries])
+    return Summary(figures, {reason: count / len(summaries) for reason, count in reasons.items()}, windows)
 
 
 def table(columns: Mapping[str, Summary]) -> str:

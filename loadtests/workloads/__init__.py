@@ -19,7 +19,7 @@ from loadtests.workloads.generators import (
     short_prompts,
     zipf_b2b,
 )
-from loadtests.workloads.ideal import IdealHits, ideal_hits
+from loadtests.workloads.ideal import IdealHits, Loss, ideal_hits, ideal_hits_by_request
 from loadtests.workloads.traces import read_trace
 from loadtests.workloads.workload import (
     Message,
@@ -56,6 +56,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
 __all__ = [
     "GENERATORS",
     "IdealHits",
+    "Loss",
     "Message",
     "TraceRequest",
     "Workload",
@@ -67,6 +68,7 @@ __all__ = [
     "first_requests",
     "first_seconds",
     "ideal_hits",
+    "ideal_hits_by_request",
     "key_per_request",
     "mixed",
     "multi_turn",

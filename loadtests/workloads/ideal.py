@@ -4,7 +4,9 @@ Owns the upper bound that results are given as a share of. Knows prompts only: t
 answer of the last one is not known here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loadtests.workloads.workload import Workload
 
@@ -17,31 +19,59 @@ class IdealHits:
     cross_user_hit_rate: float
 
 
+class Loss(NamedTuple):
+    """From `at` on the cache has only these prefixes left, and what they begin with."""
+
+    at: float
+    kept: frozenset[int]
+
+
+class RequestHits(NamedTuple):
+    """Prompt tokens of one request. The second are part of the first."""
+
+    num_cached: int
+    num_cross_user: int
+
+
 def ideal_hits(workload: Workload, *, hit_tokens: int | None = None, warm_up: int = 0) -> IdealHits:
+    """As shares. The first `warm_up` requests fill the cache and are not counted."""
+    hits = ideal_hits_by_request(workload, hit_tokens=hit_tokens)[warm_up:]
+    total = sum(request.num_input_tokens for request in workload.requests[warm_up:])
+    if not total:
+        return IdealHits(0.0, 0.0)
+    return IdealHits(
+        sum(hit.num_cached for hit in hits) / total, sum(hit.num_cross_user for hit in hits) / total
+    )
+
+
+def ideal_hits_by_request(
+    workload: Workload, *, hit_tokens: int | None = None, losses: Sequence[Loss] = ()
+) -> list[RequestHits]:
     """Hits in an infinite cache of blocks of `hit_tokens` (default: the workload's own blocks).
 
     A request finds what earlier arrivals asked for, in whole blocks, less the last token, which is always
-    computed. A token is a cross-user hit if another user's request was the first with that prefix. The first
-    `warm_up` requests fill the cache and are not counted.
+    computed. A token is a cross-user hit if another user's request was the first with that prefix.
     """
+    coming_losses = sorted(losses, key=lambda loss: -loss.at)
     block_tokens = workload.block_tokens
     hit_tokens = hit_tokens or block_tokens
     writers: dict[int, str] = {}
-    num_cached = num_cross_user = 0
-    for request_number, request in enumerate(workload.requests):
-        num_known_blocks = 0
-        for prefix_id in request.prefix_ids:
-            if prefix_id not in writers:
-                break
-            num_known_blocks += 1
-        if request_number >= warm_up:
-            num_known = min(num_known_blocks * block_tokens, request.num_input_tokens - 1)
-            num_hit = num_known // hit_tokens * hit_tokens
-            num_cached += num_hit
-            for number, prefix_id in enumerate(request.prefix_ids[:num_known_blocks]):
-                if writers[prefix_id] != request.user:
-                    num_cross_user += max(0, min(num_hit - number * block_tokens, block_tokens))
+    hits: list[RequestHits] = []
+    for request in workload.requests:
+        while coming_losses and coming_losses[-1].at <= request.arrival_seconds:
+            kept = coming_losses.pop().kept
+            writers = {prefix_id: user for prefix_id, user in writers.items() if prefix_id in kept}
+        num_blocks = len(request.prefix_ids)
+        num_known_blocks = next(
+            (number for number in range(num_blocks, 0, -1) if request.prefix_ids[number - 1] in writers), 0
+        )
+        num_known = min(num_known_blocks * block_tokens, request.num_input_tokens - 1)
+        num_hit = num_known // hit_tokens * hit_tokens
+        num_cross_user = 0
+        for number, prefix_id in enumerate(request.prefix_ids[:num_known_blocks]):
+            if writers.get(prefix_id, request.user) != request.user:
+                num_cross_user += max(0, min(num_hit - number * block_tokens, block_tokens))
+        hits.append(RequestHits(num_hit, num_cross_user))
         for prefix_id in request.prefix_ids[num_known_blocks:]:
             writers[prefix_id] = request.user
-    total = sum(request.num_input_tokens for request in workload.requests[warm_up:])
-    return IdealHits(num_cached / total, num_cross_user / total) if total else IdealHits(0.0, 0.0)
+    return hits

@@ -51,6 +51,15 @@ def test_a_sweep_says_how_many_are_needed(capsys: pytest.CaptureFixture[str]) ->
     assert main(["simulate", *SMALL, "--sweep", "rate", "--values", "1,2"]) == 0
 
 
+def test_hits_over_time_follow_the_table_and_say_when_they_were_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["simulate", *SMALL, "--window", "5", "--kill", "1@3:1:new"]) == 0
+    text = capsys.readouterr().out
+    assert "kvasir, hits over time" in text and "not lost" in text
+    assert "within 2 points of the ideal:" in text and "within 2 points of what was not lost:" in text
+
+
 def test_a_trace_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {"timestamp": 100 * number, "input_length": 1000, "output_length": 5, "hash_ids": [7, 8 + number]}
@@ -90,6 +99,7 @@ def test_without_settings_a_replica_is_what_the_simulated_engine_is(hardware: st
         (["b2b", "--set", "qps=fast"], "--set: qps takes a number above 0 and up to 1,000,000, not fast"),
         (["b2b", "--capacity", "100"], "a cache of 100 tokens holds no block of 240"),
         (["b2b", "--sweep", "replicas"], "--sweep and --values need each other"),
+        (["b2b", "--window", "1e-6"], "--window 1e-06 would make more than 10000 windows"),
         (["b2b", "--kill", "8@1"], "there is no replica 8 to kill; they count from 0"),
         (["b2b", "--kill", "first"], "a kill reads REPLICA@SECONDS, "),
         (["b2b", "--redis-down", "5-3"], "an outage ends after it starts, not from 5 to 3"),
