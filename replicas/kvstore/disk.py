@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from replicas.kvstore.chunk_files import ChunkFiles
 from replicas.kvstore.directory import ChunkName
@@ -197,13 +197,13 @@ class Disk:
         return thread
 
     def _work(self, worker: Worker) -> None:
-        with self._off_if_it_dies():
-            while (job := self._books.next_job(worker)) is not None:
+        while (job := self._books.next_job(worker)) is not None:
+            try:
+                outcome = self._do(job)
+            except BaseException:
+                self._die()
                 outcome = Outcome(reason="died")
-                try:
-                    outcome = self._do(job)
-                finally:
-                    self._books.ended(worker, job, outcome)
+            self._books.ended(worker, job, outcome)
 
     def _do(self, job: Job) -> Outcome:
         excess = self._books.excess_bytes(job, self._files.others.num_bytes)
@@ -214,18 +214,17 @@ class Disk:
         return outcome
 
     def _keep(self) -> None:
-        with self._off_if_it_dies():
-            self._keeper.run()
-
-    @contextlib.contextmanager
-    def _off_if_it_dies(self) -> Iterator[None]:
         try:
-            yield
+            self._keeper.run()
         except BaseException:
+            self._die()
+
+    def _die(self) -> None:
+        """What was raised in a thread is our own fault: nothing is believed any more."""
+        if self._books.turn_off("off"):
             logger.exception(
                 "a thread of the disk has died: %s is neither read nor written any more", self._options.folder
             )
-            self._books.turn_off("off")
 
 
 def _join(threads: Iterable[threading.Thread], end: float) -> bool:

@@ -243,13 +243,16 @@ class DiskBooks:
         with self._lock:
             return sum(self._add_worker() for _ in range(number)) > 0
 
-    def turn_off(self, reason: str) -> None:
+    def turn_off(self, reason: str) -> bool:
+        """Whether it was on."""
         with self._lock:
-            if self._off is None:
+            was_on = self._off is None
+            if was_on:
                 self._off = reason
                 self._fail_waiting(reason)
             self._has_work.notify_all()
             self._has_news.notify_all()
+        return was_on
 
     # With the lock.
 

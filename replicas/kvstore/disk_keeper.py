@@ -56,7 +56,7 @@ class DiskKeeper:
             self._books.look(free_bytes)
             self._compare_a_little()
         self.note()
-        self.sync()
+        self.sync(at_end=True)
 
     def stop(self) -> None:
         self._stop.set()
@@ -69,9 +69,9 @@ class DiskKeeper:
         while self._books.notes:
             self._books.notes.popleft()(self._journal)
 
-    def sync(self) -> None:
+    def sync(self, *, at_end: bool = False) -> None:
         now = time.monotonic()
-        if not self._breaker.allows(now):
+        if not (at_end or self._breaker.allows(now)):
             return
         try:
             self._journal.flush()

@@ -1,0 +1,367 @@
+"""A disk that is slow, full, broken or hangs: a miss, a pause, a word in the log; never a wrong byte."""
+
+import errno
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas.kvstore import chunk_files
+from replicas.kvstore.chunk_files import ChunkFiles
+from replicas.kvstore.disk import Disk, Kind
+from replicas.kvstore.folder import Folder
+from replicas.kvstore.journal import Journal
+from replicas.process.settings import SettingsError
+from tests.replicas.kvstore.chunk_images import LAYOUT, SLOT_BYTES, fill, image
+from tests.replicas.kvstore.chunk_names import key, name
+from tests.replicas.kvstore.open_disk import OpenDisk, file_of, opened, options
+
+LATE_SECONDS = 0.05
+
+
+class Hangs:
+    """Reads of some chunks do not come back before `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._released = threading.Event()
+        self.paths: set[str] = set()
+        real = ChunkFiles.read
+
+        def read(files: ChunkFiles, wanted: Any, slot: memoryview) -> Any:
+            if any(wanted == key(path) for path in self.paths):
+                self._released.wait()
+            return real(files, wanted, slot)
+
+        monkeypatch.setattr(ChunkFiles, "read", read)
+
+    def release(self) -> None:
+        self.paths.clear()
+        self._released.set()
+
+
+@pytest.fixture
+def hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hangs]:
+    hanging = Hangs(monkeypatch)
+    yield hanging
+    hanging.release()
+
+
+def messages(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if part in record.getMessage()]
+
+
+def num_workers() -> int:
+    return sum(thread.name == "kv-disk" for thread in threading.enumerate())
+
+
+def test_a_read_that_hangs_is_overdue_and_later_returned(tmp_path: Path, hangs: Hangs) -> None:
+    with opened(tmp_path, read_deadline_seconds=LATE_SECONDS) as at:
+        at.write("a")
+        at.write("b")
+        hangs.paths = {"a"}
+        job = at.disk.read(key("a"), at.slots[1])
+        overdue = at.ends(job)
+        assert overdue.kind is Kind.OVERDUE and not overdue.ok and overdue.key == key("a")
+        assert overdue.seconds >= LATE_SECONDS and overdue.reason == "late"
+        assert at.has("b", slot=2)
+        assert at.write("a", slot=3).ok
+        assert bytes(at.slots[1]) == b"\xa5" * SLOT_BYTES
+        hangs.release()
+        returned = at.ends(job, Kind.RETURNED)
+        assert returned.key == key("a") and not returned.ok
+        assert at.has("a", slot=1) and [each.kind for each in at.finished if each.job == job] == [
+            Kind.OVERDUE,
+            Kind.RETURNED,
+        ]
+
+
+def test_an_overdue_read_that_fails_removes_nothing(tmp_path: Path, hangs: Hangs) -> None:
+    with opened(tmp_path, read_deadline_seconds=LATE_SECONDS) as at:
+        at.write("a")
+        hangs.paths = {"a"}
+        job = at.disk.read(key("a"), at.slots[1])
+        at.ends(job, Kind.OVERDUE)
+        os.truncate(file_of(tmp_path, "a"), 100)
+        hangs.release()
+        at.ends(job, Kind.RETURNED)
+        assert file_of(tmp_path, "a").exists() and at.disk.bytes_used == SLOT_BYTES
+        assert at.write("a").ok and at.has("a")
+
+
+def test_a_read_that_waits_too_long_fails_and_never_touches_its_slot(tmp_path: Path, hangs: Hangs) -> None:
+    with opened(tmp_path, read_deadline_seconds=LATE_SECONDS, num_threads=1) as at:
+        for path in "ab":
+            at.write(path)
+        hangs.paths = {"a"}
+        first = at.disk.read(key("a"), at.slots[1])
+        at.ends(first, Kind.OVERDUE)
+        waiting = at.ends(at.disk.read(key("b"), at.slots[2]))
+        assert (waiting.kind, waiting.ok, waiting.reason) == (Kind.READ, False, "late")
+        hangs.release()
+        at.ends(first, Kind.RETURNED)
+        assert bytes(at.slots[2]) == b"\xa5" * SLOT_BYTES and at.has("b", slot=3)
+
+
+def test_a_thread_that_hangs_is_replaced_until_all_of_them_hang(
+    tmp_path: Path, hangs: Hangs, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"num_threads": 2, "hang_seconds": LATE_SECONDS, "read_deadline_seconds": 2 * LATE_SECONDS}
+    with opened(tmp_path, **limits) as at:
+        for path in "abcdz":
+            at.write(path)
+        hangs.paths = set("abcd")
+        jobs = [at.disk.read(key(path), at.slots[slot]) for slot, path in enumerate("ab", 1)]
+        for job in jobs:
+            at.ends(job, Kind.OVERDUE)
+        at.until(lambda: num_workers() == 4)
+        assert at.has("z", slot=7) and not messages(caplog, "hangs")
+        jobs += [at.disk.read(key(path), at.slots[slot]) for slot, path in enumerate("cd", 3)]
+        for job in jobs:
+            at.ends(job, Kind.OVERDUE)
+        at.until(lambda: at.disk.read(key("z"), at.slots[7]) is None)
+        assert at.disk.write(fill(at.slots[6], "new"), at.slots[6]) is None and not at.disk.can_write
+        assert len(messages(caplog, "hangs: each of 4 threads")) == 1 and num_workers() == 4
+        hangs.release()
+        for job in jobs:
+            at.ends(job, Kind.RETURNED)
+        at.until(lambda: num_workers() == 2)
+        at.until(lambda: at.disk.can_write)
+        assert at.has("z", slot=7) and at.write("new").ok
+
+
+def test_closing_does_not_wait_for_what_hangs_and_keeps_the_folder(tmp_path: Path, hangs: Hangs) -> None:
+    disk = Disk(options(tmp_path))
+    at = OpenDisk(disk, tmp_path)
+    at.write("a")
+    hangs.paths = {"a"}
+    job = disk.read(key("a"), at.slots[1])
+    at.until(lambda: disk.speeds().backlog_seconds >= 0 and num_workers() >= 1)
+    time.sleep(LATE_SECONDS)
+    assert not disk.close(LATE_SECONDS)
+    with pytest.raises(SettingsError, match="in use"):
+        Folder(tmp_path)
+    hangs.release()
+    assert disk.close(30.0) and at.ends(job) is not None
+    with opened(tmp_path) as again:
+        assert list(again.disk.restored) == [name("a")]
+
+
+def test_a_thread_that_dies_turns_the_disk_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dies(*_: object) -> None:
+        raise RuntimeError("of our own fault")
+
+    with opened(tmp_path) as at:
+        at.write("a")
+        monkeypatch.setattr(ChunkFiles, "read", dies)
+        jobs = [at.disk.read(key("a"), at.slots[1]), at.disk.read(key("a"), at.slots[2])]
+        assert {at.ends(job).ok for job in jobs} == {False} and at.ends(jobs[0]).reason == "died"
+        at.until(lambda: at.disk.is_off)
+        assert at.disk.read(key("a"), at.slots[1]) is None and not at.disk.can_write
+        assert len(messages(caplog, "neither read nor written")) == 1
+
+
+def test_the_keepers_death_turns_the_disk_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dies(*_: object, **__: object) -> None:
+        raise RuntimeError("of our own fault")
+
+    with opened(tmp_path) as at:
+        monkeypatch.setattr(Journal, "flush", dies)
+        at.until(lambda: at.disk.is_off)
+        at.until(lambda: messages(caplog, "neither read nor written"))
+
+
+def test_no_more_wait_than_the_queue_holds(tmp_path: Path, hangs: Hangs) -> None:
+    with opened(tmp_path, num_threads=1, max_queue=2) as at:
+        at.write("a")
+        hangs.paths = {"a"}
+        jobs = [at.disk.read(key("a"), at.slots[1])]
+        at.until(lambda: jobs.append(at.disk.read(key("b"), at.slots[2])) or jobs[-1] is None)
+        assert len(jobs) <= 5 and not at.disk.can_write
+        hangs.release()
+        for job in jobs[:-1]:
+            at.ends(job)
+        assert at.disk.can_write
+
+
+class Clock:
+    """The real one, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.added = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.added
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_write_that_fails_stops_writing_for_a_while_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    clock = Clock()
+    disk = Disk(options(tmp_path), clock)
+    at = OpenDisk(disk, tmp_path)
+    at.write("a")
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkFiles, "_write_image", fails)
+        for pause in (1.0, 2.0, 4.0):
+            assert disk.can_write
+            failed = at.write("b")
+            assert not failed.ok and failed.reason == errno.errorcode[code]
+            assert not disk.can_write and at.has("a")
+            clock.added += pause
+    assert len(messages(caplog, os.strerror(code))) == 1 and not messages(caplog, "again\n")
+    assert at.write("b").ok and disk.can_write and at.has("b")
+    assert len(messages(caplog, "can be written to again")) == 1
+    assert disk.close(30)
+
+
+def test_a_read_that_the_file_system_refuses_keeps_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with opened(tmp_path) as at:
+        at.write("a")
+        with monkeypatch.context() as patched:
+            patched.setattr(ChunkFiles, "_read_image", fails)
+            assert at.read("a").reason == "EIO"
+        assert at.has("a") and at.disk.can_write
+
+
+def test_with_less_free_space_than_the_reserve_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = [100 * SLOT_BYTES]
+    monkeypatch.setattr(ChunkFiles, "free_bytes", lambda files: free[0])
+    with opened(tmp_path, reserve_bytes=10 * SLOT_BYTES) as at:
+        at.write("a")
+        assert at.disk.can_write
+        free[0] = 11 * SLOT_BYTES - 1
+        at.until(lambda: not at.disk.can_write)
+        assert at.has("a")
+        free[0] = 11 * SLOT_BYTES
+        at.until(lambda: at.disk.can_write)
+        assert len(messages(caplog, "less free space")) == len(messages(caplog, "free space again")) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 20 slots."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={20 * SLOT_BYTES}", "tmpfs", str(tmp_path)]
+    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs to mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_reads_on_and_is_written_to_when_there_is_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, clock = small_disk / "kv", Clock()
+    disk = Disk(options(folder), clock)
+    at = OpenDisk(disk, folder)
+    filler = small_disk / "somebody else's"
+    filler.touch()
+    written = []
+    for path in "abcdefghijklmnopqrstuvwxyz":
+        finished = at.write(path)
+        if not finished.ok:
+            assert finished.reason == "ENOSPC"
+            break
+        written.append(path)
+    assert len(written) >= 10 and not disk.can_write
+    with filler.open("wb", buffering=0) as other, pytest.raises(OSError, match="No space"):
+        while True:
+            other.write(bytes(4096))
+    assert all(at.has(path) for path in written)
+    assert not list(folder.glob("v1/*/.tmp-*")), "what could not be written leaves nothing"
+    clock.added += 1.0
+    at.removed(written[0])
+    filler.unlink()
+    at.until(lambda: disk.can_write)
+    assert at.write(path).ok
+    assert disk.close(30)
+    with opened(folder) as again:
+        assert sorted(again.disk.restored) == sorted(name(each) for each in [*written[1:], path])
+        assert all(again.has(each) for each in [*written[1:], path])
+
+
+def test_a_file_system_without_direct_access_is_used_through_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def no_direct(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *arguments, **named)
+
+    monkeypatch.setattr(chunk_files.os, "open", no_direct)
+    with opened(tmp_path, probe_bytes=1 << 20) as at:
+        assert at.write("a").ok and at.has("a") and bytes(at.slots[1]) == bytes(image("a"))
+        assert not list(tmp_path.glob("v1/*/.tmp-*"))
+    folder = Folder(tmp_path)
+    files = ChunkFiles(folder, LAYOUT.digest())
+    assert not files.is_direct
+    files.close()
+    folder.close()
+
+
+def test_speeds_are_measured_before_anything_has_moved(tmp_path: Path) -> None:
+    with opened(tmp_path, probe_bytes=1 << 20, max_bytes=1 << 30) as at:
+        speeds = at.until(lambda: at.disk.speeds() if at.disk.speeds().read_seconds_per_byte else None)
+        assert speeds.write_seconds_per_byte is not None and speeds.backlog_seconds == 0
+        assert 1e-12 < speeds.write_seconds_per_byte < 1e-3
+        at.until(lambda: not list(tmp_path.glob("v1/*/.tmp-*")))
+        assert at.disk.bytes_used == 0
+
+
+def test_a_disk_too_small_for_a_probe_has_none(tmp_path: Path) -> None:
+    with opened(tmp_path, probe_bytes=64 << 20, max_bytes=15 << 20) as at:
+        at.write("a")
+        assert at.disk.speeds().read_seconds_per_byte is None
+
+
+def test_what_waits_to_be_read_is_the_backlog(tmp_path: Path, hangs: Hangs) -> None:
+    with opened(tmp_path, num_threads=1, probe_bytes=1 << 20, max_bytes=1 << 30) as at:
+        at.until(lambda: at.disk.speeds().read_seconds_per_byte)
+        at.write("a")
+        hangs.paths = {"a"}
+        for slot in range(1, 4):
+            at.disk.read(key("a"), at.slots[slot])
+        speeds = at.disk.speeds()
+        assert speeds.read_seconds_per_byte is not None
+        assert speeds.backlog_seconds == pytest.approx(3 * SLOT_BYTES * speeds.read_seconds_per_byte)
+        hangs.release()
+        at.until(lambda: at.disk.speeds().backlog_seconds == 0)
+
+
+def test_a_journal_that_cannot_be_written_is_said_once_and_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(tmp_path) as at:
+        with monkeypatch.context() as patched:
+            patched.setattr("replicas.kvstore.journal._write", is_full)
+            for path in "abc":
+                assert at.write(path).ok
+            at.until(lambda: messages(caplog, "the journal"))
+        at.write("d")
+    assert len(messages(caplog, "the journal")) == 1
+    with opened(tmp_path) as at:
+        assert sorted(at.disk.restored) == sorted(name(path) for path in "abcd")

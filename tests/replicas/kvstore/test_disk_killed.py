@@ -1,0 +1,52 @@
+"""A process that uses the disk is killed at any moment; the next one finds right bytes or none."""
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from replicas.kvstore.disk import Kind
+from tests.replicas.kvstore.chunk_images import SLOT_BYTES
+from tests.replicas.kvstore.chunk_names import key, name
+from tests.replicas.kvstore.endless_writer import PATHS
+from tests.replicas.kvstore.open_disk import opened
+
+NUM_KILLS = 6
+MOST_SECONDS = 0.4
+
+
+def killed_writer(folder: Path, seed: int, seconds: float) -> None:
+    command = [sys.executable, "-m", "tests.replicas.kvstore.endless_writer", str(folder), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"begun\n"
+        time.sleep(seconds)
+        assert writer.poll() is None, "it was killed, and not ended by a wrong byte"
+        writer.send_signal(signal.SIGKILL)
+
+
+def test_a_process_killed_at_any_moment_leaves_right_bytes_or_none(tmp_path: Path) -> None:
+    drawn = random.Random(11)
+    num_read = 0
+    for seed in range(NUM_KILLS):
+        killed_writer(tmp_path, seed, drawn.random() * MOST_SECONDS)
+        with opened(tmp_path) as at:
+            restored = list(at.disk.restored)
+            assert all(each in {name(path) for path in PATHS} for each in restored)
+            assert len(set(restored)) == len(restored)
+            at.compared()
+            found = at.disk.take_found()
+            lost = {each.key for each in at.finished if each.kind is Kind.LOST}
+            known = {each.key for each in [*restored, *found]} - lost
+            assert not set(found) & set(restored)
+            assert not list(tmp_path.rglob(".tmp-*"))
+            files = [each for each in tmp_path.rglob("*.kv") if re.fullmatch(r"[0-9a-f]{32}\.kv", each.name)]
+            assert {each.stem for each in files} == {each.hex() for each in known}
+            assert at.disk.bytes_used == len(known) * SLOT_BYTES
+            for path in PATHS:
+                is_there = at.has(path)
+                assert is_there == (key(path) in known)
+                num_read += is_there
+    assert num_read > 100, "the processes have written"
