@@ -127,6 +127,11 @@ class ReplicaConfig:
         help="tokens of KV that move between the tiers together: a multiple of block_size of which "
         "index_stride is a multiple; none means 128, or a block where that is more",
     )
+    lease_share: float = setting(
+        0.5,
+        help="share of each tier below the device that requests may have kept for a time of theirs "
+        "(prompt_cache_retention, prompt_cache_options.ttl); 0 grants none",
+    )
     attention: str = setting(
         "auto",
         help="how cached keys are read: gather copies them, kernel reads them where they lie and is compiled "
@@ -246,6 +251,8 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} must be above 0")
         if self.disk_reserve_bytes < 0 or not self.spill_seconds >= 0:
             raise SettingsError("settings disk_reserve_bytes and spill_seconds must not be below 0")
+        if not 0 <= self.lease_share <= 1:
+            raise SettingsError("setting lease_share must lie between 0 and 1")
         if self.host_kv_bytes is None:
             return
         if self.engine == "simulated":

@@ -429,13 +429,18 @@ class Directory:
             self._chunks[name.key].is_on_disk or self._chunks[name.key].is_writing
         ):
             return
-        if len(self._disk) >= self.max_disk_chunks:
+        if self.num_on_disk >= self.max_disk_chunks:
             self._removals[name.key] = None
             return
         chunk = self._chunks.setdefault(name.key, _Chunk(name))
         chunk.is_on_disk = True
-        self._disk[name.key] = chunk
-        self._disk.move_to_end(name.key, last=False)
+        self.leases.stored(name.key)
+        self.leases.has_file(name.key)
+        self._shelve_file(chunk)
+        if name.key in self._owed:
+            self._warm_chain(chunk)
+        elif name.key in self._disk:
+            self._disk.move_to_end(name.key, last=False)
         self._forget_to_write(chunk)
         self._events.append(BlockStored((name.key,), name.last_block, tier=Tier.DISK))
 
@@ -444,6 +449,9 @@ class Directory:
         while self._hot:
             key, chunk = self._hot.popitem(last=False)
             self._cold[key] = chunk
+            if not chunk.is_filling:
+                self._note_to_write(chunk)
+        for chunk in self._owed.values():
             if not chunk.is_filling:
                 self._note_to_write(chunk)
 

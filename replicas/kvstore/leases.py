@@ -127,6 +127,8 @@ class Leases:
         self.counts = LeaseCounts()
         self.charged = Charge()
         """In all."""
+        self.is_disk_off = False
+        """Nothing is written any more: nobody is promised what only the disk could keep."""
         self.now = 0.0
         self._leases: dict[BlockHash, _Lease] = {}
         self._tombstones: OrderedDict[BlockHash, _Lease] = OrderedDict()
@@ -334,7 +336,8 @@ class Leases:
             return LeaseRefusal.NO_TIME
         if seconds > MAX_LEASE_SECONDS:
             return LeaseRefusal.TOO_LONG
-        if not (self.budget.disk or (self.budget.host and seconds <= HOUR_SECONDS)):
+        has_disk = self.budget.disk and not self.is_disk_off
+        if not (has_disk or (self.budget.host and seconds <= HOUR_SECONDS)):
             return LeaseRefusal.NO_TIER
         if not wishes:
             return LeaseRefusal.NO_WHOLE_CHUNK

@@ -34,7 +34,7 @@ def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> Chu
         arena.close()
         raise
     shape = ChunkShape(config.tokens_per_block, config.tokens_per_chunk // config.tokens_per_block)
-    return ChunkStore(arena, shape, clock=time.monotonic, share=share)
+    return ChunkStore(arena, shape, clock=time.monotonic, share=share, lease_share=config.lease_share)
 
 
 def _open_disk(config: ReplicaConfig, layout: Layout, chunk_bytes: int) -> DiskShare:

@@ -19,6 +19,7 @@ from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import ChunkName, Directory, Place, Write
 from replicas.kvstore.disk import Disk, Finished, Kind
 from replicas.kvstore.layout import ChunkHeader, LayoutId
+from replicas.kvstore.lease_desk import LeaseDesk, leases_within, restored_leases
 from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
 from replicas.kvstore.rate import Rate
 from replicas.kvstore.write_budget import WriteBudget
@@ -74,20 +75,31 @@ class ChunkStore:
         *,
         clock: Callable[[], float],
         share: DiskShare | None = None,
+        lease_share: float = 0.0,
     ) -> None:
+        """`lease_share` of the bytes of each tier may be leased."""
         self.arena = arena
         self.shape = shape
         self._clock = clock
         self._share = share
         self._disk = None if share is None else share.disk
+        max_files = 0 if share is None else share.max_chunks
         self.directory = Directory(
             host_chunks=arena.num_slots,
-            disk_chunks=0 if share is None else share.max_chunks,
+            disk_chunks=max_files,
             chunk_bytes=arena.slot_bytes,
             write_budget=None if share is None else share.write_budget,
+            leases=leases_within(lease_share, arena.num_slots, max_files),
         )
         self._has_begun = False
         self._events: list[CacheEvent] = []
+        self.leases = LeaseDesk(
+            self.directory,
+            self._disk,
+            blocks_per_chunk=shape.blocks_per_chunk,
+            chunk_tokens=shape.tokens,
+            clock=clock,
+        )
         self._writers: list[Writers] = [()] * arena.num_slots
         self._host_rate = Rate()
         """Of loading: seconds per token from host memory to the device."""
@@ -105,7 +117,8 @@ class ChunkStore:
             self.directory.take_removals()
             self.directory.take_events()
             self._events.append(AllBlocksCleared(Tier.DISK))  # said even where nothing is left
-            self.directory.restore(self._disk.restored)
+            self.directory.pass_time(self._clock())
+            self.directory.restore(self._disk.restored, restored_leases(self._disk, time.time))
 
     # From the device.
 
@@ -208,6 +221,7 @@ class ChunkStore:
 
     def poll(self) -> None:
         """Take note of what the disk has done, and give it more to do."""
+        self.leases.poll()
         if self._disk is None or not self._has_begun:
             return
         for finished in self._disk.take_finished():
@@ -270,6 +284,7 @@ class ChunkStore:
         """Write to the disk what only host memory has, for at most so long, and give the memory back."""
         if self._disk is not None:
             self._spill(self._disk, seconds)
+            self.leases.poll()
             if not self._disk.close(max(1.0, seconds)):
                 return  # a thread hangs in a slot, and the memory has to outlast it
         self.arena.close()
@@ -303,7 +318,8 @@ class ChunkStore:
         if most <= 0 or not disk.can_write:
             return
         for write in self.directory.take_writes(self._clock(), most):
-            job = disk.write(self._header(write), self.arena.slot(write.slot))
+            sync = self.leases.is_to_be_synced(write.name.key)
+            job = disk.write(self._header(write), self.arena.slot(write.slot), sync=sync)
             if job is None:
                 self.directory.not_written(write.name.key)
             else:

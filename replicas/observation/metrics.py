@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import RefusalCode, StepFrame
+from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal, LeaseTotals
 
 WAIT_SECONDS_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -100,6 +101,7 @@ class ReplicaMetrics:
         self._add_request_metrics(registry)
         self._add_engine_metrics(registry)
         self._add_cache_metrics(registry)
+        self._add_lease_metrics(registry)
         self._add_index_metrics(registry)
         # vLLM's names for the same two numbers, so that its dashboards work unchanged.
         self._vllm_queries = Counter(
@@ -203,6 +205,50 @@ class ReplicaMetrics:
             registry=registry,
         )
 
+    def _add_lease_metrics(self, registry: CollectorRegistry) -> None:
+        """Of prefixes, not of the replica itself."""
+        self.granted_leases = Counter(
+            "replica_prefix_leases_granted_total",
+            "Leases on the KV of prompts that were granted",
+            registry=registry,
+        )
+        self.refused_leases = Counter(
+            "replica_prefix_leases_refused_total",
+            "Leases on the KV of prompts that were refused",
+            ["reason"],
+            registry=registry,
+        )
+        self.broken_lease_tokens = Counter(
+            "replica_prefix_lease_broken_tokens_total",
+            "Tokens of leased KV that went before the end of their lease",
+            ["cause"],
+            registry=registry,
+        )
+        self.kept_lease_tokens = Counter(
+            "replica_prefix_lease_kept_tokens_total",
+            "Tokens of leased KV that were kept until the end of their lease",
+            registry=registry,
+        )
+        self.leased_tokens = Gauge(
+            "replica_prefix_leased_tokens", "Tokens of KV that are leased", registry=registry
+        )
+        for reason in LeaseRefusal:
+            self.refused_leases.labels(reason.value)
+        for cause in LeaseBreak:
+            self.broken_lease_tokens.labels(cause.value)
+        self._lease_totals = LeaseTotals()
+
+    def _observe_leases(self, totals: LeaseTotals) -> None:
+        before, self._lease_totals = self._lease_totals, totals
+        self.granted_leases.inc(totals.num_granted - before.num_granted)
+        self.kept_lease_tokens.inc(totals.num_kept_tokens - before.num_kept_tokens)
+        self.leased_tokens.set(totals.num_leased_tokens)
+        for reason, number in totals.num_refused.items():
+            self.refused_leases.labels(reason.value).inc(number - before.num_refused.get(reason, 0))
+        for cause, number in totals.num_broken_tokens.items():
+            more = number - before.num_broken_tokens.get(cause, 0)
+            self.broken_lease_tokens.labels(cause.value).inc(more)
+
     def _add_index_metrics(self, registry: CollectorRegistry) -> None:
         self.index_changes = Counter(
             "replica_index_changes_total", "Changes written to the index stream", registry=registry
@@ -250,6 +296,8 @@ class ReplicaMetrics:
         )
 
     def observe(self, frame: StepFrame, step_seconds: float) -> None:
+        if frame.leases is not None:
+            self._observe_leases(frame.leases)
         if step_seconds > 0:
             self.steps.inc()
             self.step_seconds.observe(step_seconds)

@@ -24,6 +24,7 @@ from replicas.protocol.bounds import (
     Uint64,
 )
 from replicas.protocol.events import CacheEvent
+from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 
 MAX_DELTAS_PER_FRAME = 4096
 """This many deltas stay under a few MiB even with twenty logprobs each."""
@@ -106,9 +107,10 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
-    has counted it; 0 is not known. `request_id` is that of the client's request, for logs; `trace_parent`
-    names the span that this submit belongs to, as W3C's traceparent does, and `trace_state` is the tracestate
-    that comes with it. None of them changes what is done.
+    has counted it; 0 is not known. `leases` are wishes for how long the prompt's KV is kept. `request_id` is
+    that of the client's request, for logs; `trace_parent` names the span that this submit belongs to, as
+    W3C's traceparent does, and `trace_state` is the tracestate that comes with it. None of these three
+    changes what is done.
 
     Raises ValueError for tokens that are torn, and for more announced blocks than tokens.
     """
@@ -128,6 +130,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     ] = ()
     announcement_id: Uint64 = 0
     num_expected_tokens: Uint32 = 0
+    leases: Annotated[tuple[PrefixLease, ...], Meta(max_length=MAX_LEASES)] = ()
     request_id: str = ""
     trace_parent: str = ""
     trace_state: str = ""
@@ -172,6 +175,10 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     `num_own_tokens` in blocks that an earlier request of the same user did; of the rest either user is not
     known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device, and
     `num_disk_tokens` of these from disk.
+
+    `leases` answers those of the submit, in their order; none of them means that nobody has looked at them.
+    `num_evicted_early_tokens` of those that were not cached had been leased and went before their time, the
+    first of them for the reason `broken_by`.
     """
 
     num_prompt_tokens: Uint32
@@ -181,6 +188,9 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_own_tokens: Uint32 = 0
     num_slower_tier_tokens: Uint32 = 0
     num_disk_tokens: Uint32 = 0
+    leases: Annotated[tuple[LeaseAnswer, ...], Meta(max_length=MAX_LEASES)] = ()
+    num_evicted_early_tokens: Uint32 = 0
+    broken_by: LeaseBreak | None = None
 
 
 class Refusal(Struct, frozen=True):
@@ -236,7 +246,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     whose blocks it took.
     `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
     other; the loop sets it, not the engine. `look_again_seconds` is when to step again though nothing has
-    come: something moves that ends by itself. None is never.
+    come: something moves that ends by itself. None is never. `leases` comes when it has changed.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -248,6 +258,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     started: list[RequestKey] = field(default_factory=list)
     num_preemptions: int = 0
     look_again_seconds: float | None = None
+    leases: LeaseTotals | None = None
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ which a replica says that it is alive.
 """
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
@@ -68,3 +69,21 @@ class LeaseAnswer(Struct, frozen=True, array_like=True):
     seconds: Uint32 = 0
     num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     refusal: LeaseRefusal | None = None
+
+
+class LeaseTotals(Struct, frozen=True):
+    """What an engine has made of leases since it began, and what is leased now.
+
+    Granted and refused are counted as they were asked for, all else in tokens.
+    """
+
+    num_granted: int = 0
+    num_refused: Mapping[LeaseRefusal, int] = {}
+    num_leased_tokens: int = 0
+    num_kept_tokens: int = 0
+    num_broken_tokens: Mapping[LeaseBreak, int] = {}
+
+
+def nothing_kept(leases: Sequence[PrefixLease]) -> tuple[LeaseAnswer, ...]:
+    """The answer where there is no memory below the device."""
+    return tuple(LeaseAnswer(refusal=LeaseRefusal.NO_TIER) for _ in leases)

@@ -197,6 +197,7 @@ def _check_usage(usage: PromptUsage) -> None:
         cached <= usage.num_prompt_tokens
         and usage.num_cross_user_tokens + usage.num_own_tokens <= cached
         and usage.num_disk_tokens <= usage.num_slower_tier_tokens <= cached
+        and usage.num_evicted_early_tokens <= usage.num_prompt_tokens - cached
     ):
         raise ValueError(f"a usage does not add up: {shown(usage)}")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from replicas.kvstore.lease_outcome import LeaseOutcome
 from replicas.kvstore.plan import chunk_names
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, StepFrame, UserTag
@@ -116,12 +117,20 @@ class LowerTiers:
             token_seconds=self._token_seconds,
         )
         patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
+        if request.num_preemptions == 0:
+            request.lease_outcome = self._lease(request, names, num_device_blocks)
         self._progress[request.key] = Progress(
             names,
             plan.way.num_ready_tokens,
             waits_until=self._clock() + patience,
             read=frozenset(plan.to_read),
         )
+
+    def _lease(self, request: Request, names: "list[ChunkName]", num_device_blocks: int) -> LeaseOutcome:
+        """What it asks for is asked for once, by its first choice."""
+        of_prompt = names[: request.num_prompt_tokens // self._store.shape.tokens]
+        leases = request.submit.leases if request.key.choice == 0 else ()
+        return self._store.leases.ask(of_prompt, leases, num_device_blocks)
 
     def num_ready_blocks(self, request: Request, num_device_blocks: int) -> tuple[int, bool]:
         """Its leading blocks on the device, and in host memory if they are sooner loaded than computed; and
@@ -265,6 +274,7 @@ class LowerTiers:
             events=frame.events + self._store.take_events(),
             load=load,
             look_again_seconds=look_again,
+            leases=self._store.leases.take_totals(),
         )
 
     def wait(self, seconds: float) -> None:

@@ -6,6 +6,7 @@ Owns the token sequence with its block table. Only the scheduler and its cache m
 from typing import NamedTuple
 
 from replicas.engine import EngineRequest
+from replicas.kvstore.lease_outcome import LeaseOutcome, without_tiers
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, SamplingParams, Submit, TokenLogprobs
 
@@ -26,6 +27,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "key",
+        "lease_outcome",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_cross_user_tokens",
@@ -67,6 +69,8 @@ class Request:
         """Of the cached tokens, those that were copied to the device for it."""
         self.num_disk_tokens: int = 0
         """And of these, those that were read from disk for it."""
+        self.lease_outcome: LeaseOutcome = without_tiers(self.submit.leases if self.key.choice == 0 else ())
+        """What became of the leases that it asks for, as its submit's first choice."""
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0

@@ -381,12 +381,19 @@ class Scheduler:
         """Measured at the first schedule; a later preemption changes nothing of it."""
         block_size = self._manager.block_size
         num_full_block_tokens = request.num_prompt_tokens // block_size * block_size
+        num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
+        outcome = request.lease_outcome
         return PromptUsage(
             num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
+            num_cached_tokens=num_cached_tokens,
             num_written_tokens=max(0, num_full_block_tokens - request.num_cached_tokens),
             num_cross_user_tokens=request.num_cross_user_tokens,
             num_own_tokens=request.num_own_tokens,
             num_slower_tier_tokens=min(request.num_slower_tier_tokens, request.num_prompt_tokens),
             num_disk_tokens=min(request.num_disk_tokens, request.num_prompt_tokens),
+            leases=outcome.answers,
+            num_evicted_early_tokens=min(
+                outcome.num_evicted_early_tokens, request.num_prompt_tokens - num_cached_tokens
+            ),
+            broken_by=outcome.broken_by,
         )

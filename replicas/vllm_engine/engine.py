@@ -50,6 +50,7 @@ from replicas.protocol.frames import (
     TokenDelta,
     UserTag,
 )
+from replicas.protocol.prefix_leases import nothing_kept
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import checkpoint_directory
@@ -338,6 +339,7 @@ class VllmEngine:
             num_cross_user_tokens=num_cross_user_tokens,
             num_own_tokens=min(live.shares.own, num_cached_tokens - num_cross_user_tokens),
             num_slower_tier_tokens=min(live.num_external_tokens, num_prompt_tokens),
+            leases=nothing_kept(live.request.submit.leases if live.request.key.choice == 0 else ()),
         )
 
     def _load(self) -> LoadSnapshot:

@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import PromptUsage, RefusalCode, RequestKey, StepFrame, TokenDelta
+from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal, LeaseTotals
 from replicas.protocol.status import ModelCard
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.hardware import FREE
@@ -58,3 +59,27 @@ def test_tokens_of_slower_tiers_and_evictions_there_have_their_own_numbers() -> 
     assert sample(metrics, "replica_slower_tier_tokens_total") == 48
     assert sample(metrics, "replica_cached_tokens_total") == 96
     assert sample(metrics, "replica_evicted_blocks_total", tier="host") == 2
+
+
+def test_leases_are_counted_by_what_became_of_them() -> None:
+    metrics = ReplicaMetrics(CollectorRegistry())
+    reasons = {
+        sample(metrics, "replica_prefix_leases_refused_total", reason=reason) for reason in LeaseRefusal
+    }
+    causes = {sample(metrics, "replica_prefix_lease_broken_tokens_total", cause=each) for each in LeaseBreak}
+    assert reasons == causes == {0}
+    for number in (1, 3):
+        totals = LeaseTotals(
+            num_granted=2 * number,
+            num_refused={LeaseRefusal.BUDGET: 5 * number},
+            num_leased_tokens=128,
+            num_kept_tokens=256 * number,
+            num_broken_tokens={LeaseBreak.LOST: 384 * number},
+        )
+        metrics.observe(StepFrame(leases=totals), 0.0)
+        metrics.observe(StepFrame(), 0.0)
+    assert sample(metrics, "replica_prefix_leases_granted_total") == 6
+    assert sample(metrics, "replica_prefix_leases_refused_total", reason="budget") == 15
+    assert sample(metrics, "replica_prefix_leased_tokens") == 128
+    assert sample(metrics, "replica_prefix_lease_kept_tokens_total") == 768
+    assert sample(metrics, "replica_prefix_lease_broken_tokens_total", cause="lost") == 1152

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from replicas.protocol import bounds, frames, wire
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, pack_token_ids
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
+from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, PrefixLease
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from tests.examples import examples
 from tests.replicas.protocol.filled import Special, filled
 
 U32 = st.integers(0, 2**32 - 1)
+POSITIVE = st.integers(1, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 I32 = st.integers(-(2**31), 2**31 - 1)
 FLOATS = st.floats(allow_nan=False)
@@ -60,6 +62,7 @@ SUBMITS = st.builds(
     announced_hashes=st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES).map(BlockHash)).map(tuple),
     announcement_id=U64,
     num_expected_tokens=U32,
+    leases=st.lists(st.builds(PrefixLease, POSITIVE, POSITIVE), max_size=3).map(tuple),
     request_id=st.text(max_size=5),
     trace_parent=st.text(max_size=5),
     trace_state=st.text(max_size=5),
@@ -83,10 +86,15 @@ def usages(least: int) -> st.SearchStrategy[frames.PromptUsage]:
     """The whole is the sum of its parts, each of them at least so large."""
     counts = st.integers(least, 2**16)
     return st.builds(
-        lambda computed, written, of_others, own, slower: frames.PromptUsage(
-            *(computed + of_others + own + slower, of_others + own + slower, written, of_others, own, slower)
+        lambda computed, written, of_others, own, slower, early, **leases: frames.PromptUsage(
+            *(computed + early + of_others + own + slower, of_others + own + slower, written, of_others, own),
+            num_slower_tier_tokens=slower,
+            num_evicted_early_tokens=early,
+            **leases,
         ),
-        *[counts] * 5,
+        *[counts] * 6,
+        leases=st.lists(filled(LeaseAnswer), min_size=min(1, least), max_size=2).map(tuple),
+        broken_by=st.sampled_from(LeaseBreak),
     )
 
 
@@ -195,6 +203,11 @@ SUBMIT = {
         {"sampling": {"max_tokens": 1, "temperature": "hot"}},
         {"sampling": {"max_tokens": 1, "stop_token_ids": [0] * (frames.MAX_LISTED + 1)}},
         {"media": [{"content_hash": b"", "start": 2**32, "length": 0}]},
+        {"leases": [[0, 60]]},
+        {"leases": [[1, 0]]},
+        {"leases": [[1, -60]]},
+        {"leases": [[1, 2**32]]},
+        {"leases": [[1, 60]] * (MAX_LEASES + 1)},
         {"trace_parent": b"bytes"},
         {"request_id": None},
     ],
@@ -228,6 +241,9 @@ USAGE = {"num_prompt_tokens": 2, "num_written_tokens": 0}
         [[], None, USAGE | {"num_cached_tokens": 1, "num_own_tokens": 1, "num_cross_user_tokens": 1}],
         [[], None, USAGE | {"num_cached_tokens": 1, "num_slower_tier_tokens": 2}],
         [[], None, USAGE | {"num_cached_tokens": -1}],
+        [[], None, USAGE | {"num_cached_tokens": 1, "num_evicted_early_tokens": 2}],
+        [[], None, USAGE | {"num_cached_tokens": 1, "broken_by": "a whim"}],
+        [[], None, USAGE | {"num_cached_tokens": 1, "leases": [[0, 0, "no mood"]]}],
         [[], None, None, [[1, float("nan")]]],
         [[], None, None, [[1, 1.5]]],
         [[], None, None, [[1, -0.5, [[2, float("nan")]]]]],

@@ -81,16 +81,18 @@ class TieredModel(FakeModel):
         host_chunks: int = 8,
         seed: int = 0,
         max_looks: int = 0,
+        lease_share: float = 0.0,
         **limits: Any,
     ) -> None:
         manager = KVCacheManager(num_blocks, block_size)
         self.copier = SlowCopier(block_size, blocks_per_chunk, random.Random(seed), max_looks)
+        self.num_steps = 0
         self.store = ChunkStore(
             Arena(host_chunks, 1),
             ChunkShape(block_size, blocks_per_chunk),
             clock=lambda: float(self.num_steps),
+            lease_share=lease_share,
         )
-        self.num_steps = 0
         self.tiers = LowerTiers(
             self.store,
             self.copier,

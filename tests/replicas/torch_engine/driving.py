@@ -62,11 +62,10 @@ class Driver:
             self.outcomes[chunk.request.key].logits.append(row.clone())
         return logits
 
-    def add(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, num_output_tokens: int = 0
-    ) -> RequestKey:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> RequestKey:
+        """`fields` are those of the submit."""
         self._next_id += 1
-        submit = Submit(0, pack_token_ids(prompt), sampling, ROOT, num_output_tokens=num_output_tokens)
+        submit = Submit(0, pack_token_ids(prompt), sampling, ROOT, **fields)
         (request,) = expand(submit, self._next_id)
         self.engine.add(request)
         self.outcomes[request.key] = Outcome()

@@ -1,0 +1,100 @@
+"""LeaseDesk: where requests ask for leases, which a directory keeps and the journal of a disk remembers.
+
+Owns what time it is for leases. Inside a process that is a monotonic clock's, so that a wall clock that jumps
+changes nothing. The journal on disk has the wall clock's time of each lease's end. A process that reads it
+later goes by what is left then: after a jump forward that is less and may be nothing, after one back it is
+never more than a lease can have. A use renews what is left by as much again, not by what was asked for first.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from replicas.kvstore.directory import ChunkName, Directory
+from replicas.kvstore.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
+from replicas.kvstore.leases import LeaseRecord, Leases
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.prefix_leases import LeaseTotals, PrefixLease
+
+
+class LeaseJournal(Protocol):
+    """What a disk does for leases. Ends are in seconds since 1970."""
+
+    restored_leases: Mapping[BlockHash, float]
+
+    @property
+    def is_off(self) -> bool: ...
+
+    def note_lease(self, key: BlockHash, until: float) -> None: ...
+
+
+def leases_within(lease_share: float, num_slots: int, max_files: int) -> Leases:
+    """That much of each tier may be leased."""
+    return Leases(host_chunks=int(num_slots * lease_share), disk_chunks=int(max_files * lease_share))
+
+
+def restored_leases(journal: LeaseJournal, wall_clock: Callable[[], float]) -> Iterable[LeaseRecord]:
+    """What an earlier process had leased, as far as it is not over."""
+    now = wall_clock()
+    for key, until in journal.restored_leases.items():
+        if until > now:
+            yield LeaseRecord(key, math.ceil(min(until - now, 1e9)), until - now)
+
+
+class LeaseDesk:
+    """`blocks_per_chunk` blocks are a chunk, which is `chunk_tokens` tokens. `clock` never goes back."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        journal: LeaseJournal | None,
+        *,
+        blocks_per_chunk: int,
+        chunk_tokens: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._journal = journal
+        self._blocks_per_chunk = blocks_per_chunk
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._told = LeaseTotals()
+
+    def ask(
+        self, names: Sequence[ChunkName], leases: Sequence[PrefixLease], num_device_blocks: int
+    ) -> LeaseOutcome:
+        """For a request with these chunks in its prompt, of whose blocks so many are on the device."""
+        self._directory.leases.is_disk_off = self._journal is not None and self._journal.is_off
+        self._directory.pass_time(self._clock())
+        return ask_for_leases(
+            self._directory,
+            names,
+            leases,
+            blocks_per_chunk=self._blocks_per_chunk,
+            chunk_tokens=self._chunk_tokens,
+            num_device_blocks=num_device_blocks,
+        )
+
+    def poll(self) -> None:
+        """Let time pass, and note in the journal what has changed."""
+        self._directory.pass_time(self._clock())
+        changes = self._directory.take_lease_changes()
+        if self._journal is not None and changes:
+            now = self._wall_clock()
+            for record in changes:
+                self._journal.note_lease(record.key, now + record.seconds_left)
+
+    def is_to_be_synced(self, key: BlockHash) -> bool:
+        """Whether a write of the chunk is to survive a power cut once it has ended."""
+        return self._directory.leases.wants_file(key)
+
+    def take_totals(self) -> LeaseTotals | None:
+        """None if nothing has changed since the last call."""
+        totals = lease_totals(self._directory, self._chunk_tokens)
+        if totals == self._told:
+            return None
+        self._told = totals
+        return totals
