@@ -87,14 +87,15 @@ class DiskBooks:
         """The job's number; None if too many wait, or if there is no room for a write."""
         now = self._clock()
         with self._lock:
-            if (self._queue.is_erasing and kind is Kind.ERASE) or not self._accepts(kind, num_bytes):
+            growth = 0
+            if key is not None and kind is not Kind.READ:
+                growth = num_bytes - self._sizes.get(key, 0)
+            if not self._accepts(kind, growth):
                 return None
             if kind is Kind.ERASE:
                 self._fail_waiting("erased")
-            elif kind is Kind.REMOVE and key is not None:
-                num_bytes = self._sizes.get(key, 0)
             number, self._next_number = self._next_number, self._next_number + 1
-            self._queue.add(Job(kind, number, now, key, slot, header, sync, num_bytes))
+            self._queue.add(Job(kind, number, now, key, slot, header, sync, num_bytes, growth))
             self._has_work.notify()
             return number
 
@@ -256,15 +257,15 @@ class DiskBooks:
 
     # With the lock.
 
-    def _accepts(self, kind: Kind, num_bytes: int) -> bool:
+    def _accepts(self, kind: Kind, growth: int) -> bool:
         if self._off is not None:
             return False
         if kind not in (Kind.READ, Kind.WRITE):
-            return True
+            return not (kind is Kind.ERASE and self._queue.is_erasing)
         if self._is_stuck or self._queue.num_waiting >= self._options.max_queue:
             return False
-        grown = self._own_bytes + self._queue.bytes_to_grow + num_bytes
-        return kind is Kind.READ or grown <= self._options.max_bytes
+        grown = self._own_bytes + self._queue.bytes_to_grow + growth
+        return kind is Kind.READ or growth <= 0 or grown <= self._options.max_bytes
 
     def _look(self, now: float) -> None:
         for job in self._queue.late_reads(now - self._options.read_deadline_seconds):

@@ -66,7 +66,9 @@ class Job:
     header: ChunkHeader | None = None
     sync: bool = False
     num_bytes: int = 0
-    """That it moves, or is taken to free."""
+    """That it moves."""
+    growth: int = 0
+    """Bytes by which it makes the folder grow; less than 0 for a removal."""
     state: State = State.WAITING
     started_at: float = 0.0
 
@@ -89,7 +91,7 @@ class JobQueue:
         self.bytes_to_read = 0
         """Of reads that wait or run, overdue ones left out."""
         self.bytes_to_grow = 0
-        """By which writes that wait or run will make the folder grow, less what removals will free."""
+        """By which what waits or runs will make the folder grow."""
 
     @property
     def is_erasing(self) -> bool:
@@ -220,7 +222,4 @@ class JobQueue:
     def _count_bytes(self, job: Job, sign: int) -> None:
         if job.kind is Kind.READ:
             self.bytes_to_read += sign * job.num_bytes
-        elif job.kind is Kind.WRITE:
-            self.bytes_to_grow += sign * job.num_bytes
-        elif job.kind is Kind.REMOVE:
-            self.bytes_to_grow -= sign * job.num_bytes
+        self.bytes_to_grow += sign * job.growth

@@ -317,7 +317,9 @@ class ChunkStore:
     def _write(self, disk: Disk, most: int) -> None:
         if most <= 0 or not disk.can_write:
             return
-        for write in self.directory.take_writes(self._clock(), most):
+        writes = self.directory.take_writes(self._clock(), most)
+        disk.remove(self.directory.take_removals())  # what goes makes the room for what comes
+        for write in writes:
             sync = self.leases.is_to_be_synced(write.name.key)
             job = disk.write(self._header(write), self.arena.slot(write.slot), sync=sync)
             if job is None:
@@ -355,3 +357,5 @@ class ChunkStore:
             self.directory.given_up(key, may_still_be_written=True)
         elif finished.kind is Kind.RETURNED:
             self.directory.give_back(self._overdue.pop(finished.job))
+        elif finished.kind is Kind.LOST and finished.key is not None:
+            self.directory.lost_file(finished.key)

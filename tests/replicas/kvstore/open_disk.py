@@ -90,8 +90,8 @@ class OpenDisk:
 
 
 @contextmanager
-def opened(folder: Path, **changes: Any) -> Iterator[OpenDisk]:
-    disk = Disk(options(folder, **changes))
+def opened(folder: Path, clock: Callable[[], float] = time.monotonic, **changes: Any) -> Iterator[OpenDisk]:
+    disk = Disk(options(folder, **changes), clock)
     try:
         yield OpenDisk(disk, folder)
     finally:

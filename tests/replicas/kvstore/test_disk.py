@@ -207,6 +207,12 @@ def test_the_folder_holds_no_more_than_it_may(tmp_path: Path) -> None:
         assert at.write("c").ok and at.disk.bytes_used == 2 * SLOT_BYTES
 
 
+def test_a_chunk_is_written_again_where_there_is_room_for_no_other(tmp_path: Path) -> None:
+    with opened(tmp_path, max_bytes=SLOT_BYTES) as at:
+        at.write("a")
+        assert at.write("a").ok and at.disk.write(fill(at.slots[0], "b"), at.slots[0]) is None
+
+
 def test_erasing_leaves_nothing_of_ours_and_everything_of_others(tmp_path: Path) -> None:
     other = dataclasses.replace(LAYOUT, engine_version="other").digest()
     with opened(tmp_path, layout=other) as at:

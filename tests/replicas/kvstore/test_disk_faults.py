@@ -21,7 +21,23 @@ from tests.replicas.kvstore.chunk_images import LAYOUT, SLOT_BYTES, fill, image
 from tests.replicas.kvstore.chunk_names import key, name
 from tests.replicas.kvstore.open_disk import OpenDisk, file_of, opened, options
 
-LATE_SECONDS = 0.05
+DEADLINE_SECONDS = 1000.0
+"""Of the clock that a test can put forward."""
+
+
+class Clock:
+    """The real one, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.added = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.added
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 class Hangs:
@@ -30,10 +46,12 @@ class Hangs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._released = threading.Event()
         self.paths: set[str] = set()
+        self.num_hanging = 0
         real = ChunkFiles.read
 
         def read(files: ChunkFiles, wanted: Any, slot: memoryview) -> Any:
             if any(wanted == key(path) for path in self.paths):
+                self.num_hanging += 1
                 self._released.wait()
             return real(files, wanted, slot)
 
@@ -59,32 +77,42 @@ def num_workers() -> int:
     return sum(thread.name == "kv-disk" for thread in threading.enumerate())
 
 
-def test_a_read_that_hangs_is_overdue_and_later_returned(tmp_path: Path, hangs: Hangs) -> None:
-    with opened(tmp_path, read_deadline_seconds=LATE_SECONDS) as at:
+def hanging_read(at: OpenDisk, hangs: Hangs, path: str, slot: int) -> int:
+    """A read that hangs by now."""
+    num_before = hangs.num_hanging
+    job = at.disk.read(key(path), at.slots[slot])
+    assert job is not None
+    at.until(lambda: hangs.num_hanging > num_before)
+    return job
+
+
+def test_a_read_that_hangs_is_overdue_and_later_returned(tmp_path: Path, hangs: Hangs, clock: Clock) -> None:
+    with opened(tmp_path, clock, read_deadline_seconds=DEADLINE_SECONDS) as at:
         at.write("a")
         at.write("b")
         hangs.paths = {"a"}
-        job = at.disk.read(key("a"), at.slots[1])
+        job = hanging_read(at, hangs, "a", 1)
+        assert at.disk.take_finished() == []
+        clock.added += DEADLINE_SECONDS
         overdue = at.ends(job)
         assert overdue.kind is Kind.OVERDUE and not overdue.ok and overdue.key == key("a")
-        assert overdue.seconds >= LATE_SECONDS and overdue.reason == "late"
+        assert overdue.seconds >= DEADLINE_SECONDS and overdue.reason == "late"
         assert at.has("b", slot=2)
         assert at.write("a", slot=3).ok
         assert bytes(at.slots[1]) == b"\xa5" * SLOT_BYTES
         hangs.release()
         returned = at.ends(job, Kind.RETURNED)
         assert returned.key == key("a") and not returned.ok
-        assert at.has("a", slot=1) and [each.kind for each in at.finished if each.job == job] == [
-            Kind.OVERDUE,
-            Kind.RETURNED,
-        ]
+        ends = [each.kind for each in at.finished if each.job == job]
+        assert at.has("a", slot=1) and ends == [Kind.OVERDUE, Kind.RETURNED]
 
 
-def test_an_overdue_read_that_fails_removes_nothing(tmp_path: Path, hangs: Hangs) -> None:
-    with opened(tmp_path, read_deadline_seconds=LATE_SECONDS) as at:
+def test_an_overdue_read_that_fails_removes_nothing(tmp_path: Path, hangs: Hangs, clock: Clock) -> None:
+    with opened(tmp_path, clock, read_deadline_seconds=DEADLINE_SECONDS) as at:
         at.write("a")
         hangs.paths = {"a"}
-        job = at.disk.read(key("a"), at.slots[1])
+        job = hanging_read(at, hangs, "a", 1)
+        clock.added += DEADLINE_SECONDS
         at.ends(job, Kind.OVERDUE)
         os.truncate(file_of(tmp_path, "a"), 100)
         hangs.release()
@@ -93,44 +121,49 @@ def test_an_overdue_read_that_fails_removes_nothing(tmp_path: Path, hangs: Hangs
         assert at.write("a").ok and at.has("a")
 
 
-def test_a_read_that_waits_too_long_fails_and_never_touches_its_slot(tmp_path: Path, hangs: Hangs) -> None:
-    with opened(tmp_path, read_deadline_seconds=LATE_SECONDS, num_threads=1) as at:
+def test_a_read_that_waits_too_long_fails_and_never_touches_its_slot(
+    tmp_path: Path, hangs: Hangs, clock: Clock
+) -> None:
+    limits = {"num_threads": 1, "read_deadline_seconds": DEADLINE_SECONDS, "hang_seconds": 1e9}
+    with opened(tmp_path, clock, **limits) as at:
         for path in "ab":
             at.write(path)
         hangs.paths = {"a"}
-        first = at.disk.read(key("a"), at.slots[1])
-        at.ends(first, Kind.OVERDUE)
-        waiting = at.ends(at.disk.read(key("b"), at.slots[2]))
+        first = hanging_read(at, hangs, "a", 1)
+        second = at.disk.read(key("b"), at.slots[2])
+        clock.added += DEADLINE_SECONDS
+        waiting = at.ends(second)
         assert (waiting.kind, waiting.ok, waiting.reason) == (Kind.READ, False, "late")
+        assert at.ends(first).kind is Kind.OVERDUE
         hangs.release()
         at.ends(first, Kind.RETURNED)
         assert bytes(at.slots[2]) == b"\xa5" * SLOT_BYTES and at.has("b", slot=3)
 
 
 def test_a_thread_that_hangs_is_replaced_until_all_of_them_hang(
-    tmp_path: Path, hangs: Hangs, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, hangs: Hangs, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = {"num_threads": 2, "hang_seconds": LATE_SECONDS, "read_deadline_seconds": 2 * LATE_SECONDS}
-    with opened(tmp_path, **limits) as at:
+    limits = {"num_threads": 2, "read_deadline_seconds": 1e9, "hang_seconds": DEADLINE_SECONDS}
+    with opened(tmp_path, clock, **limits) as at:
         for path in "abcdz":
             at.write(path)
         hangs.paths = set("abcd")
-        jobs = [at.disk.read(key(path), at.slots[slot]) for slot, path in enumerate("ab", 1)]
-        for job in jobs:
-            at.ends(job, Kind.OVERDUE)
+        jobs = [hanging_read(at, hangs, path, slot) for slot, path in enumerate("ab", 1)]
+        assert num_workers() == 2
+        clock.added += DEADLINE_SECONDS
         at.until(lambda: num_workers() == 4)
         assert at.has("z", slot=7) and not messages(caplog, "hangs")
-        jobs += [at.disk.read(key(path), at.slots[slot]) for slot, path in enumerate("cd", 3)]
-        for job in jobs:
-            at.ends(job, Kind.OVERDUE)
-        at.until(lambda: at.disk.read(key("z"), at.slots[7]) is None)
-        assert at.disk.write(fill(at.slots[6], "new"), at.slots[6]) is None and not at.disk.can_write
+        jobs += [hanging_read(at, hangs, path, slot) for slot, path in enumerate("cd", 3)]
+        assert at.disk.can_write
+        clock.added += DEADLINE_SECONDS
+        at.until(lambda: not at.disk.can_write)
+        assert at.disk.read(key("z"), at.slots[7]) is None
+        assert at.disk.write(fill(at.slots[6], "new"), at.slots[6]) is None
         assert len(messages(caplog, "hangs: each of 4 threads")) == 1 and num_workers() == 4
         hangs.release()
         for job in jobs:
-            at.ends(job, Kind.RETURNED)
-        at.until(lambda: num_workers() == 2)
-        at.until(lambda: at.disk.can_write)
+            assert at.ends(job).ok
+        at.until(lambda: num_workers() == 2 and at.disk.can_write)
         assert at.has("z", slot=7) and at.write("new").ok
 
 
@@ -139,14 +172,12 @@ def test_closing_does_not_wait_for_what_hangs_and_keeps_the_folder(tmp_path: Pat
     at = OpenDisk(disk, tmp_path)
     at.write("a")
     hangs.paths = {"a"}
-    job = disk.read(key("a"), at.slots[1])
-    at.until(lambda: disk.speeds().backlog_seconds >= 0 and num_workers() >= 1)
-    time.sleep(LATE_SECONDS)
-    assert not disk.close(LATE_SECONDS)
+    job = hanging_read(at, hangs, "a", 1)
+    assert not disk.close(0.01)
     with pytest.raises(SettingsError, match="in use"):
         Folder(tmp_path)
     hangs.release()
-    assert disk.close(30.0) and at.ends(job) is not None
+    assert disk.close(30.0) and at.ends(job).ok
     with opened(tmp_path) as again:
         assert list(again.disk.restored) == [name("a")]
 
@@ -192,24 +223,13 @@ def test_no_more_wait_than_the_queue_holds(tmp_path: Path, hangs: Hangs) -> None
         assert at.disk.can_write
 
 
-class Clock:
-    """The real one, and what a test adds to it."""
-
-    def __init__(self) -> None:
-        self.added = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.added
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_write_that_fails_stops_writing_for_a_while_and_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: Clock, code: int
 ) -> None:
     def fails(*_: object, **__: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    clock = Clock()
     disk = Disk(options(tmp_path), clock)
     at = OpenDisk(disk, tmp_path)
     at.write("a")
@@ -267,10 +287,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_reads_on_and_is_written_to_when_there_is_room(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, clock = small_disk / "kv", Clock()
+def test_a_full_disk_reads_on_and_is_written_to_when_there_is_room(small_disk: Path, clock: Clock) -> None:
+    folder = small_disk / "kv"
     disk = Disk(options(folder), clock)
     at = OpenDisk(disk, folder)
     filler = small_disk / "somebody else's"

@@ -14,8 +14,9 @@ BYTES = 10
 
 
 def job(kind: Kind, path: str | None, number: int = 0, asked_at: float = 0.0) -> Job:
-    num_bytes = 0 if kind is Kind.ERASE else BYTES
-    return Job(kind, number, asked_at, None if path is None else key(path), num_bytes=num_bytes)
+    growth = {Kind.WRITE: BYTES, Kind.REMOVE: -BYTES}.get(kind, 0)
+    wanted = None if path is None else key(path)
+    return Job(kind, number, asked_at, wanted, num_bytes=BYTES, growth=growth)
 
 
 def queue_of(*jobs: tuple[Kind, str]) -> JobQueue:
@@ -189,11 +190,11 @@ class AnyHistory(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         waiting = [each for each in self.jobs if each.state is State.WAITING]
         counted = [*waiting, *self.running()]
-        by_kind = {kind: sum(each.num_bytes for each in counted if each.kind is kind) for kind in Kind}
+        to_read = sum(each.num_bytes for each in counted if each.kind is Kind.READ)
         assert self.queue.num_waiting == sum(each.kind in (Kind.READ, Kind.WRITE) for each in waiting)
         assert self.queue.num_running == len(self.running()) + len(self.claims)
-        assert self.queue.bytes_to_read == by_kind[Kind.READ]
-        assert self.queue.bytes_to_grow == by_kind[Kind.WRITE] - by_kind[Kind.REMOVE]
+        assert self.queue.bytes_to_read == to_read
+        assert self.queue.bytes_to_grow == sum(each.growth for each in counted)
         alive = [
             each.asked_at for each in counted if each.kind is Kind.READ and each.state is not State.CLEARING
         ]
