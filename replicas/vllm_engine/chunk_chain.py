@@ -22,14 +22,18 @@ class ChunkChain:
     ) -> None:
         self.user: UserTag = NO_USER
         self.num_found_tokens = 0
-        self.waits_until: float | None = None
-        """When it stops waiting for chunks that are on their way into host memory."""
+        self.waits_until = 0.0
+        """When it stops waiting for chunks that are on their way into host memory, by a clock of others."""
+        self.read: frozenset[BlockHash] = frozenset()
+        """Chunks that are read from disk for it."""
         self._root = root
         self._token_ids = token_ids
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
         self._hashes: list[BlockHash] = []
         self._loaded: dict[BlockHash, UserTag] = {}
+        self._loaded_from_disk: set[int] = set()
+        """Last blocks of chunks that were read for it and then loaded."""
 
     def name(self, end: int) -> ChunkName:
         """The chunk that ends before the token at position `end`, a multiple of its size."""
@@ -40,14 +44,25 @@ class ChunkChain:
             hashes[num_blocks - 1], hashes[num_before - 1] if num_before else None, num_blocks - 1
         )
 
-    def names(self) -> list[ChunkName]:
-        """All full chunks."""
-        chunk_tokens = self._block_size * self._blocks_per_chunk
-        return [self.name(end) for end in range(chunk_tokens, len(self._token_ids) + 1, chunk_tokens)]
+    def names(self, start: int = 0) -> list[ChunkName]:
+        """All full chunks from the one on that begins at position `start`."""
+        size = self._block_size * self._blocks_per_chunk
+        return [self.name(end) for end in range(start + size, len(self._token_ids) + 1, size)]
 
     def load(self, name: ChunkName, writers: Sequence[UserTag]) -> None:
         """The device gets this chunk back. Without `writers`, nobody knows them."""
         self._loaded.update(zip(self._blocks(name), writers, strict=False))
+        if name.key in self.read:
+            self._loaded_from_disk.add(name.last_block)
+
+    def num_disk_tokens(self, start: int, end: int) -> int:
+        """Of the tokens at positions `[start, end)`, those that were read from disk and loaded for it."""
+        num_tokens = 0
+        for last_block in self._loaded_from_disk:
+            last = (last_block + 1) * self._block_size
+            first = last - self._blocks_per_chunk * self._block_size
+            num_tokens += max(0, min(last, end) - max(first, start))
+        return num_tokens
 
     def loaded_from(self, block_hash: BlockHash) -> UserTag | None:
         """Whose request computed a block that this one has had loaded; None for any other."""

@@ -15,20 +15,15 @@ index while any tier holds a copy, at the stride of its chain position in all of
 import gc
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch._dynamo
-import vllm.envs
-from vllm import EngineArgs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from replicas.checkpoints.model_config import read_eos_token_ids
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
@@ -54,23 +49,18 @@ from replicas.protocol.prefix_leases import nothing_kept
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import checkpoint_directory
-from replicas.vllm_engine import cpu_generator
-from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
+from replicas.vllm_engine.adapters import read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
-from replicas.vllm_engine.offloading import Requests, VllmTier
+from replicas.vllm_engine.lower_tier import LowerTier, Requests
+from replicas.vllm_engine.offloading import transfer_config
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
+from replicas.vllm_engine.starting import check_environment, check_fit, load_adapters, sentence, start_vllm
 from replicas.vllm_engine.translation import EventTranslator, Storer
-
-_SENSIBLE_CONTEXT = 256
-"""A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 
 _TRANSFER_PAUSE_SECONDS = 0.001
 """A step that computes nothing waits for threads that move blocks between tiers: they need the
 interpreter. vLLM's own loop pauses for as long."""
-
-_TOO_SMALL = ("KV cache is needed", "Cannot auto-fit max_model_len")
-"""What vLLM says when its cache cannot hold `context_length` tokens, or none at all."""
 
 _FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -105,7 +95,7 @@ class VllmEngine:
     """Raises CheckpointError, SettingsError or StartupError. The process edge has set the environment."""
 
     def __init__(self, config: ReplicaConfig) -> None:
-        _check_environment()
+        check_environment()
         directory = checkpoint_directory(config.model)
         name = config.model_name or directory.resolve().name
         adapters = read_adapters(config.adapters or {}, name, trust_code=config.trust_code)
@@ -113,11 +103,11 @@ class VllmEngine:
         digest = files_fingerprint(directory)
         eos_token_ids = read_eos_token_ids(directory)
         self._on_cpu = bool(current_platform.is_cpu())
-        self._tier = None if config.host_kv_bytes is None else VllmTier(config, secrets.token_hex(8))
-        transfers = None if self._tier is None else self._tier.transfer_config
+        self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8))
+        transfers = None if self._tier is None else transfer_config(self._tier)
         arguments = engine_arguments(config, str(directory), adapters, transfers)
         try:
-            self._vllm = _start(arguments, directory)
+            self._vllm = start_vllm(arguments, directory)
         except (SettingsError, StartupError):
             self._close_tier()
             raise
@@ -137,8 +127,8 @@ class VllmEngine:
             adapters=tuple(adapter.card for adapter in adapters),
         )
         try:
-            _check_fit(self._card, config, self._core)
-            self._adapters = _load_adapters(self._vllm, adapters)
+            check_fit(self._card, config, self._core)
+            self._adapters = load_adapters(self._vllm, adapters)
         except (SettingsError, StartupError):
             self.close()
             raise
@@ -155,10 +145,10 @@ class VllmEngine:
             has_more_tiers=self._core.has_more_tiers and self._tier is None,
             storer_of=self._storer,
         )
-        if self._tier is not None:
-            self._tier.requests = Requests(self._core.find, self._user, self._cache.writer)
         self._unsaid: list[CacheEvent] = []  # what came up between steps, and belongs to the next frame
         self._live: dict[str, _Live] = {}
+        if self._tier is not None:
+            self._tier.requests = self._requests()
 
     @property
     def card(self) -> ModelCard:
@@ -198,7 +188,7 @@ class VllmEngine:
                 session_id=name,  # comes back with the events of its blocks
             )
         except (VLLMValidationError, ValueError) as error:
-            raise RequestRefused(RefusalCode.INVALID_REQUEST, _sentence(error)) from error
+            raise RequestRefused(RefusalCode.INVALID_REQUEST, sentence(error)) from error
         inner = self._core.request(internal_id)
         num_cached_tokens = self._num_leading_tokens(inner)
         self._live[name] = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
@@ -209,13 +199,17 @@ class VllmEngine:
             self._vllm.abort_request([name])
 
     def has_work(self) -> bool:
-        return bool(self._live or self._unsaid) or self._core.has_transfers
+        has_events = self._tier is not None and self._tier.store.has_events
+        return bool(self._live or self._unsaid) or has_events or self._core.has_transfers
 
     def step(self) -> StepFrame:
         if self._on_cpu:
             # vLLM would compile a helper when logprobs are first asked for: seconds, for nothing. Torch
             # keeps this by thread, and the one that steps need not be the one that built the engine.
             torch._dynamo.config.disable = True
+        started_at = time.perf_counter()
+        if self._tier is not None:
+            self._tier.store.poll()
         must_step = self._live or self._core.has_transfers
         outputs: Iterable[Any] = self._vllm.step() if must_step else ()
         started = self._start(self._core.take_started())
@@ -224,9 +218,10 @@ class VllmEngine:
             live.shares = self._shares(live)
         deltas = [self._delta(output) for output in outputs]
         num_prefill_tokens, num_decode_tokens = self._core.take_computed()
-        if must_step and not num_prefill_tokens + num_decode_tokens and self._tier is None:
-            time.sleep(_TRANSFER_PAUSE_SECONDS)
-        return StepFrame(
+        seconds = time.perf_counter() - started_at
+        if must_step and not num_prefill_tokens + num_decode_tokens:
+            self._pause()
+        frame = StepFrame(
             deltas,
             events,
             self._load(),
@@ -235,6 +230,7 @@ class VllmEngine:
             started=[live.request.key for live in started],
             num_preemptions=self._core.take_num_preemptions(),
         )
+        return frame if self._tier is None else self._tier.fill(frame, seconds)
 
     def reset_prefix_cache(self) -> bool:
         """A disk of vLLM's own keeps what it has: vLLM has no call that makes it forget."""
@@ -244,8 +240,9 @@ class VllmEngine:
         self._unsaid += self._cache.translate(self._core.take_events())
         if self._core.reset_tiers():
             if self._tier is not None:
+                was_cleared = self._tier.clear()
                 self._unsaid += self._tier.take_events()
-                return self._tier.was_cleared
+                return was_cleared
             self._unsaid.append(self._cache.cleared(Tier.HOST))
         return True
 
@@ -256,6 +253,12 @@ class VllmEngine:
         del self._core
         cleanup_dist_env_and_memory()
         gc.collect()
+
+    def _pause(self) -> None:
+        if self._tier is None:
+            time.sleep(_TRANSFER_PAUSE_SECONDS)
+        elif self._tier.store.look_again_seconds is not None:
+            self._tier.store.wait(_TRANSFER_PAUSE_SECONDS)
 
     def _close_tier(self) -> None:
         if self._tier is not None:
@@ -284,8 +287,17 @@ class VllmEngine:
         if live is None:
             return None
         storer = Storer(live.request.submit.user, live.num_prompt_tokens, live.num_found_tokens)
-        chain = None if self._tier is None else self._tier.chain(live.inner.request_id)
+        chain = None if self._tier is None else self._tier.chains.get(live.inner.request_id)
         return storer if chain is None else replace(storer, loaded_from=chain.loaded_from)
+
+    def _requests(self) -> Requests:
+        return Requests(
+            self._core.find,
+            self._user,
+            self._cache.writer,
+            self._num_device_tokens,
+            lambda: self._load().num_pending_tokens,
+        )
 
     def _user(self, inner: Any) -> UserTag:
         live = self._live.get(inner.session_id)
@@ -293,10 +305,14 @@ class VllmEngine:
 
     def _num_leading_tokens(self, inner: Any) -> int:
         """Of a request that has just come: those that need not be computed."""
-        num_blocks = self._cache.hashes.num_leading(inner.block_hashes)
-        if self._tier is None:
-            return num_blocks * self._card.block_size
-        return self._tier.num_leading_tokens(inner.request_id, num_blocks)
+        num_tokens = self._num_device_tokens(inner)
+        return (
+            num_tokens if self._tier is None else self._tier.num_leading_tokens(inner.request_id, num_tokens)
+        )
+
+    def _num_device_tokens(self, inner: Any) -> int:
+        """And with tiers of vLLM's own, those that lie there."""
+        return self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
 
     def _shares(self, live: _Live) -> Shares:
         return self._cache.token_shares(
@@ -340,7 +356,15 @@ class VllmEngine:
             num_own_tokens=min(live.shares.own, num_cached_tokens - num_cross_user_tokens),
             num_slower_tier_tokens=min(live.num_external_tokens, num_prompt_tokens),
             leases=nothing_kept(live.request.submit.leases if live.request.key.choice == 0 else ()),
+            num_disk_tokens=self._num_disk_tokens(live),
         )
+
+    def _num_disk_tokens(self, live: _Live) -> int:
+        chain = None if self._tier is None else self._tier.chains.get(live.inner.request_id)
+        if chain is None:
+            return 0
+        first = live.num_found_tokens - live.num_external_tokens
+        return chain.num_disk_tokens(first, min(live.num_found_tokens, live.num_prompt_tokens))
 
     def _load(self) -> LoadSnapshot:
         num_running = num_context_tokens = num_pending_tokens = 0
@@ -363,61 +387,6 @@ class VllmEngine:
             num_used_blocks=self._card.num_blocks - self._core.num_free_blocks,
             num_cached_blocks=self._cache.hashes.num_copies(),
             num_total_blocks=self._card.num_blocks,
-            host_seconds_per_token=self._host_seconds_per_token,
-        )
-
-    @property
-    def _host_seconds_per_token(self) -> float:
-        return 0.0 if self._tier is None else self._tier.store.speeds().host or 0.0
-
-
-def _check_environment() -> None:
-    if vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or vllm.envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES:
-        raise StartupError(
-            "the environment must say VLLM_ENABLE_V1_MULTIPROCESSING=0"
-            " and VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
-        )
-
-
-def _start(arguments: dict[str, Any], directory: Path) -> Any:
-    if current_platform.is_cpu():
-        cpu_generator.install()
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except (SettingsError, StartupError):
-        raise
-    except Exception as error:  # vLLM has no type for what it does not like: ValueError, AssertionError, …
-        if any(words in str(error) for words in _TOO_SMALL):
-            raise SettingsError(
-                "the KV cache is too small for one sequence: raise num_blocks or kv_cache_bytes, "
-                "or lower context_length"
-            ) from error
-        raise StartupError(
-            f"vLLM cannot serve {directory} with these settings: {_sentence(error)}"
-        ) from error
-
-
-def _load_adapters(vllm: Any, adapters: Iterable[LoraAdapter]) -> Mapping[str, LoRARequest]:
-    """All of them now, so that one that vLLM does not take is known before the first request for it."""
-    loaded: dict[str, LoRARequest] = {}
-    for number, adapter in enumerate(adapters, 1):
-        loaded[adapter.name] = LoRARequest(adapter.name, number, str(adapter.directory))
-        try:
-            vllm.add_lora(loaded[adapter.name])
-        except Exception as error:
-            raise StartupError(f"vLLM refuses adapter {adapter.name}: {_sentence(error)}") from error
-    return loaded
-
-
-def _check_fit(card: ModelCard, config: ReplicaConfig, core: CoreView) -> None:
-    if core.num_attention_kinds != 1:
-        raise SettingsError(
-            f"{card.name} mixes {core.num_attention_kinds} kinds of attention cache, and Kvasir indexes one"
-        )
-    if config.context_length is None and card.context_length < _SENSIBLE_CONTEXT:
-        raise SettingsError(
-            f"the KV cache holds {card.num_blocks} blocks of {card.block_size}, too few for one sequence of "
-            f"{_SENSIBLE_CONTEXT} tokens: raise num_blocks or kv_cache_bytes, or set context_length"
         )
 
 
@@ -431,13 +400,3 @@ def _finish(reason: str | None) -> tuple[FinishReason | None, Refusal | None]:
     if reason in _FINISH_REASONS:
         return _FINISH_REASONS[reason], None
     return FinishReason.ERROR, Refusal(RefusalCode.INTERNAL, "vLLM failed on this request")
-
-
-def _sentence(error: BaseException) -> str:
-    """The first line that says something. Pydantic puts a heading over its own, and maybe a field's name."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and "validation error" in lines[0]:
-        field = "" if lines[1].startswith(" ") or len(lines) == 2 else f"{lines[1].strip()}: "
-        message = lines[2 if field else 1].strip().removeprefix("Value error, ").split(" [type=")[0]
-        return field + message
-    return lines[0].strip() if lines else type(error).__name__

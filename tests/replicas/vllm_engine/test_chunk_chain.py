@@ -71,3 +71,16 @@ def test_chunks_whose_writers_are_not_known_are_loaded_from_nobody() -> None:
     (name,) = chain.names()
     chain.load(name, ())
     assert chain.loaded_from(name.key) is None
+
+
+def test_tokens_that_were_read_from_disk_are_counted_where_a_load_brought_them() -> None:
+    tokens = list(range(3 * CHUNK))
+    chain = chain_of(tokens)
+    names = chain.names()
+    assert chain.names(CHUNK) == names[1:]
+    chain.read = frozenset(name.key for name in names[1:])
+    for name in names[:2]:
+        chain.load(name, ())
+    assert chain.num_disk_tokens(0, 3 * CHUNK) == CHUNK, "the first was in host memory, the last not loaded"
+    assert chain.num_disk_tokens(CHUNK + BLOCK, 3 * CHUNK) == CHUNK - BLOCK
+    assert chain.num_disk_tokens(0, CHUNK + BLOCK) == BLOCK

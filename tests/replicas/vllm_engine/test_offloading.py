@@ -217,10 +217,11 @@ def test_namespaces_and_adapters_find_nothing_of_each_other(run: TieredRun) -> N
 
 
 def test_a_reset_forgets_what_is_still_being_copied(run: TieredRun, store: ChunkStore) -> None:
-    prompt = prompt_of(run.engine, 300)
+    prompt = prompt_of(run.engine, 250)
     key = run.add(prompt, max_tokens=1)
     while not run.deltas[key]:
         run.step()
+    assert [store.directory.place(each) for each in chunk_keys(prompt)] == [Place.COMING]
     assert run.engine.reset_prefix_cache()
     assert run.step().events == [AllBlocksCleared(tier) for tier in Tier]
     assert store.directory.num_in_host == 0

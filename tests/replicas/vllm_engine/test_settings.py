@@ -39,7 +39,7 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         ({"engine_args": {"enable_chunked_prefill": False}}, "is smaller than max_model_len"),
         ({"engine_args": {"tensor_parallel_size": 3}}, "must be divisible by tensor parallel size"),
         ({"engine_args": {"kv_transfer_config": UNFINISHED_TIER}}, "cpu_bytes_to_use must be specified"),
-        ({"host_kv_bytes": 1000}, "host_kv_bytes is 1,000, less than the 167,936 that one chunk"),
+        ({"host_kv_bytes": 1000}, "host_kv_bytes holds no chunk of 128 tokens, which takes 167,936"),
         ({"host_kv_bytes": 10**6, "engine_args": {"kv_transfer_config": UNFINISHED_TIER}}, "set one of them"),
         (
             {"host_kv_bytes": 10**6, "engine_args": {"kv_offloading_size": 1}},

@@ -1,0 +1,164 @@
+"""LowerTier: the tiers below one vLLM, between its engine and what vLLM asks of them.
+
+Owns the store and the chunks of each request that vLLM has. Does not know how vLLM asks (`offloading.py`) or
+how bytes are copied (`row_copier.py`); imports nothing of vLLM.
+
+vLLM builds the objects that ask, twice and far from the engine. They find the tier by the id of their engine.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from msgspec.structs import replace
+
+from replicas.config import ReplicaConfig
+from replicas.kvstore.directory import Place
+from replicas.kvstore.layout import Layout
+from replicas.kvstore.opening import open_store
+from replicas.kvstore.store import ChunkStore
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import CacheEvent
+from replicas.protocol.frames import StepFrame, UserTag
+from replicas.scheduling.lower_tiers import PATIENCE, UNMEASURED_TOKEN_SECONDS
+from replicas.scheduling.speed_meter import SpeedMeter
+from replicas.vllm_engine.chunk_chain import ChunkChain
+
+COPY_SECONDS = 0.1
+"""How long a request waits at least for a chunk that is on its way into host memory."""
+
+RESET_SECONDS = 1.0
+"""How long a reset waits for the disk to end what it does."""
+
+_tiers: "WeakValueDictionary[str, LowerTier]" = WeakValueDictionary()
+
+
+class Requests(NamedTuple):
+    """What the engine knows of requests. Those are vLLM's own, and `inner` finds one by its id there."""
+
+    inner: Callable[[str], Any]
+    user: Callable[[Any], UserTag]
+    writer: Callable[[BlockHash], UserTag | None]
+    """Whose request computed a block that the device holds; None if that is not known."""
+    num_device_tokens: Callable[[Any], int]
+    """How many of its leading tokens the device holds."""
+    num_pending_tokens: Callable[[], int]
+    """What is to be computed before a request that comes now."""
+
+
+class LowerTier:
+    """Of a vLLM with this id. Its memory is taken when vLLM says how large its blocks are."""
+
+    def __init__(self, config: ReplicaConfig, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.requests: Requests | None = None
+        self.chains: dict[str, ChunkChain] = {}
+        """By vLLM's id of the request."""
+        self.failed_slots: set[int] = set()
+        """Slots that could not be filled, of stores that vLLM has yet to call complete."""
+        self.block_size = config.tokens_per_block
+        self.blocks_per_chunk = config.tokens_per_chunk // config.tokens_per_block
+        self._config = config
+        self._meter = SpeedMeter()
+        self._store: ChunkStore | None = None
+        _tiers[engine_id] = self
+
+    @property
+    def store(self) -> ChunkStore:
+        assert self._store is not None, "vLLM has built its connector"
+        return self._store
+
+    def open(self, layout: Layout, block_bytes: int) -> None:
+        """Take the memory, for blocks of this size. Again is nothing. Raises SettingsError."""
+        if self._store is None:
+            self._store = open_store(self._config, layout, block_bytes * self.blocks_per_chunk)
+
+    # Requests.
+
+    def arrived(self, request_id: str) -> ChunkChain | None:
+        """A request has come to vLLM. What of it lies on disk and is worth reading is read from now on."""
+        request = None if self.requests is None else self.requests.inner(request_id)
+        if self.requests is None or request is None or request.cache_salt is None:
+            return None
+        chain = self.chains[request_id] = ChunkChain(
+            BlockHash(bytes.fromhex(request.cache_salt)),
+            request.all_token_ids,
+            block_size=self.block_size,
+            blocks_per_chunk=self.blocks_per_chunk,
+        )
+        token_seconds = self._meter.prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS
+        wait_seconds = self.requests.num_pending_tokens() * token_seconds
+        plan = self.store.arrived(
+            chain.names(),
+            num_device_tokens=self.requests.num_device_tokens(request),
+            num_findable_tokens=len(request.all_token_ids),
+            wait_seconds=wait_seconds,
+            token_seconds=token_seconds,
+        )
+        chain.read = frozenset(plan.to_read)
+        patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
+        chain.waits_until = time.monotonic() + max(COPY_SECONDS, patience)
+        return chain
+
+    def started(self, request_id: str) -> None:
+        """vLLM schedules a request for the first time, with all that was found for it."""
+        chain = self.chains.get(request_id)
+        request = None if self.requests is None else self.requests.inner(request_id)
+        if self.requests is not None and chain is not None and request is not None:
+            chain.user = self.requests.user(request)
+            chain.num_found_tokens = request.num_computed_tokens
+
+    def finished(self, request_id: str) -> None:
+        self.chains.pop(request_id, None)
+
+    def num_leading_tokens(self, request_id: str, num_device_tokens: int) -> int:
+        """How many of a request's leading tokens lie on the device or in host memory, or are coming there."""
+        chain = self.chains.get(request_id)
+        if chain is None:
+            return num_device_tokens
+        num_tokens = num_device_tokens // self.store.shape.tokens * self.store.shape.tokens
+        for place in self.store.directory.find(name.key for name in chain.names(num_tokens)):
+            if place is Place.DISK:
+                break
+            num_tokens += self.store.shape.tokens
+        return max(num_device_tokens, num_tokens)
+
+    # Beside requests.
+
+    def fill(self, frame: StepFrame, seconds: float) -> StepFrame:
+        """What the load says of moving, and when to look again. The step took so long."""
+        self._meter.observe(frame, seconds)
+        speeds = self.store.speeds()
+        load = replace(
+            frame.load,
+            host_seconds_per_token=speeds.host or 0.0,
+            disk_seconds_per_token=speeds.disk or 0.0,
+            pull_seconds_per_token=speeds.pull or 0.0,
+            move_backlog_seconds=speeds.backlog_seconds,
+        )
+        return replace(frame, load=load, look_again_seconds=self.store.look_again_seconds)
+
+    def take_events(self) -> list[CacheEvent]:
+        return [] if self._store is None else self._store.take_events()
+
+    def clear(self) -> bool:
+        """False if the disk does not come to rest."""
+        ends_at = time.monotonic() + RESET_SECONDS
+        while not self.store.clear():
+            if time.monotonic() > ends_at:
+                return False
+            self.store.wait(RESET_SECONDS / 100)
+        return True
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close(self._config.spill_seconds)
+
+    def loaded(self, num_blocks: int, seconds: float) -> None:
+        """So long did copying them to the device take."""
+        self.store.loaded(num_blocks * self.block_size, seconds)
+
+
+def tier_of(engine_id: str) -> LowerTier:
+    return _tiers[engine_id]
