@@ -18,8 +18,10 @@ from replicas.protocol.frames import (
     TokenLogprobs,
 )
 from router.api.context import ApiContext
+from router.api.openai_caching import keeps_of
 from router.api.sampling import GenerationFields, stop_strings
 from router.generation import Generation
+from router.keeping import leases_of
 from router.prompt.catalog import ServedModel
 from router.prompt.detokenizer import Detokenizer
 from router.routing.bucket import bucket_of
@@ -136,6 +138,7 @@ def make_prompt(
     root = model.root(None, request.cache_salt)
     packed_tokens = pack_token_ids(token_ids)
     key = request.prompt_cache_key
+    keeps = keeps_of(request.prompt_cache_retention, request.prompt_cache_options)
     generation = Generation(
         model=card.name,
         token_ids=token_ids,
@@ -148,6 +151,7 @@ def make_prompt(
             priority=context.priority(request.priority),
             adapter=None if model.adapter is None else model.adapter.name,
             user=context.catalog.user_tag(request.end_user),
+            leases=leases_of(keeps, len(token_ids), card.block_size),
         ),
         block_hashes=model.block_hashes(root, packed_tokens),
         bucket=bucket_of(root, key, token_ids, num_stable_tokens, card.block_size),

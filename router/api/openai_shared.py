@@ -5,7 +5,7 @@ Owns the mapping from the router's errors to status codes and OpenAI's words for
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -192,8 +192,10 @@ def check_salt(salt: str | None) -> str | None:
     return salt
 
 
-def usage_of(prompts: Iterable[PromptUsage], num_output_tokens: int) -> dict[str, Any]:
-    """OpenAI's `usage`; the cache's share of it is always there, and exact."""
+def usage_of(
+    prompts: Iterable[PromptUsage], num_output_tokens: int, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """OpenAI's `usage`; the cache's share of it is always there, and exact. `details` are more of it."""
     num_prompt_tokens = num_cached_tokens = num_written_tokens = num_cross_user_tokens = 0
     for prompt in prompts:
         num_prompt_tokens += prompt.num_prompt_tokens
@@ -208,5 +210,6 @@ def usage_of(prompts: Iterable[PromptUsage], num_output_tokens: int) -> dict[str
             "cached_tokens": num_cached_tokens,
             "cache_write_tokens": num_written_tokens,
             "cross_user_cached_tokens": num_cross_user_tokens,
+            **(details or {}),
         },
     }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import SamplingParams
+from router.api.openai_caching import PromptCacheOptions, check_caching
 from router.api.openai_shared import check_range, check_salt
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.prompt.text_model import TextModel
@@ -52,6 +53,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     safety_identifier: str | None = None
@@ -93,6 +96,7 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
             "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
         )
     check_salt(request.cache_salt)
+    check_caching(request.prompt_cache_retention, request.prompt_cache_options)
     stop_strings(request.stop)
     _check_sizes(request)
 

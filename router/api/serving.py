@@ -24,6 +24,7 @@ from router.api.http import (
     connection_of,
     send_whole,
 )
+from router.api.openai_caching import lease_details, lease_headers
 from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
 from router.api.sse import COMMENT, EVENT_STREAM_HEADERS, error_event
 from router.errors import ErrorKind, RouterError
@@ -170,7 +171,7 @@ class _Exchange:
             try:
                 async for batch in run:
                     if self._first_token_seconds is None:
-                        self._start(request, run, batch)
+                        self._start(request, prompt, run, batch)
                     elif self._gaps is not None and batch and batch[-1].token_ids:
                         self._gaps.arrived(self._context.clock())
                     events = self._take(request, prompt, run, batch)
@@ -213,12 +214,15 @@ class _Exchange:
 
         run.listen(take)
 
-    def _start(self, request: ApiRequest, run: Runs, batch: Sequence[TokenDelta]) -> None:
+    def _start(self, request: ApiRequest, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> None:
         now = self._context.clock()
         self._first_token_seconds = now - self._arrived
         if len(request.prompts) == len(request.prompts[0].outputs) == 1:
             self._gaps = TokenGaps(now, sum(len(delta.token_ids) for delta in batch))
         self._name_run(run)
+        usage = next((delta.usage for delta in batch if delta.usage is not None), None)
+        if usage is not None:
+            self._run_headers += lease_headers(prompt.generation.submit.leases, usage)
 
     def _name_run(self, run: Runs) -> None:
         self._run_headers = [
@@ -286,7 +290,9 @@ class _Exchange:
         """The end of a stream, or the whole answer."""
         num_output_tokens = sum(output.num_tokens for prompt in request.prompts for output in prompt.outputs)
         usages = [prompt.usage_or_bare() for prompt in request.prompts]
-        usage = usage_of(usages, num_output_tokens)
+        leases = [prompt.generation.submit.leases for prompt in request.prompts]
+        details = lease_details(list(zip(leases, usages, strict=True)))
+        usage = usage_of(usages, num_output_tokens, details)
         if request.stream:
             await self._send(
                 {"type": "http.response.body", "body": request.dialect.end(usage), "more_body": False}

@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from replicas.protocol.frames import PromptUsage
+from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.errors import ErrorKind, HeadFault
+from router.keeping import GRANTED, NO_ANSWER, kept_of
 from router.observation.instruments import Distributions, HistogramSeries, Number, Numbers
 from router.observation.part_metrics import PartMetrics
 from router.observation.served import GAP_BOUNDS, ServedPrompt, ServedRequest
@@ -113,6 +115,10 @@ class RouterMetrics(Collector):
         if usage is None:
             return
         model.count(usage)
+        for kept in kept_of(prompt.generation.submit.leases, usage):
+            self._leases.of(name, kept.refused or GRANTED).value += 1
+        if usage.broken_by is not None:
+            self._evicted_early.of(name, usage.broken_by.value).value += usage.num_evicted_early_tokens
         tenant.count(usage)
         if decision is not None:
             model.overlap_tokens.value += decision.overlap_tokens
@@ -247,6 +253,16 @@ class RouterMetrics(Collector):
             "router_slower_tier_tokens_total",
             "Cached prompt tokens that a replica loaded from a slower tier than its device",
         )
+        self._leases = number(
+            "router_prefix_leases_total",
+            "Leases that clients asked for on the KV of their prompts: granted, or why refused",
+            "outcome",
+        )
+        self._evicted_early = number(
+            "router_evicted_early_tokens_total",
+            "Prompt tokens that had to be computed because leased KV went before its time, by cause",
+            "cause",
+        )
         self._output_tokens = number("router_output_tokens_total", "Tokens generated")
         self._overlap_tokens = number(
             "router_overlap_tokens_total", "Cached tokens that the router expected at the chosen replica"
@@ -283,6 +299,10 @@ class RouterMetrics(Collector):
         """The series of a served model or adapter; never call it with a name that is not served."""
         for kind in ErrorKind:  # from zero on: a counter that begins with its first burst has had no increase
             self._errors.of(name, kind)
+        for outcome in (GRANTED, NO_ANSWER, *(reason.value for reason in LeaseRefusal)):
+            self._leases.of(name, outcome)
+        for cause in LeaseBreak:
+            self._evicted_early.of(name, cause.value)
         series = self._of_model[name] = _ModelSeries(
             ttft=self._ttft.of(name),
             e2e=self._e2e.of(name),

@@ -1,0 +1,51 @@
+"""Keep: the wish of a client that the beginning of a prompt stay cached, the same for every dialect.
+
+Owns the way from there to the leases that a replica is asked for, and back to what a client is told.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, PrefixLease
+
+GRANTED = "granted"
+NO_ANSWER = "no_answer"
+"""The word for a replica that says nothing of leases."""
+
+
+class Keep(NamedTuple):
+    """The prompt's leading `num_tokens`, or all of them, for `seconds` after each use."""
+
+    seconds: int
+    num_tokens: int | None = None
+
+
+class Kept(NamedTuple):
+    """What became of one wish: so many tokens for so long, or why not."""
+
+    seconds: int
+    num_tokens: int
+    refused: str | None
+
+
+def leases_of(keeps: Sequence[Keep], num_prompt_tokens: int, block_size: int) -> tuple[PrefixLease, ...]:
+    """Down to whole blocks; what is less than one is asked for as one, and refused as too short."""
+    leases: list[PrefixLease] = []
+    for keep in keeps[:MAX_LEASES]:
+        wanted = num_prompt_tokens if keep.num_tokens is None else keep.num_tokens
+        num_blocks = min(wanted, num_prompt_tokens) // block_size
+        leases.append(PrefixLease(max(1, num_blocks), keep.seconds))
+    return tuple(leases)
+
+
+def kept_of(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[Kept]:
+    """One for each lease that was asked for."""
+    answers: list[LeaseAnswer | None] = [*usage.leases[: len(leases)]]
+    answers += [None] * (len(leases) - len(answers))
+    return [
+        Kept(0, 0, NO_ANSWER)
+        if answer is None
+        else Kept(answer.seconds, answer.num_tokens, None if answer.refusal is None else answer.refusal.value)
+        for answer in answers
+    ]
