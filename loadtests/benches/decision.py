@@ -4,9 +4,10 @@ Calls the parts of a decision as the router does, in one process and without a n
 prompt of 4,096 tokens, its bucket, the overlaps, the decision, reservation and prediction, and giving
 all of it back. Times are CPU seconds of the thread, so that other work on the machine counts little.
 Prompts are cold (no replica holds any of them), warm (one replica holds seven eighths) or hot (besides,
-every replica holds the first half). Blocks that a replica holds were hashed by this router before. Then the
-rate at which the index takes in changes, how long the event loop stands still when a replica comes or goes,
-and the index's memory in fresh processes.
+every replica holds the first half). Blocks that a replica holds were hashed by this router before. First
+with memory below the device and without it, in turns; then without for every size of fleet, the rate at
+which the index takes in changes, how long the event loop stands still when a replica comes or goes, and the
+index's memory in fresh processes.
 
     python -m loadtests.benches.decision
 """
@@ -22,8 +23,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from loadtests.figures import percentiles, print_header, resident_bytes
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import IndexChange, decode_change, encode_change
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
@@ -48,6 +52,13 @@ NUM_EVERYWHERE = NUM_TOKENS // 2
 BATCH = 10
 HASHES_PER_CHANGE = 8
 HASHES_PER_SCAN = 2048
+TIERED_FLEET_SIZES = (8, 1000)
+MEASURED_SPEEDS = {
+    "host_seconds_per_token": 5e-6,
+    "disk_seconds_per_token": 2.5e-5,
+    "pull_seconds_per_token": 1.3e-5,
+    "move_backlog_seconds": 0.005,
+}
 STAGES = ("hash", "bucket", "overlap", "decide", "reserve+predict", "release")
 
 
@@ -75,17 +86,25 @@ def prompts(kind: str, replica_ids: Sequence[ReplicaId], count: int, rng: random
 
 
 def filled_table(
-    asked: Sequence[HeldPrompt], kind: str, num_replicas: int, num_hashes: int, block_size: int
+    asked: Sequence[HeldPrompt],
+    kind: str,
+    num_replicas: int,
+    num_hashes: int,
+    block_size: int,
+    *,
+    has_tiers: bool = False,
 ) -> RoutingTable:
-    """Busy replicas, whose caches hold what the prompts say and `num_hashes` others together."""
+    """Busy replicas, whose caches hold what the prompts say and `num_hashes` others together. With tiers, a
+    third of each lies in host memory and a third on disk: of a prompt, what is deepest.
+    """
     rng = random.Random(num_replicas)
     card = ModelCard(MODEL, "", "simulated", block_size, 1000, 100_000, 1000)
     table = RoutingTable("kvasir", CostParameters(), rng, clock=time.monotonic)
-    held: dict[ReplicaId, set[BlockHash]] = {}
+    held: dict[ReplicaId, dict[BlockHash, Tier]] = {}
     for number in range(num_replicas):
         replica_id = ReplicaId(f"replica-{number}")
         table.add_replica(replica_id, card, INDEX_STRIDE)
-        held[replica_id] = set(random_hashes(rng, num_hashes // num_replicas))
+        held[replica_id] = in_tiers(random_hashes(rng, num_hashes // num_replicas), has_tiers=has_tiers)
         num_running = rng.randrange(20)
         snapshot = LoadSnapshot(
             num_running=num_running,
@@ -94,18 +113,34 @@ def filled_table(
             prefill_seconds_per_token=3e-5,
             decode_step_seconds=0.01,
         )
+        if has_tiers:
+            snapshot = msgspec.structs.replace(snapshot, **MEASURED_SPEEDS)
         table.update_load(replica_id, snapshot)
     stride = INDEX_STRIDE // block_size
     for prompt in asked:
         hashes = hash_blocks(ROOT, prompt.token_ids, block_size)[stride - 1 :: stride]
-        for replica_id in prompt.holders:
-            held[replica_id].update(hashes[: NUM_HELD // INDEX_STRIDE])
+        tiers = in_tiers(hashes[: NUM_HELD // INDEX_STRIDE], has_tiers=has_tiers)
         if kind == "hot":
-            for everyone in held.values():
-                everyone.update(hashes[: NUM_EVERYWHERE // INDEX_STRIDE])
+            everywhere = {each: tiers[each] for each in hashes[: NUM_EVERYWHERE // INDEX_STRIDE]}
+            for hashes_held in held.values():
+                hashes_held.update(everywhere)
+        for replica_id in prompt.holders:
+            held[replica_id].update(tiers)
+    index = table.index(MODEL)
     for replica_id, hashes_held in held.items():
-        table.index(MODEL).replace(replica_id, EPOCH, hashes_held)
+        with index.stage() as staged:
+            for tier in Tier:
+                staged.add([each for each, where in hashes_held.items() if where is tier], tier)
+            index.replace(replica_id, EPOCH, staged)
     return table
+
+
+def in_tiers(block_hashes: Sequence[BlockHash], *, has_tiers: bool) -> dict[BlockHash, Tier]:
+    tiers = list(Tier) if has_tiers else [Tier.DEVICE]
+    return {
+        block_hash: tiers[number * len(tiers) // len(block_hashes)]
+        for number, block_hash in enumerate(block_hashes)
+    }
 
 
 def timed(stage: Callable[[], object], times: list[float]) -> None:
@@ -184,6 +219,37 @@ def measure_decisions(num_batches: int, num_hashes: int, block_size: int) -> Non
             found = [percentiles([row[stage] for row in rows]) for stage in range(len(STAGES) + 1)]
             figures = [*(each.p50 for each in found), found[-1].p99]
             print(f"{num_replicas:8}  {kind:7}  " + "  ".join(f"{figure * 1e6:15.1f}" for figure in figures))
+
+
+def measure_tiers(num_batches: int, num_hashes: int, block_size: int) -> None:
+    """With memory below the device and without it, in turns."""
+    print(
+        f"\nCPU microseconds per prompt without tiers, with them, and the ratio; {num_batches} batches each"
+    )
+    print("replicas  prompts  " + "  ".join(f"{name:>24}" for name in (*STAGES[2:], "decision", "whole")))
+    for num_replicas in TIERED_FLEET_SIZES:
+        for kind in ("cold", "warm", "hot"):
+            replica_ids = [ReplicaId(f"replica-{number}") for number in range(num_replicas)]
+            asked = prompts(kind, replica_ids, BATCH * 10, random.Random(7))
+            tables = [
+                filled_table(asked, kind, num_replicas, num_hashes, block_size, has_tiers=has_tiers)
+                for has_tiers in (False, True)
+            ]
+            batches = [asked[start : start + BATCH] for start in range(0, len(asked), BATCH)]
+            rows: list[list[list[float]]] = [[], []]
+            for number in range(num_batches):
+                for table, measured in zip(tables, rows, strict=True):
+                    times = measure_batch(table, batches[number % len(batches)], block_size)
+                    measured.append([*times[2:6], sum(times[2:6]), times[6]])
+            without, with_tiers = (
+                [percentiles(list(column)).p50 * 1e6 for column in zip(*measured, strict=True)]
+                for measured in rows
+            )
+            cells = [
+                f"{before:8.1f} {after:8.1f} {after / before:6.2f}"
+                for before, after in zip(without, with_tiers, strict=True)
+            ]
+            print(f"{num_replicas:8}  {kind:7}  " + "  ".join(cells))
 
 
 def changes(replica_ids: Sequence[ReplicaId], num_hashes: int, count: int) -> Iterator[IndexChange]:
@@ -319,12 +385,16 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--changes", type=int, default=20_000)
     parser.add_argument("--memory-hashes", type=int, default=1_000_000)
+    parser.add_argument("--only-tiers", action="store_true", help="what memory below the device costs, alone")
     parser.add_argument("--memory-of", type=int, nargs=3, metavar=("HASHES", "REPLICAS", "HOLDERS"))
     arguments = parser.parse_args()
     if arguments.memory_of:
         measure_memory_here(*arguments.memory_of)
         return
     print_header("Routing decision")
+    measure_tiers(arguments.batches, arguments.hashes, arguments.block_size)
+    if arguments.only_tiers:
+        return
     measure_decisions(arguments.batches, arguments.hashes, arguments.block_size)
     measure_apply(arguments.hashes, arguments.changes)
     measure_stalls(arguments.memory_hashes)

@@ -88,10 +88,10 @@ def _lucky(decision: Decision, num_cached: int) -> list[Finding]:
 def _elsewhere(decision: Decision, num_cached: int) -> list[Finding]:
     chosen = _chosen(decision)
     others = [candidate for candidate in decision.candidates if candidate is not chosen]
-    deepest = max(others, key=lambda other: other.overlap_tokens, default=None)
-    if deepest is None or deepest.overlap_tokens <= max(num_cached, decision.overlap_tokens):
+    deepest = max(others, key=lambda other: other.reach.local, default=None)
+    if deepest is None or deepest.reach.local <= max(num_cached, decision.overlap_tokens):
         return []
-    text = f"{deepest.replica_id} held {deepest.overlap_tokens:,} tokens"
+    text = f"{deepest.replica_id} held {deepest.reach.local:,} tokens"
     if chosen is not None:
         text += (
             f", at a cost of {_milliseconds(deepest)} with {_busy(deepest)}; {chosen.replica_id} cost"
@@ -103,7 +103,7 @@ def _elsewhere(decision: Decision, num_cached: int) -> list[Finding]:
 def _gone(decision: Decision, known: Known, num_cached: int, num_reusable: int) -> list[Finding]:
     if not decision.candidates or known.replica_id is None:
         return []
-    start = max(num_cached, *(candidate.overlap_tokens for candidate in decision.candidates))
+    start = max(num_cached, *(candidate.reach.peer for candidate in decision.candidates))
     end = min(known.num_tokens, num_reusable)
     if start >= end:
         return []

@@ -129,7 +129,7 @@ def cost_of(
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
     wait_seconds = load.num_pending_tokens * rate + load.num_requests * step
     way = Way(reach.device, 0.0)
-    if load.host_seconds_per_token is not None:
+    if load.host_seconds_per_token is not None and reach.peer > reach.device:
         speeds = MoveSpeeds(
             load.host_seconds_per_token,
             load.disk_seconds_per_token,

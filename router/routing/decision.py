@@ -140,6 +140,18 @@ def overlap_tokens(request: RoutingRequest, num_blocks: int) -> int:
     return max(0, min(num_blocks, most_blocks)) * request.block_size
 
 
+class _TokensOf(dict[int, int]):
+    """`overlap_tokens` of one request by number of blocks, each computed once: few differ in a fleet."""
+
+    def __init__(self, request: RoutingRequest) -> None:
+        self._request = request
+        self[0] = 0
+
+    def __missing__(self, num_blocks: int) -> int:
+        num_tokens = self[num_blocks] = overlap_tokens(self._request, num_blocks)
+        return num_tokens
+
+
 class Considered(NamedTuple):
     """`rank` is the replica's place in the affinity order."""
 
@@ -165,17 +177,19 @@ def weigh(
     """What each would cost, if it may pull from any of `replicas`."""
     candidates = []
     deepest: int | None = None
+    tokens = _TokensOf(request)
     for rank, replica_id, load in considered:
         if load.host_seconds_per_token is None:
             # It does not say what moving takes: what it has in any tier counts as it stands.
-            num_tokens = overlap_tokens(request, overlaps.depth(replica_id))
+            num_tokens = tokens[overlaps.depth(replica_id)]
             reach = Reach(num_tokens, num_tokens, num_tokens, num_tokens)
         else:
-            device, host, local = (overlap_tokens(request, depth) for depth in overlaps.depths(replica_id))
             if deepest is None and load.pull_seconds_per_token is not None:
                 level = overlaps.deepest_stored(replicas.mask(overlaps.slots))
-                deepest = 0 if level is None else overlap_tokens(request, level.depth)
-            reach = Reach(device, host, local, max(local, deepest or 0))
+                deepest = 0 if level is None else tokens[level.depth]
+            depths = overlaps.depths(replica_id)
+            local = tokens[depths.anywhere]
+            reach = Reach(tokens[depths.device], tokens[depths.host], local, max(local, deepest or 0))
         cost = cost_of(load, num_tokens=request.num_tokens, reach=reach, rates=rates, parameters=parameters)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)

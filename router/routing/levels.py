@@ -38,6 +38,8 @@ class Slots:
 
     def of(self, mask: int, positions: Sequence[int] | None = None) -> list[ReplicaId]:
         """Whose bits these are, from the lowest on; with `positions`, only those of that ordinal (from 0)."""
+        if positions is None and mask and mask & (mask - 1) == 0:
+            return [self._replica_ids[mask.bit_length() - 1]]
         packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
         slots = np.flatnonzero(bits)
@@ -71,6 +73,8 @@ class Depths(NamedTuple):
     host: int
     anywhere: int
 
+
+_NOWHERE = Depths(0, 0, 0)
 
 Depth: TypeAlias = tuple[int, int]
 """A number of leading blocks, and the bits of the replicas that have just that many."""
@@ -113,7 +117,7 @@ class Overlaps(Mapping[ReplicaId, int]):
         bit = self.slots.bit(replica_id)
         anywhere = _depth(self._levels, bit)
         if not anywhere:
-            return Depths(0, 0, 0)
+            return _NOWHERE
         return Depths(
             _depth(self._view(View.ON_DEVICE), bit), _depth(self._view(View.IN_HOST), bit), anywhere
         )

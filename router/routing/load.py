@@ -21,6 +21,12 @@ LOOKS_OF_SILENCE = 3
 heartbeats: this many in a row must have seen no new frame before one is believed over the last frame."""
 
 
+LEAST_MOVE_SECONDS = 1e-8
+"""No replica moves the KV of a token faster, whatever it says: that is 1.2 TB/s for the 12 KB that a model of
+half a billion parameters needs, and more for larger ones; the memory of no host and no network gives as much.
+A replica that claimed nearly nothing would draw every prompt that it could bring from anywhere."""
+
+
 class ReplicaLoad(msgspec.Struct, frozen=True):
     """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed.
 
@@ -137,12 +143,16 @@ class _ReplicaBook:
                 cache_fill=_cache_fill(snapshot),
                 prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
                 decode_step_seconds=snapshot.decode_step_seconds or None,
-                host_seconds_per_token=snapshot.host_seconds_per_token or None,
-                disk_seconds_per_token=snapshot.disk_seconds_per_token or None,
-                pull_seconds_per_token=snapshot.pull_seconds_per_token or None,
+                host_seconds_per_token=_move_seconds(snapshot.host_seconds_per_token),
+                disk_seconds_per_token=_move_seconds(snapshot.disk_seconds_per_token),
+                pull_seconds_per_token=_move_seconds(snapshot.pull_seconds_per_token),
                 move_backlog_seconds=snapshot.move_backlog_seconds,
             )
         return self.cached_view
+
+
+def _move_seconds(claimed: float) -> float | None:
+    return max(claimed, LEAST_MOVE_SECONDS) if claimed else None
 
 
 def _cache_fill(snapshot: LoadSnapshot) -> float:

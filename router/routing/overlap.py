@@ -146,7 +146,7 @@ class PrefixIndex:
         if self._slots is None:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
         slots = self._slots
-        levels = self._levels(block_hashes, slots.everyone, (), self._predicted)
+        levels = self._levels(block_hashes, slots.everyone, self._predicted)
         if not levels:
             return Overlaps(slots, levels)
         holders = functools.reduce(operator.or_, (mask for _, mask in levels))
@@ -157,22 +157,55 @@ class PrefixIndex:
     ) -> list[Depth]:
         """`levels` again, by a part of what they count."""
         if view is View.STORED:
-            return self._levels(block_hashes, among, (), {}) if self._predicted else levels
+            return self._levels(block_hashes, among, {}) if self._predicted else levels
         if not self._holders.has_tiers:
             return levels
         below = self._holders.below
         without = (below[Tier.DISK],) if view is View.IN_HOST else (below[Tier.DISK], below[Tier.HOST])
-        return self._levels(block_hashes, among, without, self._predicted)
+        return self._levels_without(block_hashes, among, levels, without)
+
+    def _levels_without(
+        self, block_hashes: Sequence[BlockHash], among: int, levels: list[Depth], without: tuple[Shards, ...]
+    ) -> list[Depth]:
+        """`levels` again, by what has not its fastest copy in one of the tiers `without`. A predicted block
+        will be on the device.
+
+        No replica is deeper than in `levels`, and each has every stride position before its depth there.
+        """
+        predicted, stride = self._predicted, self._blocks_per_stride
+        found: list[Depth] = []
+        shallow = levels.copy()
+        walking = among
+        depth = 0
+        for block_hash in block_hashes[stride - 1 : levels[0][0] : stride]:
+            end = depth + stride
+            while shallow[-1][0] < end:
+                last, mask = shallow.pop()
+                if mask & walking:
+                    self._probe(block_hashes, depth, last, mask & walking, without, predicted, found)
+                    walking &= ~mask
+            lost = 0
+            for table in without:
+                lost |= table[block_hash[0]].get(block_hash, 0)
+            lost &= walking
+            if lost:
+                lost &= ~predicted.get(block_hash, 0)
+            if lost:
+                self._probe(block_hashes, depth, end - 1, lost, without, predicted, found)
+                walking ^= lost
+            if not walking:
+                break
+            depth = end
+        for last, mask in shallow:
+            if mask & walking:
+                self._probe(block_hashes, depth, last, mask & walking, without, predicted, found)
+        found.sort(reverse=True)
+        return found
 
     def _levels(
-        self,
-        block_hashes: Sequence[BlockHash],
-        among: int,
-        without: tuple[Shards, ...],
-        predicted: Mapping[BlockHash, int],
+        self, block_hashes: Sequence[BlockHash], among: int, predicted: Mapping[BlockHash, int]
     ) -> list[Depth]:
-        """Depths by what has not its fastest copy in one of the tiers `without`. A predicted block will be
-        on the device."""
+        """Depths in any tier."""
         shards = self._holders.shards
         stride = self._blocks_per_stride
         levels: list[Depth] = []
@@ -180,18 +213,16 @@ class PrefixIndex:
         depth = 0
         for block_hash in block_hashes[stride - 1 :: stride]:
             held = shards[block_hash[0]].get(block_hash, 0)
-            for table in without:
-                held &= ~table[block_hash[0]].get(block_hash, 0)
             reached = walking & (held | predicted.get(block_hash, 0))
             if reached != walking:
                 end = depth + stride - 1
-                self._probe(block_hashes, depth, end, walking ^ reached, without, predicted, levels)
+                self._probe(block_hashes, depth, end, walking ^ reached, (), predicted, levels)
                 walking = reached
                 if not walking:
                     break
             depth += stride
         if walking:
-            self._probe(block_hashes, depth, len(block_hashes), walking, without, predicted, levels)
+            self._probe(block_hashes, depth, len(block_hashes), walking, (), predicted, levels)
         levels.sort(reverse=True)
         return levels
 
@@ -209,10 +240,11 @@ class PrefixIndex:
         shards = self._holders.shards
         for block in range(end - 1, depth - 1, -1):
             block_hash = block_hashes[block]
-            held = shards[block_hash[0]].get(block_hash, 0)
-            for table in without:
-                held &= ~table[block_hash[0]].get(block_hash, 0)
-            found = mask & (held | predicted.get(block_hash, 0))
+            held = mask & shards[block_hash[0]].get(block_hash, 0)
+            if held:
+                for table in without:
+                    held &= ~table[block_hash[0]].get(block_hash, 0)
+            found = held | (mask & predicted.get(block_hash, 0))
             if found:
                 levels.append((block + 1, found))
                 mask ^= found

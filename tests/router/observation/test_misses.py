@@ -1,5 +1,6 @@
 """What is said about a prompt's hit or miss: only what the data says."""
 
+import msgspec
 import pytest
 
 from replicas.protocol.frames import PromptUsage
@@ -59,6 +60,17 @@ def test_each_miss_has_its_reason(
     num_cached: int, made: Decision | None, known: Known, expected: list[str]
 ) -> None:
     assert kinds(num_cached, made, known) == expected
+
+
+def test_what_another_would_pull_it_did_not_hold_and_what_nobody_would_move_is_not_gone() -> None:
+    made = decision(a=0, b=0)
+    chosen, other = made.candidates
+    pulling = other._replace(overlap_tokens=512, reach=Reach(0, 0, 0, 512))
+    made = msgspec.structs.replace(made, candidates=(chosen, pulling))
+    assert kinds(0, made, Known(512, ReplicaId("c"))) == ["new"]
+    too_slow = other._replace(overlap_tokens=0, reach=Reach(0, 0, 512, 512))
+    made = msgspec.structs.replace(made, candidates=(chosen, too_slow))
+    assert kinds(0, made, Known(512, ReplicaId("b"))) == ["elsewhere", "new"]
 
 
 def test_a_prompt_without_a_full_block_before_its_last_token_can_hit_nothing() -> None:

@@ -1,13 +1,14 @@
 """The load book: what is reserved, what the replica says, and nothing twice for long."""
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
-from router.routing.load import LOOKS_OF_SILENCE, LoadBook, ReplicaLoad, Reservation
+from router.routing.load import LEAST_MOVE_SECONDS, LOOKS_OF_SILENCE, LoadBook, ReplicaLoad, Reservation
 from tests.examples import examples
 
 A, B = ReplicaId("a"), ReplicaId("b")
@@ -105,6 +106,16 @@ def test_rates_are_unknown_until_they_are_measured() -> None:
     book.update(A, LoadSnapshot(prefill_seconds_per_token=0.5, decode_step_seconds=0.25), 0)
     assert book.view(A).prefill_seconds_per_token == 0.5
     assert book.view(A).decode_step_seconds == 0.25
+
+
+def test_no_replica_moves_kv_faster_than_hardware_does_whatever_it_claims() -> None:
+    book = LoadBook()
+    claims = {"host_seconds_per_token": 1e-30, "disk_seconds_per_token": 2e-5}
+    book.update(A, msgspec.structs.replace(LoadSnapshot(), **claims), 0)
+    load = book.view(A)
+    assert load.host_seconds_per_token == LEAST_MOVE_SECONDS
+    assert load.disk_seconds_per_token == 2e-5
+    assert load.pull_seconds_per_token is None
 
 
 def test_a_heartbeat_counts_before_the_first_frame_and_when_frames_have_long_stopped() -> None:
