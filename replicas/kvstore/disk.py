@@ -38,7 +38,8 @@ __all__ = ["Disk", "DiskOptions", "DiskSpeeds", "Finished", "Kind"]
 logger = logging.getLogger(__name__)
 
 MAX_PROBE_SHARE = 16
-"""A probe writes at most this part of what the disk may hold, and of what is free."""
+MIN_PROBE_BYTES = 1 << 20
+"""A probe writes at most this part of what the disk may hold, and of what is free, or so much."""
 
 
 class Disk:
@@ -181,9 +182,10 @@ class Disk:
     # Threads.
 
     def _probe(self, free_bytes: int) -> None:
-        most = min(self._options.max_bytes, free_bytes - self._options.reserve_bytes) // MAX_PROBE_SHARE
+        room = min(self._options.max_bytes, free_bytes - self._options.reserve_bytes)
+        most = max(MIN_PROBE_BYTES, room // MAX_PROBE_SHARE)
         num_bytes = min(self._options.probe_bytes, most) >> 20 << 20
-        if num_bytes > 0:
+        if 0 < num_bytes <= room:
             self._books.ask(Kind.PROBE, num_bytes=num_bytes)
 
     def _start_worker(self, worker: Worker) -> None:

@@ -36,6 +36,9 @@ Writers = tuple[UserTag, ...]
 MAX_WRITES = 4
 """Chunks that are written to the disk together. Reads wait for no more than these."""
 
+ERASE_SECONDS = 10.0
+"""How long the end waits for files that are being erased, if nothing happens."""
+
 MOVING_SECONDS = 0.002
 WRITING_SECONDS = 0.02
 WAITING_SECONDS = 1.0
@@ -108,6 +111,7 @@ class ChunkStore:
         self._overdue: dict[int, int] = {}
         """By job: the slot that a read may still write to."""
         self._writes: dict[int, BlockHash] = {}
+        self._erasures: set[int] = set()
 
     def begin(self) -> None:
         """What the disk has of an earlier life counts from now on. What was here before was only a trial."""
@@ -240,7 +244,7 @@ class ChunkStore:
         """When to `poll` again; None while nothing ends by itself."""
         if self._reads:
             return MOVING_SECONDS
-        if self._writes:
+        if self._writes or self._erasures:
             return WRITING_SECONDS
         return WAITING_SECONDS if self.directory.num_to_write else None
 
@@ -257,7 +261,8 @@ class ChunkStore:
         if self._disk is None or self._disk.is_off:
             return MoveSpeeds(host=host, disk=None, pull=None)
         disk = self._disk.speeds()
-        per_byte = disk.read_seconds_per_byte
+        # Until something has been read, it counts as no faster than writing.
+        per_byte = disk.read_seconds_per_byte or disk.write_seconds_per_byte
         return MoveSpeeds(
             host=host,
             disk=None if per_byte is None else per_byte * self.arena.slot_bytes / self.shape.tokens,
@@ -277,7 +282,9 @@ class ChunkStore:
             return False
         if self._disk is not None and self._has_begun:
             self.directory.take_removals()
-            self._disk.erase()
+            job = self._disk.erase()
+            if job is not None:
+                self._erasures.add(job)
         return True
 
     def close(self, seconds: float = 0.0) -> None:
@@ -290,6 +297,8 @@ class ChunkStore:
         self.arena.close()
 
     def _spill(self, disk: Disk, seconds: float) -> None:
+        while self._erasures and disk.wait(ERASE_SECONDS):
+            self.poll()
         ends_at = self._clock() + seconds
         self.directory.write_all()
         while (left := ends_at - self._clock()) > 0:
@@ -341,7 +350,9 @@ class ChunkStore:
         )
 
     def _end(self, finished: Finished) -> None:
-        if finished.kind is Kind.WRITE:
+        if finished.kind is Kind.ERASE:
+            self._erasures.discard(finished.job)
+        elif finished.kind is Kind.WRITE:
             key = self._writes.pop(finished.job)
             (self.directory.written if finished.ok else self.directory.not_written)(key)
         elif finished.kind is Kind.READ:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 PATIENCE = 4.0
 """A request stops waiting for KV when that has taken this many times as long as was expected."""
 
+MIN_PATIENCE_SECONDS = 0.5
+"""It waits at least so long: a disk or a machine that is busy now is no reason to compute."""
+
 LOOK_AGAIN_SECONDS = 0.001
 """While copies are under way."""
 
@@ -116,9 +119,9 @@ class LowerTiers:
             wait_seconds=wait_seconds,
             token_seconds=self._token_seconds,
         )
-        patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
         if request.num_preemptions == 0:
             request.lease_outcome = self._lease(request, names, num_device_blocks)
+        patience = max(MIN_PATIENCE_SECONDS, PATIENCE * (wait_seconds + plan.way.extra_seconds))
         self._progress[request.key] = Progress(
             names,
             plan.way.num_ready_tokens,

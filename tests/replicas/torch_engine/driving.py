@@ -49,9 +49,9 @@ class Driver:
 
     def always_load(self) -> None:
         """However fast this model computes."""
-        store = self.engine.store
-        assert store is not None
-        store.load_seconds = lambda num_tokens: 0.0  # type: ignore[method-assign]
+        lower_tiers = self.engine._scheduler._lower_tiers
+        assert lower_tiers is not None
+        lower_tiers._token_seconds_now = lambda: 1.0
 
     def _recording_run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         logits = self._run(chunks)

@@ -1,0 +1,156 @@
+"""The store between directory, memory and a real disk: what it is told, and what it makes of it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from replicas.kvstore.arena import Arena
+from replicas.kvstore.directory import Place
+from replicas.kvstore.disk import Disk, DiskOptions
+from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
+from replicas.kvstore.write_budget import WriteBudget
+from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
+from replicas.protocol.frames import UserTag
+from tests.replicas.kvstore.chunk_images import LAYOUT
+from tests.replicas.kvstore.chunk_names import BLOCKS_PER_CHUNK, key, name
+from tests.replicas.kvstore.open_disk import file_of
+
+ANNA, BERT = UserTag(b"anna"), UserTag(b"bert")
+PAYLOAD_BYTES = 6000
+
+
+@contextmanager
+def opened(folder: Path, *, host_chunks: int = 4) -> Iterator[ChunkStore]:
+    arena = Arena(host_chunks, PAYLOAD_BYTES)
+    options = DiskOptions(
+        folder=folder,
+        layout=LAYOUT.digest(),
+        slot_bytes=arena.slot_bytes,
+        max_bytes=100 << 20,
+        reserve_bytes=0,
+    )
+    share = DiskShare(Disk(options), LAYOUT.digest(), 20, WriteBudget())
+    store = ChunkStore(arena, ChunkShape(2, BLOCKS_PER_CHUNK), clock=time.monotonic, share=share)
+    store.begin()
+    yield store
+    store.close()
+
+
+def put(store: ChunkStore, path: str, *writers: UserTag) -> None:
+    slot = store.offer(name(path), (writers * BLOCKS_PER_CHUNK)[:BLOCKS_PER_CHUNK])
+    assert slot is not None
+    store.arena.payload(slot)[:] = (path.encode() * PAYLOAD_BYTES)[:PAYLOAD_BYTES]
+    store.filled(key(path))
+
+
+def settle(store: ChunkStore) -> None:
+    while store.look_again_seconds is not None:
+        store.wait(0.01)
+        store.poll()
+
+
+def ask_for(store: ChunkStore, *paths: str) -> list[Place]:
+    """As a request does whose tokens take an age to compute."""
+    store.loaded(1, 1e-6)
+    while store.speeds().disk is None:
+        time.sleep(0.001)
+    store.arrived(
+        [name(path) for path in paths],
+        num_device_tokens=0,
+        num_findable_tokens=len(paths) * store.shape.tokens,
+        wait_seconds=0.0,
+        token_seconds=1.0,
+    )
+    settle(store)
+    return store.directory.find(key(path) for path in paths)
+
+
+def spilled(folder: Path, *paths: str) -> None:
+    """A life that ends with these on disk."""
+    with opened(folder, host_chunks=8) as store:
+        for path in paths:
+            put(store, path, ANNA, BERT)
+        store.close(seconds=20.0)
+
+
+def test_a_chunk_comes_back_from_disk_with_whose_it_is(tmp_path: Path) -> None:
+    spilled(tmp_path, "a", "ab")
+    with opened(tmp_path) as store:
+        assert ask_for(store, "a", "ab") == [Place.HOST, Place.HOST]
+        (slot,) = store.pin([key("ab")])
+        assert bytes(store.arena.payload(slot)) == (b"ab" * PAYLOAD_BYTES)[:PAYLOAD_BYTES]
+        assert store.writers(slot) == (ANNA, BERT, ANNA, BERT)
+        store.unpin([key("ab")])
+
+
+def test_what_an_earlier_life_left_is_said_when_this_one_begins(tmp_path: Path) -> None:
+    spilled(tmp_path, "a", "ab")
+    with opened(tmp_path) as store:
+        assert store.has_events
+        first, *others = store.take_events()
+        assert first == AllBlocksCleared(Tier.DISK)
+        assert sorted(others, key=repr) == [
+            BlockStored((key(path),), name(path).last_block, tier=Tier.DISK) for path in ("a", "ab")
+        ]
+        assert not store.has_events
+
+
+def test_a_trial_before_it_begins_leaves_the_disk_as_it_is(tmp_path: Path) -> None:
+    spilled(tmp_path, "a")
+    with opened(tmp_path) as store:
+        pass
+    arena = Arena(4, PAYLOAD_BYTES)
+    options = DiskOptions(
+        folder=tmp_path,
+        layout=LAYOUT.digest(),
+        slot_bytes=arena.slot_bytes,
+        max_bytes=1 << 20,
+        reserve_bytes=0,
+    )
+    share = DiskShare(Disk(options), LAYOUT.digest(), 20, WriteBudget())
+    store = ChunkStore(arena, ChunkShape(2, BLOCKS_PER_CHUNK), clock=time.monotonic, share=share)
+    put(store, "x", ANNA)
+    store.poll()
+    assert store.clear()
+    store.begin()
+    assert store.directory.place(key("a")) is Place.DISK
+    assert store.directory.place(key("x")) is None
+    settle(store)
+    store.close()
+    assert file_of(tmp_path, "a").exists()
+
+
+def test_a_file_that_fails_is_forgotten_and_not_asked_for_again(tmp_path: Path) -> None:
+    spilled(tmp_path, "a", "ab")
+    file = file_of(tmp_path, "ab")
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    with opened(tmp_path) as store:
+        assert ask_for(store, "a", "ab") == [Place.HOST]
+        assert store.directory.place(key("ab")) is None
+        settle(store)
+        assert not file.exists()
+
+
+def test_what_becomes_cold_is_written_while_the_engine_goes_on(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for path in ("a", "b", "c", "d"):
+            put(store, path, ANNA)
+        settle(store)
+        assert file_of(tmp_path, "a").exists() and not file_of(tmp_path, "d").exists()
+        put(store, "e", ANNA)
+        assert store.directory.place(key("a")) is Place.DISK
+        assert store.take_events()[-1] != AllBlocksCleared(Tier.DISK)
+
+
+def test_without_a_disk_nothing_ends_by_itself() -> None:
+    store = ChunkStore(Arena(4, PAYLOAD_BYTES), ChunkShape(2, BLOCKS_PER_CHUNK), clock=time.monotonic)
+    store.begin()
+    for path in ("a", "b", "c", "d"):
+        put(store, path, ANNA)
+    assert store.look_again_seconds is None
+    assert store.speeds().disk is None
+    store.poll()
+    store.close()
