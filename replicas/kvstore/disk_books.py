@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from replicas.kvstore.breaker import Breaker
 from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.disk_health import DiskHealth
 from replicas.kvstore.disk_jobs import Outcome
 from replicas.kvstore.disk_options import DiskOptions, DiskSpeeds
 from replicas.kvstore.jobs import Finished, Job, JobQueue, Kind, State
@@ -61,13 +61,9 @@ class DiskBooks:
         self._next_number = 1
         self._workers: list[Worker] = []
         self._reading, self._writing = TransferSpeed(), TransferSpeed()
-        self._breaker = Breaker()
-        self._room = options.slot_bytes
-        """Free space beyond the reserve, as far as known."""
-        self._is_full = False
+        self._health = DiskHealth(options)
         self._is_stuck = False
         """Every thread hangs, those that were to replace others too."""
-        self._has_failed_to_remove = False
         self._off: str | None = None
         self.notes: deque[Note] = deque()
         """For the journal's thread to take from the left."""
@@ -106,8 +102,7 @@ class DiskBooks:
                 self._off is None
                 and not self._is_stuck
                 and self._queue.num_waiting < self._options.max_queue
-                and self._breaker.allows(now)
-                and not self._is_full
+                and self._health.allows(now)
             )
 
     def take_finished(self) -> list[Finished]:
@@ -228,7 +223,7 @@ class DiskBooks:
         """A file that was known is not there. Its key is claimed."""
         with self._lock:
             self._forget(key)
-            self._finished.append(Finished(Kind.LOST, 0, key, ok=False, reason="missing"))
+            self._finished.append(Finished(Kind.LOST, 0, key, ok=False, reason="missing", is_gone=True))
             self._has_news.notify_all()
 
     def look(self, free_bytes: int | None) -> None:
@@ -236,8 +231,7 @@ class DiskBooks:
         with self._lock:
             self._look(self._clock())
             if free_bytes is not None:
-                self._room = free_bytes - self._options.reserve_bytes
-                self._look_at_room()
+                self._health.has_free(free_bytes)
 
     def add_workers(self, number: int) -> bool:
         """False if the system has none for us."""
@@ -316,10 +310,19 @@ class DiskBooks:
             if job.kind in (Kind.READ, Kind.WRITE, Kind.ERASE):
                 self._tell(job.kind, job, now, reason)
 
-    def _tell(self, kind: Kind, job: Job, now: float, reason: str, header: ChunkHeader | None = None) -> None:
+    def _tell(
+        self,
+        kind: Kind,
+        job: Job,
+        now: float,
+        reason: str,
+        header: ChunkHeader | None = None,
+        *,
+        is_gone: bool = False,
+    ) -> None:
         seconds = now - job.started_at if job.started_at else 0.0
         self._finished.append(
-            Finished(kind, job.number, job.key, not reason, header, max(0.0, seconds), reason)
+            Finished(kind, job.number, job.key, not reason, header, max(0.0, seconds), reason, is_gone)
         )
         self._has_news.notify_all()
 
@@ -345,36 +348,20 @@ class DiskBooks:
             self._forget(job.key)
         if job.kind in (Kind.READ, Kind.WRITE, Kind.ERASE):
             header = outcome.header if job.kind is Kind.READ else None
-            self._tell(job.kind, job, now, outcome.reason, header)
+            self._tell(job.kind, job, now, outcome.reason, header, is_gone=outcome.is_worthless)
 
     def _book_write(self, job: Job, outcome: Outcome, now: float) -> None:
         if outcome.error is not None:
-            was_tripped = self._breaker.is_tripped
-            seconds = self._breaker.failed(now)
-            if not was_tripped:
-                logger.error(
-                    "cannot write to %s (%s); what is there is read, and writing is tried again after %g"
-                    " seconds, then less and less often",
-                    self._options.folder,
-                    outcome.error.strerror or outcome.reason,
-                    seconds,
-                )
-        elif job.header is not None:
-            if self._breaker.is_tripped:
-                logger.warning("%s can be written to again", self._options.folder)
-            self._breaker.succeeded()
-            self._room -= job.num_bytes
-            self._look_at_room()
+            self._health.has_failed_to_write(now, outcome.error)
+        elif job.header is not None and not outcome.reason:
+            self._health.has_written(job.num_bytes)
             self._add(job.header.name, job.num_bytes)
 
     def _book_removal(self, job: Job, outcome: Outcome) -> None:
-        if outcome.error is None and job.key is not None:
+        if outcome.error is not None:
+            self._health.has_failed_to_remove(outcome.error)
+        elif job.key is not None and not outcome.reason:
             self._forget(job.key)
-        elif not self._has_failed_to_remove:
-            self._has_failed_to_remove = True
-            logger.error(
-                "a file in %s cannot be removed (%s); said once", self._options.folder, outcome.error
-            )
 
     def _book_erasing(self, outcome: Outcome) -> None:
         self._sizes.clear()
@@ -383,18 +370,6 @@ class DiskBooks:
         self.notes.append(Journal.clear)
         if outcome.error is not None:
             logger.error("%s could not be erased: %s", self._options.folder, outcome.error)
-
-    def _look_at_room(self) -> None:
-        is_full = self._room < self._options.slot_bytes
-        if is_full and not self._is_full:
-            logger.warning(
-                "%s has less free space than the reserve of %d bytes; nothing is written until there is more",
-                self._options.folder,
-                self._options.reserve_bytes,
-            )
-        elif self._is_full and not is_full:
-            logger.warning("%s has free space again", self._options.folder)
-        self._is_full = is_full
 
     def _add(self, name: ChunkName, num_bytes: int) -> None:
         self._own_bytes += num_bytes - self._sizes.pop(name.key, 0)

@@ -19,7 +19,7 @@ class Outcome:
     reason: str = ""
     header: ChunkHeader | None = None
     is_worthless: bool = False
-    """The file is not there, or is not what its name says."""
+    """The file is not there, is not what its name says, or lies on a part of the disk that cannot be read."""
     error: OSError | None = None
     read_seconds_per_byte: float | None = None
     write_seconds_per_byte: float | None = None
@@ -46,7 +46,9 @@ def perform(files: Files, job: Job, *, excess_bytes: int = 0) -> Outcome:
     except ValueError:
         return Outcome(reason="header")
     except OSError as error:
-        return Outcome(reason=errno.errorcode.get(error.errno or 0, "unknown"), error=error)
+        is_unreadable = job.kind is Kind.READ and error.errno == errno.EIO
+        reason = errno.errorcode.get(error.errno or 0, "unknown")
+        return Outcome(reason=reason, error=error, is_worthless=is_unreadable)
 
 
 def _read(files: Files, job: Job) -> Outcome:

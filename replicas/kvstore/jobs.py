@@ -45,6 +45,8 @@ class Finished:
     header: ChunkHeader | None = None
     seconds: float = 0.0
     reason: str = ""
+    is_gone: bool = False
+    """The key's file is not there any more, or cannot be read."""
 
 
 class State(enum.Enum):

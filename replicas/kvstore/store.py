@@ -362,7 +362,8 @@ class ChunkStore:
                 self.directory.filled(key)
             else:
                 self.directory.given_up(key)
-                self.directory.lost_file(key)
+                if finished.is_gone:
+                    self.directory.lost_file(key)
         elif finished.kind is Kind.OVERDUE:
             key, self._overdue[finished.job] = self._reads.pop(finished.job)
             self.directory.given_up(key, may_still_be_written=True)

@@ -37,6 +37,7 @@ def test_what_was_never_written_is_missing(tmp_path: Path) -> None:
     with opened(tmp_path) as at:
         finished = at.read("a")
         assert not finished.ok and finished.reason == "missing" and finished.header is None
+        assert finished.is_gone
 
 
 def test_what_is_removed_is_gone_and_its_bytes_too(tmp_path: Path) -> None:

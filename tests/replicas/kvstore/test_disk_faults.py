@@ -134,6 +134,7 @@ def test_a_read_that_waits_too_long_fails_and_never_touches_its_slot(
         clock.added += DEADLINE_SECONDS
         waiting = at.ends(second)
         assert (waiting.kind, waiting.ok, waiting.reason) == (Kind.READ, False, "late")
+        assert not waiting.is_gone
         assert at.ends(first).kind is Kind.OVERDUE
         hangs.release()
         at.ends(first, Kind.RETURNED)
@@ -247,18 +248,20 @@ def test_a_write_that_fails_stops_writing_for_a_while_and_is_said_once(
     assert disk.close(30)
 
 
-def test_a_read_that_the_file_system_refuses_keeps_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("code", "is_gone"), [(errno.EIO, True), (errno.EMFILE, False)])
+def test_a_file_that_cannot_be_read_goes_and_one_that_cannot_be_read_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_gone: bool
 ) -> None:
     def fails(*_: object, **__: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(code, os.strerror(code))
 
     with opened(tmp_path) as at:
         at.write("a")
         with monkeypatch.context() as patched:
             patched.setattr(ChunkFiles, "_read_image", fails)
-            assert at.read("a").reason == "EIO"
-        assert at.has("a") and at.disk.can_write
+            failed = at.read("a")
+        assert failed.reason == errno.errorcode[code] and failed.is_gone == is_gone
+        assert at.has("a") != is_gone and at.disk.can_write
 
 
 def test_with_less_free_space_than_the_reserve_nothing_is_written(

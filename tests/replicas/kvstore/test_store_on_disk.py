@@ -110,3 +110,14 @@ def test_a_file_that_was_lost_between_two_lives_is_forgotten_without_being_read(
             assert at.disk.wait(PATIENCE_SECONDS)
             at.settle()
         assert at.place("b") is Place.DISK
+
+
+def test_a_read_that_came_too_late_leaves_the_chunk_on_disk(tmp_path: Path) -> None:
+    with store_on(tmp_path) as at:
+        at.put(*"abcdefgh")
+    with store_on(tmp_path, read_deadline_seconds=-1.0) as at:
+        at.fetch("a")
+        assert at.place("a") is Place.DISK and at.store.directory.num_in_host == 0
+    with store_on(tmp_path) as at:
+        at.fetch("a")
+        assert at.is_right_in_memory("a")

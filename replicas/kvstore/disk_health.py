@@ -1,0 +1,65 @@
+"""DiskHealth: whether anything may be written now, and what is said about it.
+
+Owns the pause after a write that failed, and the reserve of free space. Pure: the caller says what time it
+is. Each trouble is said once, and again when it is over.
+"""
+
+import logging
+
+from replicas.kvstore.breaker import Breaker
+from replicas.kvstore.disk_options import DiskOptions
+
+logger = logging.getLogger(__name__)
+
+
+class DiskHealth:
+    def __init__(self, options: DiskOptions) -> None:
+        self._folder = options.folder
+        self._reserve_bytes = options.reserve_bytes
+        self._slot_bytes = options.slot_bytes
+        self._breaker = Breaker()
+        self._free_bytes = options.reserve_bytes + options.slot_bytes
+        self._is_full = False
+        self._has_failed_to_remove = False
+
+    def allows(self, now: float) -> bool:
+        return self._breaker.allows(now) and not self._is_full
+
+    def has_free(self, num_bytes: int) -> None:
+        """What the file system says that it has."""
+        self._free_bytes = num_bytes
+        is_full = num_bytes - self._reserve_bytes < self._slot_bytes
+        if is_full and not self._is_full:
+            logger.warning(
+                "%s has less free space than a file and the reserve of %d bytes need; nothing is written"
+                " until there is more",
+                self._folder,
+                self._reserve_bytes,
+            )
+        elif self._is_full and not is_full:
+            logger.warning("%s has free space again", self._folder)
+        self._is_full = is_full
+
+    def has_written(self, num_bytes: int) -> None:
+        if self._breaker.is_tripped:
+            logger.warning("%s can be written to again", self._folder)
+        self._breaker.succeeded()
+        self.has_free(self._free_bytes - num_bytes)
+
+    def has_failed_to_write(self, now: float, error: OSError) -> None:
+        was_tripped = self._breaker.is_tripped
+        seconds = self._breaker.failed(now)
+        if not was_tripped:
+            logger.error(
+                "cannot write to %s (%s); what is there is read, and writing is tried again after %g seconds,"
+                " then less and less often",
+                self._folder,
+                error.strerror,
+                seconds,
+            )
+
+    def has_failed_to_remove(self, error: OSError) -> None:
+        """Said once: what stays is read on, and counts on."""
+        if not self._has_failed_to_remove:
+            logger.error("a file in %s cannot be removed: %s", self._folder, error.strerror)
+        self._has_failed_to_remove = True
