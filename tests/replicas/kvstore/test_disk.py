@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore.disk import Kind
+from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import HEADER_BYTES
 from tests.replicas.kvstore.chunk_images import LAYOUT, SLOT_BYTES, fill, header, image
 from tests.replicas.kvstore.chunk_names import key, name
@@ -117,6 +118,31 @@ def test_a_file_that_is_not_what_its_name_says_is_not_found_but_removed(tmp_path
         lost = at.until(lambda: [each for each in at.finished if each.kind is Kind.LOST])
         assert [each.key for each in lost] == [key("a")]
         assert at.disk.bytes_used == 0 and not list(tmp_path.glob("v1/*/*/*/*.kv"))
+
+
+def test_ten_thousand_chunks_are_there_at_once_and_those_without_a_file_are_told_later(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as at:
+        at.write("a")
+    folder = os.open(next(tmp_path.glob("v1/*")), os.O_RDONLY)
+    journal = Journal(folder)
+    names = [name("a"), *(name(str(number)) for number in range(9_999))]
+    for each in names[1:]:
+        journal.added(each, SLOT_BYTES)
+    journal.flush()
+    journal.close()
+    os.close(folder)
+    with opened(tmp_path, max_bytes=10_000 * SLOT_BYTES) as at:
+        assert list(at.disk.restored) == names and at.has("a")
+        assert at.disk.bytes_used > 9_000 * SLOT_BYTES
+        at.compared()
+        at.until(lambda: at.disk.bytes_used == SLOT_BYTES)
+        assert {each.key for each in at.finished if each.kind is Kind.LOST} == {
+            each.key for each in names[1:]
+        }
+    with opened(tmp_path) as at:
+        assert list(at.disk.restored) == [name("a")]
 
 
 @pytest.mark.parametrize("at_byte", [0, 70, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4999])
