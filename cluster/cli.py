@@ -15,6 +15,7 @@ from cluster.commands.added import added_commands
 from cluster.commands.running import page_url, running_cluster
 from cluster.errors import ClusterError
 from cluster.local.run_directory import RunDirectory, default_run_directory
+from cluster.sizes import size
 
 MOST_REPLICAS = 512
 MOST_ROUTERS = 64
@@ -130,6 +131,19 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     parser.add_argument(
         "--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)"
+    )
+    parser.add_argument(
+        "--ram",
+        type=size,
+        metavar="SIZE",
+        help="host memory for KV below the device, a replica (default: none)",
+    )
+    parser.add_argument(
+        "--disk",
+        type=size,
+        metavar="SIZE",
+        help="disk for KV below that, a replica, in the run directory; the next `up` finds what is there "
+        "(default: none)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
     parser.add_argument(

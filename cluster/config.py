@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from replicas.config import ReplicaConfig
@@ -89,7 +90,8 @@ class AutoscaleSpec:
 class PoolSpec:
     """`num_replicas` equal replicas, named `<name>-<number>`.
 
-    `replica` is their common configuration; only `replica_id` differs. `num_cpus`, `num_gpus` and
+    `replica` is their common configuration; only `replica_id` differs, and `kv_folder`, in which each has a
+    folder of its name. `num_cpus`, `num_gpus` and
     `custom_resources` are what one replica asks of Ray's scheduler; `num_threads` is what its numeric
     libraries may use. `bundle` says where its GPUs may be: all on one machine, seen by its one process
     ("machine"), or each wherever there is one ("gpu"). With `surge` 0 a rollout takes an old replica away
@@ -160,7 +162,9 @@ class PoolSpec:
         return ReplicaId(f"{self.name}-{number}")
 
     def config_of(self, replica_id: ReplicaId) -> ReplicaConfig:
-        return replace(self.replica, replica_id=replica_id)
+        parent = self.replica.kv_folder
+        folder = None if parent is None else str(PurePath(parent) / replica_id)
+        return replace(self.replica, replica_id=replica_id, kv_folder=folder)
 
     def bundles(self) -> tuple[dict[str, float], ...]:
         """What the placement group of one replica asks for: one bundle in all, or one per GPU."""

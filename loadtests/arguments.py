@@ -6,6 +6,8 @@ Owns the sentences for values that make no sense.
 import argparse
 import math
 
+from cluster.sizes import size
+
 
 def number(text: str) -> float:
     """Any finite one."""
@@ -42,25 +44,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text}")
     return int(text)
-
-
-_UNITS = {
-    **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
-    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)},
-}
-
-
-def size(text: str) -> int:
-    """Bytes, as 256GB or 512MiB."""
-    digits = text.rstrip("BkKMGTi")
-    unit = _UNITS.get(text[len(digits) :] or "B")
-    try:
-        value = float(digits)
-    except ValueError:
-        value = math.nan
-    if unit is None or not (math.isfinite(value) and value * unit >= 1):
-        raise argparse.ArgumentTypeError(f"needs a size such as 256GB or 512MiB, not {text}")
-    return int(value * unit)
 
 
 def rate(text: str) -> int:

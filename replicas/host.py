@@ -245,8 +245,8 @@ class ReplicaHost:
         await parts.server.stop(FLUSH_SECONDS)
         parts.bridge.close()
         is_hung = isinstance(self._failure, EngineHung)
-        spill_seconds = 0.0 if self._config.disk_kv_bytes is None else self._config.spill_seconds
-        patience = HUNG_ENGINE_STOP_SECONDS if is_hung else ENGINE_STOP_SECONDS + spill_seconds
+        in_order = ENGINE_STOP_SECONDS + self._config.seconds_to_spill
+        patience = HUNG_ENGINE_STOP_SECONDS if is_hung else in_order
         if not await asyncio.to_thread(parts.engine_loop.stop, patience):
             logger.error("the engine does not finish its step; the replica ends without it")
         await farewell(parts.index.remove())

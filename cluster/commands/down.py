@@ -17,13 +17,15 @@ from cluster.local.processes import death_with_parent, kill_marked
 from cluster.local.run_directory import ClusterState, RunDirectory
 
 PATIENCE_SECONDS = 20.0
+"""With a cluster that does not say how long its end may take."""
 
 
 def take_down(directory: RunDirectory) -> str:
     """Stop the cluster, or clear away what an earlier one left; says which. Raises NotRunning if neither."""
     owner = directory.owner()
+    state = directory.read_state()
     if owner is not None:
-        _end(owner, directory)
+        _end(owner, directory, PATIENCE_SECONDS if state is None else state.stop_seconds)
     num_leftovers = kill_marked(directory.path, directory.ray_directory)
     had_state = directory.read_state() is not None
     directory.forget()
@@ -35,8 +37,8 @@ def take_down(directory: RunDirectory) -> str:
     raise NotRunning(f"no cluster runs in {directory.path}")
 
 
-def _end(owner: int, directory: RunDirectory) -> None:
-    for number, patience in ((signal.SIGTERM, PATIENCE_SECONDS), (signal.SIGKILL, 5.0)):
+def _end(owner: int, directory: RunDirectory, patience_seconds: float) -> None:
+    for number, patience in ((signal.SIGTERM, patience_seconds), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner, number)
         deadline = time.monotonic() + patience

@@ -6,6 +6,7 @@ Owns the reading of options and the signals. What is started, and how, is `local
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from cluster.local.local_cluster import LocalCluster, LocalOptions
 from cluster.local.run_directory import RunDirectory
+from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.loadable import files_complaint
 from replicas.process.settings import SettingsError, build
@@ -27,7 +29,21 @@ def options_from(
     if arguments.policy not in POLICIES:
         raise ClusterError(f"there is no policy {arguments.policy}; there are {', '.join(sorted(POLICIES))}")
     model = str(Path(arguments.model).absolute()) if arguments.model else None
-    own = {"engine": arguments.engine, "model": model, "model_name": arguments.model_name}
+    if arguments.disk is not None and arguments.ram is None:
+        raise ClusterError("--disk needs --ram, through which KV goes to the disk and back")
+    if arguments.ram is not None and arguments.ram * arguments.replicas > (memory := _memory_bytes()):
+        raise ClusterError(
+            f"--ram {in_words(arguments.ram)} for each of {arguments.replicas} replicas is more than the"
+            f" {in_words(memory)} of memory that this machine has"
+        )
+    own = {
+        "engine": arguments.engine,
+        "model": model,
+        "model_name": arguments.model_name,
+        "host_kv_bytes": arguments.ram,
+        "disk_kv_bytes": arguments.disk,
+        "kv_folder": None if arguments.disk is None else str(directory.kv_directory),
+    }
     try:
         replica = build(ReplicaConfig, {**settings_from(arguments.set, NOT_OF_A_LOCAL_CLUSTER), **own})
     except SettingsError as error:
@@ -45,6 +61,10 @@ def options_from(
         redis_url=environment.get("REDIS_URL") or None,
         environment=environment,
     )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def serve(options: LocalOptions, say: Callable[[str], None]) -> int:

@@ -35,7 +35,7 @@ from cluster.controller.views import ReplicaView
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
 STOP_SECONDS = 3.0
-"""How long a replica may take to say goodbye before it is killed."""
+"""How long a replica may take to say goodbye before it is killed, what it writes to its disk aside."""
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,10 @@ class ReplicaKeeper:
         self._hear(one, Drained())
 
     async def _end(self, one: Incarnation) -> None:
+        pool = self._spec().pool_of(one.replica_id) or one.pool
+        spill_seconds = 0.0 if pool is None else pool.replica.seconds_to_spill
         with contextlib.suppress(RayError, TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
+            async with asyncio.timeout(STOP_SECONDS + spill_seconds):
                 await one.actor.stop.remote()
         # Its place in Ray is given back in _bury: after that it may be its successor's.
         await asyncio.to_thread(actors.kill, one.actor)

@@ -28,6 +28,7 @@ from cluster.local.raylet import Raylet
 from cluster.local.redis_server import PrivateRedis, free_ports_in_a_row
 from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.local.state_writer import StateWriter
+from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.process.settings import without_password
 from replicas.protocol.status import ReplicaState
@@ -35,6 +36,8 @@ from replicas.protocol.status import ReplicaState
 ROUTER_START_SECONDS = 60.0
 ROUTER_STOP_SECONDS = 2.0
 FLEET_STOP_SECONDS = 4.0
+STOP_SECONDS = 20.0
+"""All that is not done by then when it is told to stop, `kvasir down` kills."""
 ROUTER = "the router"
 REDIS = "Redis"
 RAY_CPUS = 64
@@ -77,6 +80,8 @@ class LocalCluster:
             port = take_port(self._options.host, self._options.port)
             with self._writable():
                 self._directory.renew()
+                if self._options.replica.kv_folder is not None:
+                    self._directory.kv_directory.mkdir(mode=0o700, exist_ok=True)
             try:
                 await self._run(port, on_ray_started)
             finally:
@@ -119,9 +124,10 @@ class LocalCluster:
                 block_size=self._options.replica.tokens_per_block,
                 ready=False,
                 router_admins=admins,
+                stop_seconds=STOP_SECONDS + self._options.replica.seconds_to_spill,
             )
             watch = FleetWatch(self._spec(head, redis_url), self._on_view)
-            stack.push_async_callback(watch.stop, FLEET_STOP_SECONDS)
+            stack.push_async_callback(watch.stop, FLEET_STOP_SECONDS + self._options.replica.seconds_to_spill)
             async with _one_error(), asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch.keep(self._say))
                 tasks.create_task(self._writer.keep())
@@ -203,7 +209,7 @@ class LocalCluster:
             if self._options.num_routers > 1:
                 stage.append(f"{self._options.num_routers} routers on it")
         self._write(replace(self._state, ready=True))
-        self._say(summary(self._state, models[0], self._directory.targets_file))
+        self._say(summary(self._state, models[0], self._directory.targets_file, self._options.replica))
 
     def _on_view(self, view: FleetView) -> None:
         assert self._state is not None
@@ -355,7 +361,7 @@ def _models(url: str, pages: Sequence[str]) -> list[str]:
         return []
 
 
-def summary(state: ClusterState, model: str, targets_file: Path) -> str:
+def summary(state: ClusterState, model: str, targets_file: Path, replica: ReplicaConfig) -> str:
     """What runs where, and three lines to try."""
     lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
     lines += [f"page       {page}/  (the fleet, live, in a browser)" for page in state.router_pages]
@@ -366,6 +372,11 @@ def summary(state: ClusterState, model: str, targets_file: Path) -> str:
         f"{entry.replica_id:<10} {entry.address}  pid {entry.pid}  epoch {entry.epoch}"
         for entry in state.replicas
     ]
+    if replica.host_kv_bytes is not None:
+        below = f"{in_words(replica.host_kv_bytes)} of memory"
+        if replica.disk_kv_bytes is not None:
+            below += f" and {in_words(replica.disk_kv_bytes)} of disk in {replica.kv_folder}"
+        lines += [f"KV         {below}, for each replica"]
     lines += [f"metrics    {state.router_pages[0]}/metrics; for Prometheus (file_sd): {targets_file}"]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     url = f"{state.router_url}/v1"

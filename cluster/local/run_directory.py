@@ -23,6 +23,8 @@ from cluster.errors import AlreadyRunning
 
 LOCK_SECONDS = 0.2
 
+TOKEN_BYTES = 32
+
 MAX_SOCKET_DIRECTORY_BYTES = 90
 """Paths of Unix sockets are limited to 107 bytes."""
 
@@ -54,6 +56,8 @@ class ClusterState:
     router_admins: tuple[str, ...] = ()
     """Where each of several routers has its page, explanations and metrics; `router_pid` is their parent's.
     None: there is one router, and `router_url` has all that."""
+    stop_seconds: float = 20.0
+    """How long its end may take."""
 
     @property
     def router_pages(self) -> tuple[str, ...]:
@@ -87,6 +91,11 @@ class RunDirectory:
     def targets_file(self) -> Path:
         """For Prometheus: where metrics are."""
         return self.path / "prometheus_targets.json"
+
+    @property
+    def kv_directory(self) -> Path:
+        """The replicas' KV on disk, which outlives the cluster: the next one in this directory finds it."""
+        return self.path / "kv"
 
     @property
     def _state_file(self) -> Path:
@@ -125,15 +134,14 @@ class RunDirectory:
     def renew(self) -> None:
         """Forget the previous cluster's logs; make a cluster secret, Ray's token and a directory for sockets.
 
-        All are for this user alone. Raises OSError if another user has made that directory.
+        All are for this user alone. Where there is KV on disk, the secret stays what it was, since the names
+        of KV are made with it. Raises OSError if another user has made that directory.
         """
         for log in self.logs.glob("*.log"):
             log.unlink()
-        for file in (self.secret_file, self.ray_token_file):
-            file.unlink(missing_ok=True)
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as new:
-                new.write(secrets.token_hex(32) + "\n")
+        _write_token(self.ray_token_file)
+        if not (self.kv_directory.is_dir() and _has_token(self.secret_file)):
+            _write_token(self.secret_file)
         shutil.rmtree(self.socket_directory, ignore_errors=True)
         self.socket_directory.mkdir(mode=0o700)
 
@@ -152,12 +160,29 @@ class RunDirectory:
             return None
 
     def forget(self) -> None:
-        """Remove what speaks of a running cluster. Logs stay."""
+        """Remove what speaks of a running cluster. Logs stay, and KV on disk with the secret of its names."""
         self._state_file.unlink(missing_ok=True)
         self.targets_file.unlink(missing_ok=True)
-        self.secret_file.unlink(missing_ok=True)
+        if not self.kv_directory.is_dir():
+            self.secret_file.unlink(missing_ok=True)
         self.ray_token_file.unlink(missing_ok=True)
         shutil.rmtree(self.socket_directory, ignore_errors=True)
+
+
+def _write_token(file: Path) -> None:
+    """Another one in the file's place. Raises OSError."""
+    file.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as new:
+        new.write(secrets.token_hex(TOKEN_BYTES) + "\n")
+
+
+def _has_token(file: Path) -> bool:
+    """Whether a whole one is there, which a full disk may have prevented."""
+    try:
+        return len(bytes.fromhex(file.read_text())) == TOKEN_BYTES
+    except (OSError, ValueError):
+        return False
 
 
 def _replace(path: Path, content: Any, mode: int) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from loadtests.arguments import count, number, positive, rate, share, size
+from cluster.sizes import size
+from loadtests.arguments import count, number, positive, rate, share
 from loadtests.reports.report import Slo
 from loadtests.simulation.curve import BACK_POINTS, back_after, curve_table, ideal_hits_of, left_hits_of
 from loadtests.simulation.jobs import Job, Source, load, run_all

@@ -33,6 +33,25 @@ HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
             ["up", "--set", "redis_url=x"],
             "kvasir: --set cannot change redis_url: use the environment variable",
         ),
+        (["up", "--ram", "much"], "--ram: needs a size such as 256GB or 512MiB, not much\n"),
+        (["up", "--ram", "0.1B"], "--ram: needs a size such as 256GB or 512MiB, not 0.1B\n"),
+        (
+            ["up", "--disk", "2GiB"],
+            "kvasir: --disk needs --ram, through which KV goes to the disk and back\n",
+        ),
+        (
+            ["up", "--ram", "900TiB", "--replicas", "3"],
+            "kvasir: --ram 900 TiB for each of 3 replicas is more than the ",
+        ),
+        (["up", "--set", "host_kv_bytes=1"], "kvasir: --set cannot change host_kv_bytes: use --ram\n"),
+        (
+            ["up", "--set", "kv_folder=/srv"],
+            "kvasir: --set cannot change kv_folder: kvasir up keeps KV in its",
+        ),
+        (
+            ["up", "--engine", "simulated", "--ram", "1MiB"],
+            "kvasir: setting host_kv_bytes is for the engines torch and vllm, not for simulated\n",
+        ),
         (["chat", "--max-tokens", "0"], "--max-tokens: needs a whole number above 0, not 0\n"),
     ],
 )

@@ -21,6 +21,13 @@ def test_the_replicas_of_a_pool_differ_in_their_id_only() -> None:
     first, second = (pool.config_of(replica_id) for replica_id in map(pool.replica_id, range(2)))
     assert (first.replica_id, second.replica_id) == ("replica-0", "replica-1")
     assert first.block_size == second.block_size == 32
+    assert first.kv_folder is second.kv_folder is None
+
+
+def test_each_replica_has_a_folder_of_its_own_for_kv() -> None:
+    pool = PoolSpec(2, replica=ReplicaConfig(kv_folder="/srv/kv"))
+    folders = [pool.config_of(pool.replica_id(number)).kv_folder for number in range(2)]
+    assert folders == ["/srv/kv/replica-0", "/srv/kv/replica-1"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from cluster.commands.status import as_plain, render
 from cluster.local.local_cluster import summary
 from cluster.local.run_directory import ClusterState, ReplicaEntry
 from cluster.registry import Registry, read_registry
+from replicas.config import ReplicaConfig
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import MODELS_KEY, ReplicaRecord, encode_record, replica_key, replicas_key
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
@@ -103,4 +104,6 @@ def test_the_registry_is_read_from_redis_and_the_dead_are_left_out(redis_url: st
 def test_the_password_of_redis_is_not_shown() -> None:
     running = replace(state(), redis_url="redis://:secret@r/0")
     assert "redis://:***@r/0" in render(running, Registry({}))
-    assert "secret" not in summary(running, "toy", Path("targets.json")) + render(running, Registry({}))
+    assert "secret" not in summary(running, "toy", Path("targets.json"), ReplicaConfig()) + render(
+        running, Registry({})
+    )

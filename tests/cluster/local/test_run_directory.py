@@ -20,6 +20,7 @@ STATE = ClusterState(
     ready=True,
     replicas=(ReplicaEntry("replica-0", "ready", 15, "127.0.0.1:9", "e1"),),
     router_admins=("127.0.0.1:9101", "127.0.0.1:9102"),
+    stop_seconds=35.0,
 )
 
 
@@ -133,3 +134,37 @@ def test_only_this_user_reads_the_state_for_the_url_of_redis_may_have_a_password
         directory.write_targets([])
     assert stat.S_IMODE((directory.path / "cluster.json").stat().st_mode) == 0o600
     assert (directory.path / "prometheus_targets.json").stat().st_mode & stat.S_IROTH
+
+
+def begun_and_ended(directory: RunDirectory) -> str:
+    """The secret of a cluster that has run there."""
+    with directory.claim():
+        directory.renew()
+        secret = directory.secret_file.read_text()
+        directory.forget()
+    return secret
+
+
+def test_each_cluster_has_a_secret_of_its_own(directory: RunDirectory) -> None:
+    first, second = begun_and_ended(directory), begun_and_ended(directory)
+    assert first != second
+    assert not directory.secret_file.exists()
+
+
+def test_kv_on_disk_outlives_the_cluster_with_the_secret_of_its_names(directory: RunDirectory) -> None:
+    directory.kv_directory.mkdir(parents=True)
+    (directory.kv_directory / "chunk").touch()
+    first, second = begun_and_ended(directory), begun_and_ended(directory)
+    assert first == second
+    assert stat.S_IMODE(directory.secret_file.stat().st_mode) == 0o600
+    assert (directory.kv_directory / "chunk").exists()
+    (directory.kv_directory / "chunk").unlink()
+    directory.kv_directory.rmdir()
+    assert begun_and_ended(directory) != first
+
+
+@pytest.mark.parametrize("left", ["", "ab", "no hexadecimal digits"])
+def test_a_secret_that_was_not_written_whole_is_made_anew(directory: RunDirectory, left: str) -> None:
+    directory.kv_directory.mkdir(parents=True)
+    directory.secret_file.write_text(left)
+    assert len(bytes.fromhex(begun_and_ended(directory))) == 32

@@ -242,3 +242,22 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert up.returncode == 2
     assert (up.stdout, up.stderr.count("\n")) == ("", 1)
     assert "cannot listen on 127.0.0.1 port" in up.stderr
+
+
+def test_kv_on_disk_is_found_by_the_next_cluster_in_the_same_directory(tmp_path: Path) -> None:
+    command = KvasirCommand(tmp_path / "run")
+    text = "A prompt that is long enough to make some chunks of KV. " * 30
+    body = {"model": "toy_model", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+    words = ("--engine", "torch", "--replicas", "1", "--ram", "16MiB", "--disk", "64MiB")
+    cached = []
+    for _ in range(2):
+        with command.up(*words):
+            assert "16 MiB of memory and 64 MiB of disk in " in output(command)
+            url = f"{command.state().router_url}/v1/chat/completions"
+            usage = httpx.post(url, json=body, trust_env=False, timeout=60).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            assert command.run("down").returncode == 0
+    assert cached == [0, usage["prompt_tokens"] // 128 * 128]
+    kept = list((command.directory.kv_directory / "replica-0").rglob("*.kv"))
+    assert len(kept) == usage["prompt_tokens"] // 128
+    assert {file.stat().st_mode & 0o777 for file in kept} == {0o600}
