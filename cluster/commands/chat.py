@@ -29,6 +29,8 @@ class Turn:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
     num_cross_user_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     num_output_tokens: int = 0
     first_seconds: float | None = None
     last_seconds: float = 0.0
@@ -39,14 +41,23 @@ class Turn:
         if self.num_prompt_tokens is not None:
             computed = self.num_prompt_tokens - self.num_cached_tokens
             parts.append(f"prompt {self.num_prompt_tokens} tokens")
-            others = f" ({self.num_cross_user_tokens} by others)" if self.num_cross_user_tokens else ""
-            parts.append(f"cached {self.num_cached_tokens}{others}, computed {computed}")
+            parts.append(f"cached {self.num_cached_tokens}{self._origins()}, computed {computed}")
         if self.first_seconds is not None:
             parts.append(f"TTFT {self.first_seconds * 1000:.0f} ms")
         if self.num_output_tokens and self.last_seconds > 0:
             # Over the whole turn: a short answer may arrive all at once, and decoding seem to take no time.
             parts.append(f"{self.num_output_tokens / self.last_seconds:.0f} tokens/s")
         return " · ".join(parts)
+
+    def _origins(self) -> str:
+        """Whose the cached tokens were and where, as far as that is worth a word."""
+        origins = {
+            "by others": self.num_cross_user_tokens,
+            "from host memory": self.num_host_tokens,
+            "from disk": self.num_disk_tokens,
+        }
+        worth = [f"{number} {origin}" for origin, number in origins.items() if number]
+        return f" ({', '.join(worth)})" if worth else ""
 
 
 @dataclass(slots=True)
@@ -133,6 +144,8 @@ class Chat:
             details = usage.get("prompt_tokens_details") or {}
             turn.num_cached_tokens = details.get("cached_tokens", 0)
             turn.num_cross_user_tokens = details.get("cross_user_cached_tokens", 0)
+            turn.num_host_tokens = details.get("host_cached_tokens", 0)
+            turn.num_disk_tokens = details.get("disk_cached_tokens", 0)
 
     def _write(self, text: str) -> None:
         self.output.write(text)

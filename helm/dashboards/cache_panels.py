@@ -73,13 +73,18 @@ HITS = (
         ),
     ),
     Panel(
-        title="From slower tiers",
+        title="From below the device",
         description="Cached tokens that were read from host memory or disk instead of the device, in the "
-        "time shown. Only engines with such tiers have any.",
+        "time shown. Only replicas with such tiers have any.",
         kind="stat",
         width=6,
         calm="text",
-        queries=(Query("sum(increase(router_slower_tier_tokens_total{MODEL}[$__range]))", "slower tiers"),),
+        queries=(
+            Query(
+                'sum(increase(router_cached_tokens_by_tier_total{MODEL,tier!="device"}[$__range]))',
+                "host memory and disk",
+            ),
+        ),
     ),
 )
 

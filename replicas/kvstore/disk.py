@@ -32,6 +32,7 @@ from replicas.kvstore.layout import ChunkHeader, file_bytes
 from replicas.kvstore.other_layouts import OtherLayouts
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.tier_figures import WriteStop
 
 __all__ = ["Disk", "DiskOptions", "DiskSpeeds", "Finished", "Kind"]
 
@@ -139,6 +140,11 @@ class Disk:
         return self._books.can_write()
 
     @property
+    def write_stop(self) -> WriteStop | None:
+        """Why nothing is written, if that is more than a queue that is full for a moment."""
+        return self._books.write_stop()
+
+    @property
     def is_off(self) -> bool:
         """Closed, or broken for good: nothing is read or written any more."""
         return self._books.is_off
@@ -147,6 +153,10 @@ class Disk:
     def is_comparing(self) -> bool:
         """The folder has not been compared with its journal yet."""
         return self._keeper.is_comparing
+
+    @property
+    def max_bytes(self) -> int:
+        return self._options.max_bytes
 
     @property
     def bytes_used(self) -> int:

@@ -19,6 +19,7 @@ from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import ChunkHeader
 from replicas.kvstore.transfer_speed import TransferSpeed
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.tier_figures import WriteStop
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,14 @@ class DiskBooks:
                 and self._queue.num_waiting < self._options.max_queue
                 and self._health.allows(now)
             )
+
+    def write_stop(self) -> WriteStop | None:
+        with self._lock:
+            if self._off is not None:
+                return WriteStop.OFF
+            if self._is_stuck:
+                return WriteStop.HANGS
+            return self._health.write_stop
 
     def take_finished(self) -> list[Finished]:
         with self._lock:

@@ -8,6 +8,7 @@ import logging
 
 from replicas.kvstore.breaker import Breaker
 from replicas.kvstore.disk_options import DiskOptions
+from replicas.protocol.tier_figures import WriteStop
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,13 @@ class DiskHealth:
 
     def allows(self, now: float) -> bool:
         return self._breaker.allows(now) and not self._is_full
+
+    @property
+    def write_stop(self) -> WriteStop | None:
+        """Why not, if it does not."""
+        if self._is_full:
+            return WriteStop.FULL
+        return WriteStop.FAILS if self._breaker.is_tripped else None
 
     def has_free(self, num_bytes: int) -> None:
         """What the file system says that it has."""

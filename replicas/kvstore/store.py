@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import ChunkName, Directory, Place, Write
 from replicas.kvstore.disk import Disk, Finished, Kind
@@ -22,10 +24,12 @@ from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.lease_desk import LeaseDesk, leases_within, restored_leases
 from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
 from replicas.kvstore.rate import Rate
+from replicas.kvstore.tally import Tally, failure
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, CacheEvent, Tier
 from replicas.protocol.frames import UserTag
+from replicas.protocol.tier_figures import MoveFailure, TierFigures, TierFill
 from replicas.protocol.ways import HOST_MOVE_SECONDS, MoveSpeeds
 
 logger = logging.getLogger(__name__)
@@ -95,6 +99,8 @@ class ChunkStore:
             leases=leases_within(lease_share, arena.num_slots, max_files),
         )
         self._has_begun = False
+        self._tally = Tally()
+        self._told: TierFigures | None = None
         self._events: list[CacheEvent] = []
         self.leases = LeaseDesk(
             self.directory,
@@ -116,6 +122,7 @@ class ChunkStore:
     def begin(self) -> None:
         """What the disk has of an earlier life counts from now on. What was here before was only a trial."""
         self._has_begun = True
+        self._tally, self._told = Tally(), None
         if self._disk is not None:
             self.directory.clear()
             self.directory.take_removals()
@@ -220,6 +227,7 @@ class ChunkStore:
     def loaded(self, num_tokens: int, seconds: float) -> None:
         """So long did a load take: the speed that routers are told follows."""
         self._host_rate.observe(num_tokens, seconds)
+        self._tally.loads.moved(num_tokens, seconds)
 
     # Beside requests.
 
@@ -236,8 +244,10 @@ class ChunkStore:
         self._write(self._disk, MAX_WRITES - len(self._writes))
 
     @property
-    def has_events(self) -> bool:
-        return bool(self._events) or self.directory.has_events
+    def has_news(self) -> bool:
+        """Whether there are events to take, or nobody knows yet what tiers there are."""
+        is_unknown = self._has_begun and self._told is None
+        return is_unknown or bool(self._events) or self.directory.has_events
 
     @property
     def look_again_seconds(self) -> float | None:
@@ -269,6 +279,38 @@ class ChunkStore:
             pull=None,
             backlog_seconds=disk.backlog_seconds if self._reads else 0.0,
         )
+
+    def figures(self) -> TierFigures:
+        """How full the tiers are, and what has moved since `begin`."""
+        now, directory, slot_bytes = self._clock(), self.directory, self.arena.slot_bytes
+        figures = TierFigures(
+            TierFill(
+                directory.num_in_host,
+                directory.num_in_host * slot_bytes,
+                directory.num_host_slots * slot_bytes,
+            ),
+            loads=self._tally.loads.figures(),
+            num_quarantined_slots=directory.num_quarantined,
+        )
+        if self._share is None:
+            return figures
+        disk, budget = self._share.disk, self._share.write_budget
+        return replace(
+            figures,
+            disk=TierFill(directory.num_on_disk, disk.bytes_used, disk.max_bytes),
+            reads=self._tally.reads.figures(),
+            writes=self._tally.writes.figures(),
+            num_waiting_writes=directory.num_to_write,
+            write_budget_ratio=round(budget.left_ratio(now), 2),
+            is_write_budget_short=budget.is_short(now),
+            write_stop=disk.write_stop,
+            num_other_bytes=disk.other_bytes,
+        )
+
+    def is_news(self, figures: TierFigures) -> bool:
+        """Whether the last ones that this was asked of were others."""
+        was_told, self._told = self._told, figures
+        return figures != was_told
 
     def take_events(self) -> list[CacheEvent]:
         """What became ready or went since the last call, in order."""
@@ -318,6 +360,7 @@ class ChunkStore:
             return False
         job = disk.read(key, self.arena.slot(slot))
         if job is None:
+            self._tally.reads.failed(MoveFailure.REFUSED)
             self.directory.given_up(key)
             return False
         self._reads[job] = (key, slot)
@@ -332,6 +375,7 @@ class ChunkStore:
             sync = self.leases.is_to_be_synced(write.name.key)
             job = disk.write(self._header(write), self.arena.slot(write.slot), sync=sync)
             if job is None:
+                self._tally.writes.failed(MoveFailure.REFUSED)
                 self.directory.not_written(write.name.key)
             else:
                 self._writes[job] = write.name.key
@@ -354,17 +398,25 @@ class ChunkStore:
             self._erasures.discard(finished.job)
         elif finished.kind is Kind.WRITE:
             key = self._writes.pop(finished.job)
-            (self.directory.written if finished.ok else self.directory.not_written)(key)
+            if finished.ok:
+                self._tally.writes.moved(self.shape.tokens, finished.seconds)
+                self.directory.written(key)
+            else:
+                self._tally.writes.failed(failure(finished.reason))
+                self.directory.not_written(key)
         elif finished.kind is Kind.READ:
             key, slot = self._reads.pop(finished.job)
             if finished.ok and finished.header is not None:
+                self._tally.reads.moved(self.shape.tokens, finished.seconds)
                 self._writers[slot] = finished.header.writers
                 self.directory.filled(key)
             else:
+                self._tally.reads.failed(failure(finished.reason))
                 self.directory.given_up(key)
                 if finished.is_gone:
                     self.directory.lost_file(key)
         elif finished.kind is Kind.OVERDUE:
+            self._tally.reads.failed(MoveFailure.LATE)
             key, self._overdue[finished.job] = self._reads.pop(finished.job)
             self.directory.given_up(key, may_still_be_written=True)
         elif finished.kind is Kind.RETURNED:

@@ -53,6 +53,11 @@ class WriteBudget:
         self._refill(now)
         return any(each.left < each.most * SHORT_BELOW for each in self._allowances)
 
+    def left_ratio(self, now: float) -> float:
+        """What is left of the scarcer allowance, as a share of what it can hold; 1 without a bound."""
+        self._refill(now)
+        return max(0.0, min((each.left / each.most for each in self._allowances), default=1.0))
+
     def take(self, now: float, num_bytes: int) -> bool:
         """Take the bytes out of every allowance; False, and nothing is taken, if one has not even one left.
 

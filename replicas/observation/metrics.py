@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from replicas.observation.tier_metrics import TierMetrics
 from replicas.protocol.events import BlockRemoved, Tier
 from replicas.protocol.frames import RefusalCode, StepFrame
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal, LeaseTotals
@@ -196,14 +197,13 @@ class ReplicaMetrics:
             registry=registry,
         )
         self.evicted_blocks = Counter(
-            "replica_evicted_blocks_total", "Cached blocks that were evicted", ["tier"], registry=registry
-        )
-        self._evicted = {tier: self.evicted_blocks.labels(tier.value) for tier in Tier}
-        self.slower_tier_tokens = Counter(
-            "replica_slower_tier_tokens_total",
-            "Cached prompt tokens that were loaded from a slower tier than the device",
+            "replica_evicted_blocks_total",
+            "Cached blocks that were evicted; below the device, chunks of them",
+            ["tier"],
             registry=registry,
         )
+        self._evicted = {tier: self.evicted_blocks.labels(tier.value) for tier in Tier}
+        self.tiers = TierMetrics(registry)
 
     def _add_lease_metrics(self, registry: CollectorRegistry) -> None:
         """Of prefixes, not of the replica itself."""
@@ -298,6 +298,8 @@ class ReplicaMetrics:
     def observe(self, frame: StepFrame, step_seconds: float) -> None:
         if frame.leases is not None:
             self._observe_leases(frame.leases)
+        if frame.tiers is not None:
+            self.tiers.observe(frame.tiers)
         if step_seconds > 0:
             self.steps.inc()
             self.step_seconds.observe(step_seconds)
@@ -306,14 +308,14 @@ class ReplicaMetrics:
         for event in frame.events:
             if isinstance(event, BlockRemoved):
                 self._evicted[event.tier].inc(len(event.block_hashes))
-        prompt = cached = cross_user = slower_tier = generated = 0
+        prompt = cached = cross_user = generated = 0
         for delta in frame.deltas:
             generated += len(delta.token_ids)
             if delta.usage is not None:
                 prompt += delta.usage.num_prompt_tokens
                 cached += delta.usage.num_cached_tokens
                 cross_user += delta.usage.num_cross_user_tokens
-                slower_tier += delta.usage.num_slower_tier_tokens
+                self.tiers.count(delta.usage)
             if delta.refusal is not None:
                 self.refusals.labels(delta.refusal.code.value).inc()
         self.generated_tokens.inc(generated)
@@ -323,7 +325,6 @@ class ReplicaMetrics:
             self.cached_tokens.inc(cached)
             self._vllm_hits.inc(cached)
             self.cross_user_tokens.inc(cross_user)
-            self.slower_tier_tokens.inc(slower_tier)
         load = frame.load
         self.running.set(load.num_running)
         self.waiting.set(load.num_waiting)

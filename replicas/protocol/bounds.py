@@ -14,6 +14,7 @@ from msgspec import Meta
 MAX_REQUESTS = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_BLOCKS = 1 << 32
+MAX_BYTES = 1 << 53
 MAX_SECONDS = 3600.0
 MAX_NUMBER = (1 << 63) - 1
 """Of changes, heartbeats and registrations: what Redis can count to."""

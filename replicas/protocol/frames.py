@@ -16,6 +16,7 @@ from msgspec import Meta, Struct, field
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, unpack_token_ids
 from replicas.protocol.bounds import (
     MAX_BLOCKS,
+    MAX_BYTES,
     MAX_REQUESTS,
     MAX_SECONDS,
     MAX_TOKENS,
@@ -25,6 +26,7 @@ from replicas.protocol.bounds import (
 )
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
+from replicas.protocol.tier_figures import TierFigures
 
 MAX_DELTAS_PER_FRAME = 4096
 """This many deltas stay under a few MiB even with twenty logprobs each."""
@@ -36,6 +38,7 @@ MAX_LISTED = 1 << 20
 NumRequests = Annotated[int, Meta(ge=0, le=MAX_REQUESTS)]
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 NumBlocks = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 
 
@@ -217,7 +220,8 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
 
     A replica with memory below its device says what bringing a token's KV to the device takes, from host
     memory, and to host memory, from disk or from a peer; `move_backlog_seconds` is how long what moves
-    already takes.
+    already takes. `num_host_bytes` and `num_disk_bytes` are in use there, of at most `max_host_bytes` and
+    `max_disk_bytes`, which are 0 where there is no such tier.
 
     `num_pending_tokens` are prompt tokens of admitted requests that are still to be computed.
     `num_context_tokens` are the tokens held by running requests.
@@ -236,6 +240,10 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     disk_seconds_per_token: Seconds = 0.0
     pull_seconds_per_token: Seconds = 0.0
     move_backlog_seconds: Seconds = 0.0
+    num_host_bytes: NumBytes = 0
+    max_host_bytes: NumBytes = 0
+    num_disk_bytes: NumBytes = 0
+    max_disk_bytes: NumBytes = 0
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
@@ -246,7 +254,8 @@ class StepFrame(Struct, frozen=True, array_like=True):
     whose blocks it took.
     `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
     other; the loop sets it, not the engine. `look_again_seconds` is when to step again though nothing has
-    come: something moves that ends by itself. None is never. `leases` comes when it has changed.
+    come: something moves that ends by itself. None is never. `leases` and `tiers` come when they
+    have changed.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -259,6 +268,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     look_again_seconds: float | None = None
     leases: LeaseTotals | None = None
+    tiers: TierFigures | None = None
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

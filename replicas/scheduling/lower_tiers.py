@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from replicas.kvstore.lease_outcome import LeaseOutcome
 from replicas.kvstore.plan import chunk_names
+from replicas.kvstore.telling import told
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, StepFrame, UserTag
 from replicas.scheduling.kvcache_manager import KVCacheManager
@@ -245,7 +246,7 @@ class LowerTiers:
     @property
     def has_work(self) -> bool:
         """Whether anything is loaded, or is to be said."""
-        return bool(self._loads) or self._store.has_events
+        return bool(self._loads) or self._store.has_news
 
     def poll(self) -> None:
         """Take note of what has ended between the tiers, and let more begin."""
@@ -261,24 +262,9 @@ class LowerTiers:
     def fill(self, frame: StepFrame) -> StepFrame:
         """What the tiers gained and lost in this step, what moving KV takes, and when to look again."""
         self.poll()
-        speeds = self._store.speeds()
-        load = replace(
-            frame.load,
-            host_seconds_per_token=speeds.host or 0.0,
-            disk_seconds_per_token=speeds.disk or 0.0,
-            pull_seconds_per_token=speeds.pull or 0.0,
-            move_backlog_seconds=speeds.backlog_seconds,
-        )
-        look_again = self._store.look_again_seconds
-        if self._loads or self._offloads:
-            look_again = LOOK_AGAIN_SECONDS
-        return replace(
-            frame,
-            events=frame.events + self._store.take_events(),
-            load=load,
-            look_again_seconds=look_again,
-            leases=self._store.leases.take_totals(),
-        )
+        frame = told(frame, self._store)
+        look_again = LOOK_AGAIN_SECONDS if self._loads or self._offloads else frame.look_again_seconds
+        return replace(frame, events=frame.events + self._store.take_events(), look_again_seconds=look_again)
 
     def wait(self, seconds: float) -> None:
         """Until something has come to host memory, at most so long."""

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from msgspec.structs import replace
-
 from replicas.config import ReplicaConfig
 from replicas.kvstore.directory import Place
 from replicas.kvstore.layout import Layout
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
+from replicas.kvstore.telling import told
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import StepFrame, UserTag
@@ -127,17 +126,9 @@ class LowerTier:
     # Beside requests.
 
     def fill(self, frame: StepFrame, seconds: float) -> StepFrame:
-        """What the load says of moving, and when to look again. The step took so long."""
+        """What the store says of itself, and when to look again. The step took so long."""
         self._meter.observe(frame, seconds)
-        speeds = self.store.speeds()
-        load = replace(
-            frame.load,
-            host_seconds_per_token=speeds.host or 0.0,
-            disk_seconds_per_token=speeds.disk or 0.0,
-            pull_seconds_per_token=speeds.pull or 0.0,
-            move_backlog_seconds=speeds.backlog_seconds,
-        )
-        return replace(frame, load=load, look_again_seconds=self.store.look_again_seconds)
+        return told(frame, self.store)
 
     def take_events(self) -> list[CacheEvent]:
         return [] if self._store is None else self._store.take_events()

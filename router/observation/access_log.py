@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 LINE = (
     "request request_id=%s trace_id=%s route=%s model=%s status=%d error=%s"
     " prepared_ms=%s first_token_ms=%s ended_ms=%s"
-    " prompt_tokens=%s cached_tokens=%s cross_user_tokens=%s output_tokens=%d replica=%s reason=%s"
+    " prompt_tokens=%s cached_tokens=%s cross_user_tokens=%s"
+    " host_tokens=%s disk_tokens=%s output_tokens=%d replica=%s reason=%s"
 )
 
 
@@ -34,6 +35,8 @@ def log_request(served: ServedRequest) -> None:
         sum(usage.num_prompt_tokens for usage in usages) if usages else None,
         sum(usage.num_cached_tokens for usage in usages) if usages else None,
         sum(usage.num_cross_user_tokens for usage in usages) if usages else None,
+        sum(usage.num_slower_tier_tokens - usage.num_disk_tokens for usage in usages) if usages else None,
+        sum(usage.num_disk_tokens for usage in usages) if usages else None,
         sum(prompt.num_output_tokens for prompt in served.prompts),
         None if decision is None else decision.replica_id,
         None if decision is None else decision.reason.value,

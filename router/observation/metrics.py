@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from replicas.protocol.events import Tier
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.errors import ErrorKind, HeadFault
@@ -249,9 +250,10 @@ class RouterMetrics(Collector):
             "router_cross_user_cached_tokens_total",
             "Cached prompt tokens that another user's request had computed",
         )
-        self._slower_tier_tokens = number(
-            "router_slower_tier_tokens_total",
-            "Cached prompt tokens that a replica loaded from a slower tier than its device",
+        self._by_tier = number(
+            "router_cached_tokens_by_tier_total",
+            "Prompt tokens that were read from a replica's cache, by the tier that they came from",
+            "tier",
         )
         self._leases = number(
             "router_prefix_leases_total",
@@ -316,7 +318,9 @@ class RouterMetrics(Collector):
             unattributed_tokens=self._by_origin.of(name, "unattributed"),
             cached_tokens=self._cached_tokens.of(name),
             cross_user_tokens=self._cross_user_tokens.of(name),
-            slower_tier_tokens=self._slower_tier_tokens.of(name),
+            device_tokens=self._by_tier.of(name, Tier.DEVICE.value),
+            host_tokens=self._by_tier.of(name, Tier.HOST.value),
+            disk_tokens=self._by_tier.of(name, Tier.DISK.value),
             output_tokens=self._output_tokens.of(name),
             overlap_tokens=self._overlap_tokens.of(name),
             overlap_error=self._overlap_error.of(name),
@@ -369,7 +373,9 @@ class _ModelSeries:
     unattributed_tokens: Number
     cached_tokens: Number
     cross_user_tokens: Number
-    slower_tier_tokens: Number
+    device_tokens: Number
+    host_tokens: Number
+    disk_tokens: Number
     output_tokens: Number
     overlap_tokens: Number
     overlap_error: HistogramSeries
@@ -383,7 +389,9 @@ class _ModelSeries:
         self.unattributed_tokens.value += cached - own - cross_user
         self.cached_tokens.value += cached
         self.cross_user_tokens.value += cross_user
-        self.slower_tier_tokens.value += usage.num_slower_tier_tokens
+        self.device_tokens.value += cached - usage.num_slower_tier_tokens
+        self.host_tokens.value += usage.num_slower_tier_tokens - usage.num_disk_tokens
+        self.disk_tokens.value += usage.num_disk_tokens
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,12 +29,19 @@ def says(
     num_cached_tokens: int = 0,
     num_written_tokens: int = 0,
     num_cross_user_tokens: int = 0,
+    num_slower_tier_tokens: int = 0,
+    num_disk_tokens: int = 0,
 ) -> Script:
     """Every choice gets one token per batch, then ends."""
 
     def script(generation: Generation) -> Sequence[Step]:
         usage = PromptUsage(
-            len(generation.token_ids), num_cached_tokens, num_written_tokens, num_cross_user_tokens
+            len(generation.token_ids),
+            num_cached_tokens,
+            num_written_tokens,
+            num_cross_user_tokens,
+            num_slower_tier_tokens=num_slower_tier_tokens,
+            num_disk_tokens=num_disk_tokens,
         )
         limited = list(token_ids)[: generation.sampling.max_tokens]
         return [

@@ -105,6 +105,14 @@ def test_what_another_user_had_computed_is_shown_beside_the_cached_tokens(chat: 
     assert " · cached 48 (32 by others), computed 2 · " in shown(chat)
 
 
+def test_what_came_from_below_the_device_is_shown_beside_the_cached_tokens(
+    chat: Chat, router: Router
+) -> None:
+    router.reply = lambda body: answer("Hello", host_cached_tokens=16, disk_cached_tokens=8)
+    converse(chat, io.StringIO("Hi\n"))
+    assert " · cached 48 (16 from host memory, 8 from disk), computed 2 · " in shown(chat)
+
+
 def test_history_system_message_user_and_limit_go_along(chat: Chat, router: Router) -> None:
     chat.user, chat.max_tokens = "ada", 5
     converse(chat, io.StringIO("/system Be brief\nHi\n\nAgain\n"))

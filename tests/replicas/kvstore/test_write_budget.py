@@ -10,6 +10,7 @@ from replicas.kvstore.write_budget import BURST_OF_DAY, BURST_SECONDS, DAY_SECON
 def test_without_bounds_everything_is_allowed_and_never_short() -> None:
     budget = WriteBudget()
     assert budget.take(0.0, 10**18) and budget.take(0.0, 10**18) and not budget.is_short(0.0)
+    assert budget.left_ratio(0.0) == 1
 
 
 def test_a_burst_is_what_some_seconds_bring_and_then_the_rate_holds() -> None:
@@ -25,6 +26,7 @@ def test_a_burst_is_what_some_seconds_bring_and_then_the_rate_holds() -> None:
 def test_it_is_short_below_half_and_no_longer_when_it_has_been_refilled() -> None:
     budget = WriteBudget(bytes_per_second=100)
     assert budget.take(0.0, 500) and not budget.is_short(0.0)
+    assert budget.left_ratio(0.0) == 0.5
     assert budget.take(0.0, 1) and budget.is_short(0.0)
     assert not budget.is_short(1.0)
 
@@ -32,13 +34,15 @@ def test_it_is_short_below_half_and_no_longer_when_it_has_been_refilled() -> Non
 def test_a_day_has_its_own_bound() -> None:
     budget = WriteBudget(bytes_per_second=1e9, bytes_per_day=24_000)
     assert budget.take(0.0, int(24_000 * BURST_OF_DAY))
+    assert budget.left_ratio(0.0) == 0
     assert not budget.take(0.0, 1)
+    assert budget.left_ratio(1800.0) == 0.5
     assert budget.take(DAY_SECONDS / 24, 1)
 
 
 def test_what_is_larger_than_a_burst_is_written_and_paid_for_by_waiting() -> None:
     budget = WriteBudget(bytes_per_second=1)
-    assert budget.take(0.0, 100)
+    assert budget.take(0.0, 100) and budget.left_ratio(0.0) == 0
     assert not budget.take(90.0, 1)
     assert budget.take(91.0, 1)
 

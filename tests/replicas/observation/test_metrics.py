@@ -53,10 +53,11 @@ def test_evictions_and_preemptions_are_counted_as_they_happen() -> None:
 
 def test_tokens_of_slower_tiers_and_evictions_there_have_their_own_numbers() -> None:
     metrics = ReplicaMetrics(CollectorRegistry())
-    usage = PromptUsage(100, 96, 0, 32, num_own_tokens=16, num_slower_tier_tokens=48)
+    usage = PromptUsage(100, 96, 0, 32, num_own_tokens=16, num_slower_tier_tokens=48, num_disk_tokens=20)
     removed = BlockRemoved((), Tier.DISK), BlockRemoved((b"h" * 16, b"i" * 16), Tier.HOST)  # type: ignore[arg-type]
     metrics.observe(StepFrame([TokenDelta(RequestKey(1, 0), (5,), usage=usage)], [*removed]), 0.0)
-    assert sample(metrics, "replica_slower_tier_tokens_total") == 48
+    by_tier = {tier.value: sample(metrics, "replica_cached_tokens_by_tier_total", tier=tier) for tier in Tier}
+    assert by_tier == {"device": 48, "host": 28, "disk": 20}
     assert sample(metrics, "replica_cached_tokens_total") == 96
     assert sample(metrics, "replica_evicted_blocks_total", tier="host") == 2
 

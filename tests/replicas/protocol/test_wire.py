@@ -86,13 +86,15 @@ def usages(least: int) -> st.SearchStrategy[frames.PromptUsage]:
     """The whole is the sum of its parts, each of them at least so large."""
     counts = st.integers(least, 2**16)
     return st.builds(
-        lambda computed, written, of_others, own, slower, early, **leases: frames.PromptUsage(
-            *(computed + early + of_others + own + slower, of_others + own + slower, written, of_others, own),
-            num_slower_tier_tokens=slower,
+        lambda computed, written, of_others, own, host, disk, early, **leases: frames.PromptUsage(
+            *(computed + early + of_others + own + host + disk, of_others + own + host + disk),
+            *(written, of_others, own),
+            num_slower_tier_tokens=host + disk,
+            num_disk_tokens=disk,
             num_evicted_early_tokens=early,
             **leases,
         ),
-        *[counts] * 6,
+        *[counts] * 7,
         leases=st.lists(filled(LeaseAnswer), min_size=min(1, least), max_size=2).map(tuple),
         broken_by=st.sampled_from(LeaseBreak),
     )
@@ -104,7 +106,11 @@ def loads(least: int) -> st.SearchStrategy[frames.LoadSnapshot]:
 
     requests, tokens, blocks = counts(bounds.MAX_REQUESTS), counts(bounds.MAX_TOKENS), counts(2**32 - 1)
     seconds = st.floats(least, bounds.MAX_SECONDS, allow_nan=False)
-    return st.builds(frames.LoadSnapshot, *[requests] * 2, *[tokens] * 2, *[blocks] * 3, *[seconds] * 2)
+    num_bytes = counts(bounds.MAX_BYTES)
+    return st.builds(
+        frames.LoadSnapshot,
+        *(*[requests] * 2, *[tokens] * 2, *[blocks] * 3, *[seconds] * 6, *[num_bytes] * 4),
+    )
 
 
 DELTAS = st.builds(

@@ -208,6 +208,28 @@ async def test_every_kind_of_answer_says_how_much_another_user_had_computed(
     assert details.cross_user_cached_tokens == num_prompts * num_cross_user_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat", "completions"])
+@pytest.mark.parametrize(("slower", "disk"), [(0, 0), (24, 0), (24, 10), (32, 32)])
+async def test_every_kind_of_answer_says_from_which_tiers_the_cached_tokens_came(
+    server: HttpServer, openai: AsyncOpenAI, route: str, stream: bool, slower: int, disk: int
+) -> None:
+    server.dispatcher.script = says(
+        [END], num_cached_tokens=32, num_slower_tier_tokens=slower, num_disk_tokens=disk
+    )
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    if route == "chat":
+        answer = await openai.chat.completions.create(model="tiny", messages=HELLO, n=2, **options)
+    else:
+        answer = await openai.completions.create(model="tiny", prompt=["a", "b"], n=2, **options)
+    usage = [chunk async for chunk in answer][-1].usage if stream else answer.usage
+    num_prompts = 1 if route == "chat" else 2
+    details = usage.prompt_tokens_details
+    by_tier = (details.device_cached_tokens, details.host_cached_tokens, details.disk_cached_tokens)
+    assert by_tier == (num_prompts * (32 - slower), num_prompts * (slower - disk), num_prompts * disk)
+    assert sum(by_tier) == details.cached_tokens == num_prompts * 32
+
+
 async def test_a_user_is_known_by_either_field_and_to_nobody_by_name(
     server: HttpServer, openai: AsyncOpenAI
 ) -> None:

@@ -22,7 +22,7 @@ from router.routing.decision import Decision, DecisionReason
 from router.routing.load import ReplicaLoad
 from tests.router.scripted_replica import asking
 
-USAGE = PromptUsage(100, 64, 32, 16, num_own_tokens=32, num_slower_tier_tokens=48)
+USAGE = PromptUsage(100, 64, 32, 16, num_own_tokens=32, num_slower_tier_tokens=48, num_disk_tokens=20)
 
 
 def served(
@@ -86,7 +86,10 @@ def test_origins_add_up_to_the_prompt_and_the_rest_of_a_request_is_counted(metri
     assert sum(by_origin.values()) == found["router_prompt_tokens_total", "m"] == 150
     assert found["router_cached_tokens_total", "m"] == 74
     assert found["router_cross_user_cached_tokens_total", "m"] == 16
-    assert found["router_slower_tier_tokens_total", "m"] == 48
+    by_tier = {
+        tier: found["router_cached_tokens_by_tier_total", "m", tier] for tier in ("device", "host", "disk")
+    }
+    assert by_tier == {"device": 26, "host": 28, "disk": 20}
     assert found["router_overlap_tokens_total", "m"] == 160
     assert found["router_overlap_error_tokens_sum", "m"] == 16 + 70
     assert found["router_prepare_seconds_sum", "m"] == 0.5

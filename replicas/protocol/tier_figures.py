@@ -1,0 +1,75 @@
+"""TierFigures: what memory below a replica's device holds, what moves there, and what fails.
+
+Owns the words and the record, which crosses the pipe from an engine's process to its replica. Counts are of
+what has happened since the engine began, the rest is how it is now.
+"""
+
+import enum
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+
+class MoveFailure(enum.StrEnum):
+    """Why a file was not read or written. The chunk is computed again, or stays where it is."""
+
+    MISSING = "missing"
+    DAMAGED = "damaged"
+    """It is not what its name says: torn, changed, or another's."""
+    LATE = "late"
+    """The disk took longer than a read may."""
+    NO_SPACE = "no_space"
+    IO_ERROR = "io_error"
+    REFUSED = "refused"
+    """Too much waits for the disk already, or it takes nothing any more."""
+
+
+class WriteStop(enum.StrEnum):
+    """Why nothing is written to the disk, though something may be read."""
+
+    OFF = "off"
+    """Broken for good."""
+    HANGS = "hangs"
+    FAILS = "fails"
+    """The last write failed; another is tried after a pause."""
+    FULL = "full"
+    """Less free space is left than others are to have."""
+
+
+class Moves(Struct, frozen=True, array_like=True):
+    """`num` moves from one tier to another have succeeded, of `num_tokens`, and took `seconds` together."""
+
+    num: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_failed: Mapping[MoveFailure, int] = {}
+
+
+class TierFill(Struct, frozen=True, array_like=True):
+    """`num_chunks` are there, those that are being made too; of `max_bytes`, `num_bytes` are in use."""
+
+    num_chunks: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+
+
+class TierFigures(Struct, frozen=True, array_like=True):
+    """`loads` go from host memory to the device, `reads` from disk to host memory, `writes` back.
+
+    `disk` is None where there is none. A *quarantined* slot may still be written to by a read that was given
+    up. `num_waiting_writes` chunks wait for the write budget, of which `write_budget_ratio` is left; while it
+    is short, only what was used again or is leased is written. `num_other_bytes` of the disk are those of
+    other layouts and versions.
+    """
+
+    host: TierFill = TierFill()
+    disk: TierFill | None = None
+    loads: Moves = Moves()
+    reads: Moves = Moves()
+    writes: Moves = Moves()
+    num_quarantined_slots: int = 0
+    num_waiting_writes: int = 0
+    write_budget_ratio: float = 1.0
+    is_write_budget_short: bool = False
+    write_stop: WriteStop | None = None
+    num_other_bytes: int = 0
