@@ -199,8 +199,8 @@ class VllmEngine:
             self._vllm.abort_request([name])
 
     def has_work(self) -> bool:
-        has_events = self._tier is not None and self._tier.store.has_events
-        return bool(self._live or self._unsaid) or has_events or self._core.has_transfers
+        has_news = self._tier is not None and self._tier.store.has_news
+        return bool(self._live or self._unsaid) or has_news or self._core.has_transfers
 
     def step(self) -> StepFrame:
         if self._on_cpu:
