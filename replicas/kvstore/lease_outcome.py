@@ -24,6 +24,9 @@ class LeaseOutcome(NamedTuple):
     broken_by: LeaseBreak | None = None
 
 
+NO_OUTCOME = LeaseOutcome()
+
+
 def without_tiers(leases: Sequence[PrefixLease]) -> LeaseOutcome:
     return LeaseOutcome(nothing_kept(leases))
 

@@ -31,6 +31,7 @@ from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.errors import StartupError
 from replicas.kvcache.writers import NO_SHARES, Shares
+from replicas.kvstore.lease_outcome import NO_OUTCOME, LeaseOutcome, without_tiers
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
@@ -45,7 +46,6 @@ from replicas.protocol.frames import (
     TokenDelta,
     UserTag,
 )
-from replicas.protocol.prefix_leases import nothing_kept
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import checkpoint_directory
@@ -85,6 +85,7 @@ class _Live:
     num_external_tokens: int = 0
     shares: Shares = NO_SHARES
     has_output: bool = False
+    lease_outcome: LeaseOutcome = NO_OUTCOME
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -191,7 +192,9 @@ class VllmEngine:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, sentence(error)) from error
         inner = self._core.request(internal_id)
         num_cached_tokens = self._num_leading_tokens(inner)
-        self._live[name] = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
+        live = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
+        live.lease_outcome = self._lease(live)
+        self._live[name] = live
 
     def abort(self, key: RequestKey) -> None:
         name = _name(key)
@@ -314,6 +317,14 @@ class VllmEngine:
         """And with tiers of vLLM's own, those that lie there."""
         return self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
 
+    def _lease(self, live: _Live) -> LeaseOutcome:
+        """What it asks for is asked for once, by its first choice."""
+        submit, asks = live.request.submit, live.request.key.choice == 0
+        if self._tier is None:
+            return without_tiers(submit.leases if asks else ())
+        num_device_tokens = self._num_device_tokens(live.inner)
+        return self._tier.lease(live.inner.request_id, submit, num_device_tokens, asks=asks)
+
     def _shares(self, live: _Live) -> Shares:
         return self._cache.token_shares(
             live.inner.block_hashes,
@@ -355,7 +366,11 @@ class VllmEngine:
             num_cross_user_tokens=num_cross_user_tokens,
             num_own_tokens=min(live.shares.own, num_cached_tokens - num_cross_user_tokens),
             num_slower_tier_tokens=min(live.num_external_tokens, num_prompt_tokens),
-            leases=nothing_kept(live.request.submit.leases if live.request.key.choice == 0 else ()),
+            leases=live.lease_outcome.answers,
+            num_evicted_early_tokens=min(
+                live.lease_outcome.num_evicted_early_tokens, num_prompt_tokens - num_cached_tokens
+            ),
+            broken_by=live.lease_outcome.broken_by,
             num_disk_tokens=self._num_disk_tokens(live),
         )
 

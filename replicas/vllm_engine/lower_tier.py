@@ -14,12 +14,13 @@ from weakref import WeakValueDictionary
 from replicas.config import ReplicaConfig
 from replicas.kvstore.directory import Place
 from replicas.kvstore.layout import Layout
+from replicas.kvstore.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.kvstore.telling import told
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
-from replicas.protocol.frames import StepFrame, UserTag
+from replicas.protocol.frames import StepFrame, Submit, UserTag
 from replicas.scheduling.lower_tiers import PATIENCE, UNMEASURED_TOKEN_SECONDS
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.vllm_engine.chunk_chain import ChunkChain
@@ -122,6 +123,19 @@ class LowerTier:
                 break
             num_tokens += self.store.shape.tokens
         return max(num_device_tokens, num_tokens)
+
+    def lease(self, request_id: str, submit: Submit, num_device_tokens: int, *, asks: bool) -> LeaseOutcome:
+        """For a request that has just come: what became of what its prompt had leased, and of what it `asks`
+        to have leased now.
+        """
+        chain = self.chains.get(request_id)
+        if chain is None:
+            return without_tiers(submit.leases if asks else ())
+        num_prompt_tokens = submit.num_tokens - submit.num_output_tokens
+        names = chain.names()[: num_prompt_tokens // self.store.shape.tokens]
+        return self.store.leases.ask(
+            names, submit.leases if asks else (), num_device_tokens // self.block_size
+        )
 
     # Beside requests.
 
