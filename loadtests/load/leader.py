@@ -250,6 +250,8 @@ class _LeadRun:
             started_at=self._surroundings.started_at,
             warmup_seconds=own.warmup_seconds,
             notes=tuple(notes),
+            cluster=own.cluster,
+            kill_seconds=own.kill_at if own.kill_command else (),
         )
         ordered = tuple(
             sorted(

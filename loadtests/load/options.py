@@ -135,6 +135,7 @@ class LeaderOptions:
     policy: str | None
     engine: str | None
     num_replicas: int | None
+    cluster: str
 
 
 def add_arguments(parser: Any) -> None:
@@ -171,6 +172,7 @@ def add_arguments(parser: Any) -> None:
     add("--policy", default="", help="the cluster's routing policy, for the run file")
     add("--engine", default="", help="the cluster's engine, for the run file")
     add("--num-replicas", default="", help="the cluster's replicas, for the run file")
+    add("--cluster", default="", help="what the cluster has that others have not, for the run file")
 
 
 def load_options(parsed: Namespace, *, model: str, seed: int) -> LoadOptions:
@@ -215,6 +217,7 @@ def leader_options(parsed: Namespace) -> LeaderOptions:
         policy=parsed.policy or None,
         engine=parsed.engine or None,
         num_replicas=None if num_replicas is None else int(num_replicas),
+        cluster=parsed.cluster or "",
     )
 
 

@@ -16,6 +16,8 @@ REFUSALS = (429, 503)
 class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
     cross_user_cached_tokens: int | None = None
+    host_cached_tokens: int | None = None
+    disk_cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
@@ -51,6 +53,8 @@ def answered(
         e2e_seconds=e2e_seconds,
         num_cached_tokens=None if details is None else details.cached_tokens or 0,
         num_cross_user_tokens=None if details is None else details.cross_user_cached_tokens,
+        num_host_tokens=None if details is None else details.host_cached_tokens,
+        num_disk_tokens=None if details is None else details.disk_cached_tokens,
         predicted_tokens=None if predicted is None else int(predicted),
         replica=headers.get("x-kvasir-replica"),
         error=error,

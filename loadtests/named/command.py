@@ -20,7 +20,7 @@ import psutil
 from loadtests.load.locust_run import HeadlessRun, LoadTestFailed, run_headless
 from loadtests.named.plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan
 from loadtests.named.run_progress import RunProgress
-from loadtests.named.summary import complaints, doubts, sentence, table
+from loadtests.named.summary import complaints, doubts, phase_table, sentence, table
 from loadtests.reports.comparison import RunSet, compare
 from loadtests.reports.page import write_pages
 from loadtests.reports.report import Slo
@@ -78,7 +78,7 @@ def _forget_output(plan: LoadtestPlan) -> None:
 def _announcement(plan: LoadtestPlan) -> str:
     size, test = plan.size, plan.test
     rate = "at the trace's pace" if size.qps is None else f"at {size.qps:g} per second"
-    policies = list(dict.fromkeys(each.policy for each in plan.runs))
+    policies = list(dict.fromkeys(each.label for each in plan.runs))
     return (
         f"{plan.name}: {test.summary}\n"
         f"{len(plan.runs)} runs ({', '.join(policies)}) of {size.duration_seconds:g} s {rate}, each on "
@@ -89,13 +89,13 @@ def _announcement(plan: LoadtestPlan) -> str:
 def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
     """What is finished, or was begun, is in `runs` whatever happens."""
     for number, planned in enumerate(plan.runs, start=1):
-        label = f"[{number}/{len(plan.runs)}] {planned.policy}"
+        label = f"[{number}/{len(plan.runs)}] {planned.label}"
         notes = _busyness()
         for note in notes:
             say(f"{label}: {note}: times will be longer, and differ from run to run.")
         path = plan.output / f"{planned.name}.json.gz"
         try:
-            words = [*plan.cluster_words, f"--policy={planned.policy}"]
+            words = [*plan.cluster_words, *planned.cluster_words]
             with fresh_cluster(words, plan.output / LOGS / planned.name) as cluster:
                 say(f"{label}: cluster up in {cluster.start_seconds:.1f} s at {cluster.state.router_url}")
                 _send(plan, planned, cluster, label)
@@ -118,6 +118,7 @@ def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label:
         directory = shlex.quote(str(cluster.directory.path))
         options["kill-command"] = (
             f"{shlex.quote(sys.executable)} -P -m loadtests.named.kill_replica {directory}"
+            + (" all" if plan.test.kills_all else "")
         )
         options["kill-at"] = " ".join(
             f"{share * plan.size.duration_seconds:g}" for share in plan.test.kill_at
@@ -162,6 +163,8 @@ def _conclude(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> list
 def _say_set(plan: LoadtestPlan, run_set: RunSet, say: Say) -> list[str]:
     """Returns what must not be."""
     say(f"\n{table(run_set)}")
+    if (phases := phase_table(run_set)) is not None:
+        say(f"\n{phases}")
     if (told := sentence(run_set)) is not None:
         say(f"\n{told}")
     for each in (each for variant in run_set.variants for each in variant.runs):

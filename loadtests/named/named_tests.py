@@ -12,6 +12,17 @@ SIMULATED = "simulated"
 OVERLOAD = frozenset({"refused (429)", "refused (503)"})
 """What a cluster may say that has more to do than its queues hold."""
 
+CUT = frozenset({"failed"})
+"""What an answer that had begun may end with when no replica came back in time to go on with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A cluster that a test compares with others: what it has, and what `kvasir up` is told for that."""
+
+    name: str
+    words: tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTest:
@@ -29,6 +40,13 @@ class NamedTest:
     expected_errors: frozenset[str] = frozenset()
     computed_share: float = 0.12
     """Of the rate, on an engine that computes on a CPU."""
+    kills_all: bool = False
+    """Every replica at once."""
+    arms: tuple[Arm, ...] = ()
+    """Without any, runs differ in their policy."""
+    engine: str = SIMULATED
+    """Unless told otherwise."""
+    duration_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +129,20 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         kill_at=(1 / 3, 2 / 3),
         expected_errors=OVERLOAD,
     ),
+    "long-memory": NamedTest(
+        summary="Prefixes that are ten times what the devices hold; every replica is killed in the middle.",
+        workload="cross-user",
+        qps=2.5,
+        cache_tokens=3072,
+        parameters={"num_tenants": 64, "system_tokens": 960, "question_tokens": 40, "output_tokens": 16},
+        kill_at=(1 / 2,),
+        kills_all=True,
+        expected_errors=OVERLOAD | CUT,
+        computed_share=1.0,
+        arms=(Arm("device only", ()), Arm("RAM and disk", ("--ram=32MiB", "--disk=1GiB"))),
+        engine="torch",
+        duration_seconds=120.0,
+    ),
     "burst": NamedTest(
         summary="cross-user, whose rate goes up eightfold in bursts.",
         workload="cross-user",
@@ -163,10 +195,10 @@ def size_of(test: NamedTest, engine: str, *, is_quick: bool) -> Size:
             qps=None if test.qps is None else test.qps * test.computed_share,
             parameters=_with_tenants(test.parameters, 2),
             cache_tokens=test.cache_tokens,
-            duration_seconds=60.0,
+            duration_seconds=test.duration_seconds,
             warmup_seconds=10.0,
         )
-    return Size(4, test.qps, test.parameters, test.cache_tokens, 60.0, 8.0)
+    return Size(4, test.qps, test.parameters, test.cache_tokens, test.duration_seconds, 8.0)
 
 
 def _with_tenants(parameters: Mapping[str, int | float], divisor: int) -> dict[str, int | float]:

@@ -13,7 +13,16 @@ from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from loadtests.arguments import count, positive, seed
 from loadtests.load.options import HAVE_OPTIONS, LoadOptions, OptionsError
-from loadtests.named.named_tests import NAMED_TESTS, SIMULATED, SIMULATED_SETTINGS, NamedTest, Size, size_of
+from loadtests.named.named_tests import (
+    NAMED_TESTS,
+    SIMULATED,
+    SIMULATED_SETTINGS,
+    Arm,
+    NamedTest,
+    Size,
+    size_of,
+)
+from loadtests.reports.comparison import OUR_POLICY
 from loadtests.workloads.parameters import read_parameter
 from replicas.config import ReplicaConfig
 from replicas.engines import check_simulation
@@ -36,10 +45,20 @@ class PlannedRun:
     round_number: int
     policy: str
     seed: int
+    arm: Arm | None = None
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.arm is None else self.arm.name
 
     @property
     def name(self) -> str:
-        return f"run-{self.round_number}-{self.policy}"
+        return f"run-{self.round_number}-{self.label.replace(' ', '-')}"
+
+    @property
+    def cluster_words(self) -> tuple[str, ...]:
+        """For `kvasir up`: what this run's cluster has that others have not."""
+        return (f"--policy={self.policy}", *(() if self.arm is None else self.arm.words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,7 @@ class LoadtestPlan:
             "policy": run.policy,
             "engine": self.engine,
             "num-replicas": str(self.size.num_replicas),
+            "cluster": "" if run.arm is None else run.arm.name,
         }
 
 
@@ -89,7 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         metavar="NAME",
-        help=f"repeatable; the first is compared with (default: {', '.join(DEFAULT_POLICIES)})",
+        help=f"repeatable; the first is compared with (default: {', '.join(DEFAULT_POLICIES)}, or "
+        f"{OUR_POLICY} alone where clusters are compared)",
     )
     add(
         "--rounds",
@@ -98,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of rounds, each with another seed, in alternating order",
     )
-    add("--engine", choices=("simulated", "torch", "vllm"), default=SIMULATED, help="default: simulated")
+    add("--engine", choices=("simulated", "torch", "vllm"), help="default: simulated, or the load test's own")
     add("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     add("--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)")
     add("--replicas", type=count, metavar="N", help="how many (default: 4; 2 with other engines)")
@@ -129,14 +150,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     """Raises LoadtestError."""
     test = NAMED_TESTS[arguments.name]
-    policies = _policies(arguments.policy)
+    if arguments.engine is None:
+        arguments.engine = test.engine
     size = _size(arguments, test)
     plan = LoadtestPlan(
         name=arguments.name,
         test=test,
         engine=arguments.engine,
         size=size,
-        runs=_runs(policies, arguments.rounds, arguments.seed),
+        runs=_runs(test, _policies(arguments.policy, test), arguments.rounds, arguments.seed),
         trace=_trace(arguments),
         cluster_words=_cluster_words(arguments, size),
         slo_ttft=arguments.slo_ttft,
@@ -146,20 +168,21 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     return plan
 
 
-def _policies(named: Sequence[str] | None) -> tuple[str, ...]:
-    policies = tuple(dict.fromkeys(named or DEFAULT_POLICIES))
+def _policies(named: Sequence[str] | None, test: NamedTest) -> tuple[str, ...]:
+    policies = tuple(dict.fromkeys(named or ((OUR_POLICY,) if test.arms else DEFAULT_POLICIES)))
     for policy in policies:
         if policy not in POLICIES:
             raise LoadtestError(f"there is no policy {policy}; there are {', '.join(sorted(POLICIES))}")
     return policies
 
 
-def _runs(policies: Sequence[str], num_rounds: int, seed: int) -> tuple[PlannedRun, ...]:
+def _runs(test: NamedTest, policies: Sequence[str], num_rounds: int, seed: int) -> tuple[PlannedRun, ...]:
     """Every other round in the opposite order: what a machine does over time then hits all alike."""
+    compared = [(policy, arm) for policy in policies for arm in test.arms or (None,)]
     return tuple(
-        PlannedRun(number, policy, seed + number - 1)
+        PlannedRun(number, policy, seed + number - 1, arm)
         for number in range(1, num_rounds + 1)
-        for policy in (policies if number % 2 else reversed(policies))
+        for policy, arm in (compared if number % 2 else reversed(compared))
     )
 
 

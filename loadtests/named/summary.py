@@ -11,18 +11,23 @@ from loadtests.reports.comparison import (
     EQUAL_WITHIN,
     FIGURES,
     OUR_POLICY,
+    PHASE_HEADS,
     Figure,
     NamedRun,
     RunSet,
     Variant,
     in_ratio,
     in_units,
+    phase_rows,
     ratio,
 )
 
 SHOWN = (
     "Token hit rate",
     "Cross-user hit rate",
+    "Hit on the device",
+    "Hit in host memory",
+    "Hit on disk",
     "TTFT p50",
     "TTFT p90",
     "TTFT p99",
@@ -47,11 +52,23 @@ def table(run_set: RunSet) -> str:
     rows = [["", *(variant.name for variant in run_set.variants), *([""] if has_ratio else [])]]
     for label in SHOWN:
         figure = _BY_LABEL[label]
+        if label.startswith("Hit ") and not any(each.spread(figure) for each in run_set.variants):
+            continue  # all KV lies on devices
         cells = [_value(figure, variant) for variant in run_set.variants]
         if has_ratio:
             found = ratio(figure, run_set.variants[1], run_set.baseline) if figure.wants else None
             cells.append("" if found is None else in_ratio(found))
         rows.append([label, *cells])
+    return _aligned(rows)
+
+
+def phase_table(run_set: RunSet) -> str | None:
+    """What became of requests before, just after and long after replicas were killed. None if none were."""
+    rows = phase_rows(run_set)
+    return _aligned([list(PHASE_HEADS), *rows]) if rows else None
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
@@ -74,7 +91,7 @@ def sentence(run_set: RunSet) -> str | None:
 
 def _comparison(run_set: RunSet) -> str:
     others = run_set.variants[1:]
-    ours = next((each for each in others if _policy(each) == OUR_POLICY), others[-1])
+    ours = next((each for each in others if each.runs[0].run.info.policy == OUR_POLICY), others[-1])
     base = run_set.baseline
     for each in (base, ours):
         if each.spread(_BY_LABEL["TTFT p90"]) is None:
@@ -83,7 +100,8 @@ def _comparison(run_set: RunSet) -> str:
 
 
 def _policy(variant: Variant) -> str:
-    return variant.runs[0].run.info.policy or variant.name
+    info = variant.runs[0].run.info
+    return info.cluster or info.policy or variant.name
 
 
 def _hits(ours: Variant, base: Variant) -> str:

@@ -139,6 +139,18 @@ def _share_of(origin: str) -> Callable[[Report], float | None]:
     return share
 
 
+def _share_in(tier: str) -> Callable[[Report], float | None]:
+    """Only where KV lies in more than one tier."""
+
+    def share(report: Report) -> float | None:
+        origins = report.origins
+        if not origins.num_host_tokens + origins.num_disk_tokens:
+            return None
+        return origins.share(getattr(origins, f"num_{tier}_tokens"))
+
+    return share
+
+
 FIGURES = (
     Figure("Token hit rate", "%", "more", lambda report: report.token_hit_rate, True),
     Figure("Cross-user hit rate", "%", "more", lambda report: report.cross_user_hit_rate, True),
@@ -151,6 +163,9 @@ FIGURES = (
     Figure("Hit in own blocks", "%", None, _share_of("own")),
     Figure("Hit, writer unknown", "%", None, _share_of("unattributed")),
     Figure("Hit of another tenant", "%", "less", _share_of("other_tenant")),
+    Figure("Hit on the device", "%", None, _share_in("device")),
+    Figure("Hit in host memory", "%", None, _share_in("host")),
+    Figure("Hit on disk", "%", None, _share_in("disk")),
     Figure(
         "Computed tokens, max / mean",
         "x",
@@ -179,6 +194,44 @@ FIGURES = (
     ),
 )
 HEADLINES = tuple(figure for figure in FIGURES if figure.is_headline)
+
+
+PHASE_HEADS = (
+    "When replicas were killed",
+    "Run",
+    "Requests",
+    "Failed",
+    "Token hits",
+    "on the device",
+    "in host memory",
+    "on disk",
+    "TTFT p50",
+    "TTFT p90",
+)
+
+
+def phase_rows(run_set: RunSet) -> list[list[str]]:
+    """Under PHASE_HEADS, a row for each phase of each run. None where nothing was killed."""
+    rows = []
+    for variant in run_set.variants:
+        for run in variant.runs:
+            for phase in run.figures.phases:
+                report, origins = phase.report, phase.report.origins
+                tiers = (origins.num_device_tokens, origins.num_host_tokens, origins.num_disk_tokens)
+                ttft = report.ttft
+                rows.append(
+                    [
+                        phase.name,
+                        variant.name if len(variant.runs) == 1 else f"{variant.name}, {run.name}",
+                        str(report.num_requests),
+                        str(report.num_requests - report.num_answered),
+                        in_units(report.token_hit_rate, "%"),
+                        *(in_units(origins.share(tokens), "%") for tokens in tiers),
+                        in_units(ttft.p50 if ttft else None, "s"),
+                        in_units(ttft.p90 if ttft else None, "s"),
+                    ]
+                )
+    return rows
 
 
 def compare(runs: Sequence[tuple[str, Run]], slo: Slo) -> list[RunSet]:
@@ -347,21 +400,22 @@ def _set_of(members: Sequence[tuple[str, Run]], slo: Slo) -> RunSet:
 
 
 def _variant_key(info: RunInfo) -> tuple[object, ...]:
-    return info.policy, info.engine, info.num_replicas, info.commit, info.machine
+    return info.policy, info.cluster, info.engine, info.num_replicas, info.commit, info.machine
 
 
 def _variant_name(key: tuple[object, ...], keys: Sequence[tuple[object, ...]]) -> str:
     """The policy, and of the rest what the set's variants differ in."""
-    policy, engine, num_replicas, commit, machine = key
+    policy, cluster, engine, num_replicas, commit, machine = key
     parts = [str(policy or "unknown policy")]
     shown = (
+        cluster,
         engine or "unknown engine",
         f"{num_replicas or '?'} replicas",
         f"commit {short_commit(str(commit))}",
         machine,
     )
     for place, text in enumerate(shown, start=1):
-        if len({other[place] for other in keys}) > 1:
+        if text and len({other[place] for other in keys}) > 1:
             parts.append(str(text))
     return ", ".join(parts)
 

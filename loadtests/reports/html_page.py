@@ -13,6 +13,7 @@ import jinja2
 from loadtests.reports.comparison import (
     FIGURES,
     HEADLINES,
+    PHASE_HEADS,
     Figure,
     NamedRun,
     RunSet,
@@ -21,10 +22,12 @@ from loadtests.reports.comparison import (
     in_units,
     in_words,
     is_better,
+    phase_rows,
     ratio,
     short_commit,
     verdict,
 )
+from loadtests.reports.phases import AFTERMATH_SECONDS
 from loadtests.reports.report import Slo
 from loadtests.reports.run_plots import load_panels, plots
 
@@ -151,6 +154,13 @@ def _note(run_set: RunSet | None = None, slo: Slo | None = None) -> str:
 
 
 def _tables(run_set: RunSet) -> Iterator[Table]:
+    yield Table(
+        "Before and after the kills",
+        PHASE_HEADS,
+        phase_rows(run_set),
+        f"Just after: sent within {AFTERMATH_SECONDS:g} s of a kill.",
+        num_texts=0,
+    )
     yield _reasons(run_set)
     yield _tenants(run_set)
     yield _reconciliations(run_set)

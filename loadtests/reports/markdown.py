@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from loadtests.reports.comparison import (
     FIGURES,
     HEADLINES,
+    PHASE_HEADS,
     Figure,
     RunSet,
     Variant,
     in_ratio,
     in_units,
+    phase_rows,
     ratio,
     short_commit,
     verdict,
@@ -38,6 +40,9 @@ def markdown(sets: Sequence[RunSet]) -> str:
             *_table(run_set),
             "",
         ]
+        if rows := phase_rows(run_set):
+            lines += [_row(PHASE_HEADS), "|---|---|" + "---:|" * (len(PHASE_HEADS) - 2)]
+            lines += [*(_row([_text(cell) for cell in row]) for row in rows), ""]
         lines += [*_sources(run_set), ""]
     return "\n".join(lines)
 

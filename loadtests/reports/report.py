@@ -54,6 +54,10 @@ class RequestRecord:
     """Of the cached tokens, those that the same user had computed."""
     num_other_tenant_tokens: int | None = None
     """Of the cached tokens, those that no earlier request of this tenant can have left; must be 0."""
+    num_host_tokens: int | None = None
+    """Of the cached tokens, those that were read from host memory; None: the server does not say."""
+    num_disk_tokens: int | None = None
+    """And those that were read from disk."""
     itl_seconds: tuple[float, ...] = ()
     """Gaps between the events of the answer that carry tokens."""
     request_id: str | None = None
@@ -111,13 +115,21 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """The prompt tokens whose usage is known; those that were cached, by who had computed them."""
+    """The prompt tokens whose usage is known; those that were cached, by who had computed them, and of these
+    those that were not on the device, by where they were.
+    """
 
     num_prompt_tokens: int = 0
     num_own_tokens: int = 0
     num_cross_user_tokens: int = 0
     num_other_tenant_tokens: int = 0
     num_unattributed_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+
+    @property
+    def num_device_tokens(self) -> int:
+        return self.num_cached_tokens - self.num_host_tokens - self.num_disk_tokens
 
     @property
     def num_cached_tokens(self) -> int:
@@ -139,6 +151,8 @@ class Origins:
             self.num_cross_user_tokens + other.num_cross_user_tokens,
             self.num_other_tenant_tokens + other.num_other_tenant_tokens,
             self.num_unattributed_tokens + other.num_unattributed_tokens,
+            self.num_host_tokens + other.num_host_tokens,
+            self.num_disk_tokens + other.num_disk_tokens,
         )
 
 
@@ -232,7 +246,15 @@ def origins_of(record: RequestRecord) -> Origins:
     own = min(own or 0, left)
     left -= own
     cross_user = min(cross_user or 0, left)
-    return Origins(record.num_input_tokens, own, cross_user, other_tenant, left - cross_user)
+    return Origins(
+        record.num_input_tokens,
+        own,
+        cross_user,
+        other_tenant,
+        left - cross_user,
+        record.num_host_tokens or 0,
+        record.num_disk_tokens or 0,
+    )
 
 
 def _within(value: float | None, limit: float | None) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from loadtests.reports.phases import Phase, phases_of
 from loadtests.reports.report import Origins, Report, RequestRecord, Slo, make_report, origins_of
 from loadtests.reports.run_file import EngineTotals, LoadSample, Run, RunInfo
 
@@ -108,6 +109,7 @@ class RunFigures:
     reasons: dict[str, int]
     tenants: dict[str, Report]
     reconciliation: Reconciliation | None
+    phases: tuple[Phase, ...] = ()
 
 
 def figures_of(run: Run, slo: Slo, *, bin_seconds: float | None = None) -> RunFigures:
@@ -123,6 +125,7 @@ def figures_of(run: Run, slo: Slo, *, bin_seconds: float | None = None) -> RunFi
         reasons=dict(Counter(each.reason for each in counted if each.reason is not None).most_common()),
         tenants=_tenants(counted, slo),
         reconciliation=_reconciliation(run.records, run.engine_totals),
+        phases=phases_of(run, slo),
     )
 
 

@@ -52,6 +52,10 @@ class RunInfo:
     warmup_seconds: float
     """Requests that were to arrive earlier are recorded, and not counted."""
     notes: tuple[str, ...] = ()
+    cluster: str = ""
+    """What the cluster has that others of the test have not, in words."""
+    kill_seconds: tuple[float, ...] = ()
+    """When replicas were killed, after the start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,22 @@ def test_every_named_test_makes_a_workload_that_the_load_generator_takes(
     assert f"--test-name={name}" in command
 
 
+def test_the_prefixes_of_long_memory_are_ten_times_what_the_devices_hold() -> None:
+    found = plan("long-memory")
+    size = found.size
+    shared = size.parameters["num_tenants"] * 2 * size.parameters["system_tokens"]
+    assert shared == 10 * size.num_replicas * size.cache_tokens
+    assert found.engine == "torch"
+    assert [(run.policy, run.label) for run in found.runs] == [
+        ("kvasir", "device only"),
+        ("kvasir", "RAM and disk"),
+    ]
+    assert [run.cluster_words[1:] for run in found.runs] == [(), ("--ram=32MiB", "--disk=1GiB")]
+    assert [found.locust_options(run)["cluster"] for run in found.runs] == ["device only", "RAM and disk"]
+
+
 @pytest.mark.parametrize(
-    "name", [name for name, test in NAMED_TESTS.items() if test.workload == "cross-user"]
+    "name", [name for name, test in NAMED_TESTS.items() if test.workload == "cross-user" and not test.arms]
 )
 def test_no_replica_can_hold_what_the_tenants_share_but_the_fleet_can(name: str) -> None:
     size = plan(name).size
