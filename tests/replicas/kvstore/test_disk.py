@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.kvstore import disk_keeper
 from replicas.kvstore.disk import Kind
 from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import HEADER_BYTES
@@ -121,8 +122,9 @@ def test_a_file_that_is_not_what_its_name_says_is_not_found_but_removed(tmp_path
 
 
 def test_ten_thousand_chunks_are_there_at_once_and_those_without_a_file_are_told_later(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(disk_keeper, "BUSY_TICK_SECONDS", 0.0)
     with opened(tmp_path) as at:
         at.write("a")
     folder = os.open(next(tmp_path.glob("v1/*")), os.O_RDONLY)
