@@ -14,7 +14,7 @@ from tests.replicas.kvstore.chunk_names import key
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 """How long a test waits for what should come at once."""
 
 

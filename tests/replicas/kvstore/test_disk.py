@@ -201,9 +201,10 @@ def test_a_slot_that_is_not_aligned_works_as_well(tmp_path: Path) -> None:
         assert at.ends(at.disk.read(key("a"), odd)).ok and bytes(odd) == bytes(image("a"))
 
 
-def test_other_layouts_are_counted_and_make_room(tmp_path: Path) -> None:
-    older = dataclasses.replace(LAYOUT, engine_version="older").digest()
-    oldest = dataclasses.replace(LAYOUT, engine_version="oldest").digest()
+@pytest.mark.parametrize("names_are_in_order_of_age", [True, False])
+def test_other_layouts_are_counted_and_make_room(tmp_path: Path, names_are_in_order_of_age: bool) -> None:
+    others = (dataclasses.replace(LAYOUT, engine_version=version).digest() for version in ("1", "2"))
+    oldest, older = sorted(others, reverse=not names_are_in_order_of_age)
     for each in (oldest, older):
         with opened(tmp_path, layout=each) as at:
             for path in "abc":

@@ -1,9 +1,13 @@
 """The pure parts of the disk: the breaker and the measured speed."""
 
+from pathlib import Path
+
 import pytest
 
 from replicas.kvstore.breaker import MAX_PAUSE_SECONDS, Breaker
+from replicas.kvstore.disk_health import DiskHealth
 from replicas.kvstore.transfer_speed import SAMPLE_BYTES, SAMPLE_SECONDS, SHARE_OF_NEW, TransferSpeed
+from tests.replicas.kvstore.open_disk import options
 
 
 def test_a_breaker_pauses_twice_as_long_each_time_up_to_a_bound() -> None:
@@ -30,6 +34,29 @@ def test_a_success_forgets_the_failures() -> None:
     breaker.failed(2.0)
     breaker.succeeded()
     assert breaker.allows(2.0) and not breaker.is_tripped and breaker.failed(2.0) == 1.0
+
+
+def test_what_is_written_takes_of_the_free_space_that_was_last_seen(caplog: pytest.LogCaptureFixture) -> None:
+    health = DiskHealth(options(Path("/kv"), slot_bytes=10, reserve_bytes=100))
+    assert health.allows(0.0)
+    health.has_free(125)
+    health.has_written(10)
+    assert health.allows(0.0) and not caplog.records
+    health.has_written(10)
+    assert not health.allows(0.0)
+    health.has_free(109)
+    assert not health.allows(0.0) and len(caplog.records) == 1
+    health.has_free(110)
+    assert health.allows(0.0) and len(caplog.records) == 2
+
+
+def test_a_file_that_cannot_be_removed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    health = DiskHealth(options(Path("/kv")))
+    for _ in range(3):
+        health.has_failed_to_remove(OSError(30, "Read-only file system"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "a file in /kv cannot be removed: Read-only file system"
+    ]
 
 
 def test_a_speed_is_unknown_until_something_moved() -> None:

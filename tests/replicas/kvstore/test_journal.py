@@ -129,6 +129,18 @@ def test_what_follows_a_torn_record_is_read(tmp_path: Path) -> None:
     assert name("new") in state(tmp_path)[0]
 
 
+def test_a_log_with_a_bad_record_is_written_anew(tmp_path: Path) -> None:
+    changed = bytearray(write_some(tmp_path))
+    changed[RECORD_BYTES] ^= 1
+    (tmp_path / JOURNAL).write_bytes(changed)
+    with journal_in(tmp_path) as journal:
+        assert journal.num_bad_records == 1
+        before = journal.names()
+        journal.flush()
+    with journal_in(tmp_path) as journal:
+        assert journal.num_bad_records == 0 and journal.names() == before
+
+
 def test_what_was_not_flushed_is_not_there(tmp_path: Path) -> None:
     with journal_in(tmp_path) as journal:
         journal.added(name("a"), 1)
