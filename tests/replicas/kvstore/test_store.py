@@ -87,13 +87,14 @@ def test_a_chunk_comes_back_from_disk_with_whose_it_is(tmp_path: Path) -> None:
 def test_what_an_earlier_life_left_is_said_when_this_one_begins(tmp_path: Path) -> None:
     spilled(tmp_path, "a", "ab")
     with opened(tmp_path) as store:
-        assert store.has_events
+        assert store.has_news
         first, *others = store.take_events()
         assert first == AllBlocksCleared(Tier.DISK)
         assert sorted(others, key=repr) == [
             BlockStored((key(path),), name(path).last_block, tier=Tier.DISK) for path in ("a", "ab")
         ]
-        assert not store.has_events
+        assert store.has_news and store.is_news(store.figures())
+        assert not store.has_news and not store.is_news(store.figures())
 
 
 def test_a_trial_before_it_begins_leaves_the_disk_as_it_is(tmp_path: Path) -> None:
