@@ -25,11 +25,71 @@ runtimeClassName: {{ . }}
 {{/* A pool's resources, GPUs included. */}}
 {{- define "kvasir.poolResources" -}}
 {{- $resources := deepCopy .resources -}}
+{{- if .kv.memory -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- $amounts := default dict (get $resources $kind) -}}
+{{- if $amounts.memory -}}
+{{- $sum := add (include "kvasir.mebibytes" $amounts.memory | int64) (include "kvasir.mebibytes" $.kv.memory | int64) -}}
+{{- $_ := set $resources $kind (merge (dict "memory" (printf "%dMi" $sum)) $amounts) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .kv.disk (eq .kv.volume "emptyDir") -}}
+{{- $_ := set $resources "requests" (merge (dict "ephemeral-storage" (include "kvasir.kvVolumeSize" .)) (default dict $resources.requests)) -}}
+{{- end -}}
 {{- if .gpu.count -}}
 {{- $limits := merge (dict .gpu.resource .gpu.count) (default dict $resources.limits) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
+{{- end -}}
+
+{{/* A quantity of memory, such as 64Gi, in MiB. */}}
+{{- define "kvasir.mebibytes" -}}
+{{- $number := regexFind "^[0-9]+" . | int64 -}}
+{{- $unit := regexFind "[KMGT]i$" . -}}
+{{- if eq $unit "Ti" -}}{{- mul $number 1048576 -}}
+{{- else if eq $unit "Gi" -}}{{- mul $number 1024 -}}
+{{- else if eq $unit "Mi" -}}{{- $number -}}
+{{- else -}}{{- div $number 1024 -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Size of a volume for KV: the KV, a twentieth for the file system, what KV leaves free, and a gibibyte. */}}
+{{- define "kvasir.kvVolumeSize" -}}
+{{- $disk := include "kvasir.mebibytes" .kv.disk | int64 -}}
+{{- $reserve := div (default 1073741824 .settings.disk_reserve_bytes | int64) 1048576 -}}
+{{- printf "%dMi" (add $disk (div $disk 20) $reserve 1024) -}}
+{{- end -}}
+
+{{/* Settings for KV below the device, as YAML: dict "pool" $pool "folder" …. */}}
+{{- define "kvasir.kvSettings" -}}
+{{- with .pool.kv.memory }}
+host_kv_bytes: {{ mul (include "kvasir.mebibytes" . | int64) 1048576 }}
+{{- end }}
+{{- if .pool.kv.disk }}
+disk_kv_bytes: {{ mul (include "kvasir.mebibytes" .pool.kv.disk | int64) 1048576 }}
+kv_folder: {{ .folder }}
+{{- end }}
+{{- end -}}
+
+{{/* Seconds that a pod may take to end: the drain, what is still written to the disk, and time for the engine's last
+step and for the farewells. */}}
+{{- define "kvasir.poolGraceSeconds" -}}
+{{- $spill := 0 -}}
+{{- if .kv.disk -}}{{- $spill = ternary 10 .settings.spill_seconds (kindIs "invalid" .settings.spill_seconds) -}}{{- end -}}
+{{- add .drainSeconds (ceil $spill | int64) 20 -}}
+{{- end -}}
+
+{{/* A claim for KV on disk. */}}
+{{- define "kvasir.kvClaim" -}}
+accessModes: [ReadWriteOnce]
+{{- with .kv.storageClass }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests:
+    storage: {{ include "kvasir.kvVolumeSize" . }}
 {{- end -}}
 
 {{/* Refuses, with one sentence, pools that cannot work; what concerns one value alone is in the schema. */}}
@@ -51,6 +111,7 @@ runtimeClassName: {{ . }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- include "kvasir.checkKV" (dict "name" $name "pool" $pool) -}}
 {{- include "kvasir.checkScaling" (dict "mode" $.Values.fleet.mode "name" $name "scaling" $pool.autoscaling) -}}
 {{- $path := include "kvasir.modelPath" $pool -}}
 {{- $model_name := default (base $path) $model.name -}}
@@ -61,6 +122,24 @@ runtimeClassName: {{ . }}
 {{- fail (printf "pools %s and %s both serve %q, but not the same model in blocks of the same size: give one of them another model.name" $other.pool $name $model_name) -}}
 {{- end -}}
 {{- $_ := set $served $model_name (dict "pool" $name "what" $what) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The same for a pool's KV below the device: dict "name" … "pool" …. */}}
+{{- define "kvasir.checkKV" -}}
+{{- $kv := .pool.kv -}}
+{{- if and $kv.disk (not $kv.memory) -}}
+{{- fail (printf "pool %s: kv.disk needs kv.memory, through which KV goes to the disk and back" .name) -}}
+{{- else if and $kv.memory (eq .pool.engine "simulated") -}}
+{{- fail (printf "pool %s: kv.memory is for the engines torch and vllm, not for simulated" .name) -}}
+{{- end -}}
+{{- if $kv.memory -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- $memory := get (default dict (get $.pool.resources $kind)) "memory" -}}
+{{- if and $memory (not (regexMatch "^[0-9]+[KMGT]i$" (toString $memory))) -}}
+{{- fail (printf "pool %s: with kv.memory, resources.%s.memory is a whole number of Ki, Mi, Gi or Ti, not %v: kv.memory is added to it" $.name $kind $memory) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -115,7 +194,7 @@ runtimeClassName: {{ . }}
 {{- end -}}
 {{- end -}}
 
-{{/* What a pool's containers mount, and the volumes of it, but for that of a model from a hub:
+{{/* What a pool's containers mount, and the volumes of it, but for that of a model from a hub and claims for KV:
 dict "root" $ "pool" $pool. */}}
 {{- define "kvasir.poolMounts" -}}
 - name: tmp
@@ -129,6 +208,10 @@ dict "root" $ "pool" $pool. */}}
 {{- if .pool.sharedMemory }}
 - name: shared-memory
   mountPath: /dev/shm
+{{- end }}
+{{- if .pool.kv.disk }}
+- name: kv
+  mountPath: /kv
 {{- end }}
 {{- include "kvasir.redisMounts" .root }}
 {{- include "kvasir.mtlsMounts" .root }}
@@ -149,6 +232,18 @@ dict "root" $ "pool" $pool. */}}
   emptyDir:
     medium: Memory
     sizeLimit: {{ . }}
+{{- end }}
+{{- if .pool.kv.disk }}
+{{- if eq .pool.kv.volume "emptyDir" }}
+- name: kv
+  emptyDir:
+    sizeLimit: {{ include "kvasir.kvVolumeSize" .pool }}
+{{- else if eq .pool.kv.volume "hostPath" }}
+- name: kv
+  hostPath:
+    path: {{ .pool.kv.hostPath }}
+    type: Directory
+{{- end }}
 {{- end }}
 {{- include "kvasir.redisVolumes" .root }}
 {{- include "kvasir.mtlsVolumes" (dict "root" .root "side" "replica") }}

@@ -16,10 +16,11 @@ of them can have the same ports. */}}
 {{- $_ := set $settings "otlp_endpoint" $values.traces.endpoint -}}
 {{- $_ := set $settings "trace_sample_ratio" $values.traces.sampleRatio -}}
 {{- end -}}
+{{- $kv := include "kvasir.kvSettings" (dict "pool" $pool "folder" "/kv") | fromYaml -}}
 {{- $resources := dict "cpus" 0 "gpus" $pool.gpu.count "custom" (dict (printf "kvasir-pool-%s" $name) 1) -}}
 {{- $entry := dict
     "name" $name
-    "settings" (merge $settings (include "kvasir.mtlsReplicaSettings" $ | fromYaml) $pool.settings)
+    "settings" (merge $settings (include "kvasir.mtlsReplicaSettings" $ | fromYaml) $kv $pool.settings)
     "resources" $resources
     "threads" (max 1 (int (default 1 $pool.settings.num_threads)))
     "drain_seconds" $pool.drainSeconds

@@ -79,6 +79,22 @@ TOGGLES: dict[str, Values] = {
     "model from a hub, kept": {
         "poolDefaults": {"model": {"source": "hub", "repository": "Qwen/Qwen3-8B", "cacheSize": "40Gi"}}
     },
+    "KV in memory": {"poolDefaults": {"kv": {"memory": "512Mi"}}},
+    "KV on the node": {"poolDefaults": {"kv": {"memory": "64Gi", "disk": "500Gi"}}},
+    "KV in a folder of the node": {
+        "poolDefaults": {"kv": {"memory": "64Gi", "disk": "2Ti", "volume": "hostPath", "hostPath": "/srv/kv"}}
+    },
+    "KV in claims": {
+        "poolDefaults": {
+            "kv": {"memory": "64Gi", "disk": "500Gi", "volume": "claim", "storageClass": "local-nvme"},
+            "model": {"source": "hub", "repository": "Qwen/Qwen3-8B", "cacheSize": "40Gi"},
+            "settings": {"disk_reserve_bytes": 100 * 2**30, "spill_seconds": 30.5},
+        }
+    },
+    "KubeRay, KV in claims": {
+        "fleet": {"mode": "kuberay"},
+        "poolDefaults": {"kv": {"memory": "64Gi", "disk": "500Gi", "volume": "claim"}},
+    },
     "model on a volume": {
         "poolDefaults": {"model": {"source": "claim", "claim": "models", "path": "/qwen/"}},
         "imagePullSecrets": [{"name": "registry"}],

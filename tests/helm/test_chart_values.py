@@ -28,6 +28,9 @@ REPLICA_TLS = {"tls_certificate", "tls_key", "tls_client_ca", "health_socket"}
 ROUTER_TLS = {"replica_tls_ca", "replica_tls_certificate", "replica_tls_key", "replica_tls_name"}
 """What `mtls` sets."""
 
+REPLICA_KV = {"host_kv_bytes", "disk_kv_bytes", "kv_folder"}
+"""What `kv` sets."""
+
 
 def test_the_readme_has_the_table_that_the_comments_make() -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
@@ -73,7 +76,10 @@ def test_the_schema_has_just_the_values_that_are_documented() -> None:
         (
             "pool",
             ReplicaConfig,
-            CHART_SETS | REPLICA_TLS | {"replica_id", "engine", "model", "model_name", "metrics_port"},
+            CHART_SETS
+            | REPLICA_TLS
+            | REPLICA_KV
+            | {"replica_id", "engine", "model", "model_name", "metrics_port"},
         ),
     ],
 )
@@ -103,6 +109,11 @@ def test_every_setting_of_the_programs_can_be_set_once(
         ({"pools": {"A_b": {}}}, "A_b"),
         ({"pools": {"a": {"gpu": {"counts": 1}}}}, "counts"),
         ({"poolDefaults": {"engine": "vlm"}}, "/poolDefaults/engine"),
+        ({"pools": {"a": {"kv": {"ram": "64Gi"}}}}, "ram"),
+        ({"pools": {"a": {"kv": {"memory": "64GB"}}}}, "/pools/a/kv/memory"),
+        ({"pools": {"a": {"kv": {"volume": "nfs"}}}}, "/pools/a/kv/volume"),
+        ({"pools": {"a": {"kv": {"hostPath": "kv"}}}}, "/pools/a/kv/hostPath"),
+        ({"pools": {"a": {"settings": {"host_kv_bytes": 1}}}}, "host_kv_bytes"),
         ({"pools": {"a": {"autoscaling": {"targetInflight": 3}}}}, "targetInflight"),
         ({"pools": {"a": {"autoscaling": {"tolerance": 1}}}}, "/pools/a/autoscaling/tolerance"),
         ({"poolDefaults": {"autoscaling": {"minReplicas": 0}}}, "/poolDefaults/autoscaling/minReplicas"),
@@ -147,6 +158,15 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
         (
             {"pools": {"a": {"engine": "torch", "settings": {"engine_args": {"seed": 1}}}}},
             "pool a: settings.engine_args is for the engine vllm, not for torch",
+        ),
+        ({"pools": {"a": {"kv": {"disk": "1Ti"}}}}, "pool a: kv.disk needs kv.memory, through which KV goes"),
+        (
+            {"pools": {"a": {"engine": "simulated", "kv": {"memory": "1Gi"}}}},
+            "pool a: kv.memory is for the engines torch and vllm, not for simulated",
+        ),
+        (
+            {"pools": {"a": {"kv": {"memory": "1Gi"}, "resources": {"limits": {"memory": "8e9"}}}}},
+            "pool a: with kv.memory, resources.limits.memory is a whole number of Ki, Mi, Gi or Ti, not 8e9",
         ),
         (
             {"pools": {"a": {"model": HUB}, "b": {"model": {**HUB, "revision": "v2"}}}},

@@ -4,12 +4,14 @@ import re
 
 import pytest
 
+from cluster.fleet_file import parse_fleet
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
 from replicas.config import ReplicaConfig
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from tests.helm.chart import (
     CASES,
+    Object,
     Values,
     component_of,
     containers,
@@ -81,6 +83,75 @@ def test_settings_arrive_as_they_were_written() -> None:
     assert replica.engine_args == {"tensor_parallel_size": 2, "seed": None}
     assert router.otlp_endpoint == replica.otlp_endpoint == "http://collector:4318"
     assert router.trace_sample_ratio == replica.trace_sample_ratio == 0.25
+
+
+def replica_pod(case: str) -> tuple[Object, Object]:
+    """The StatefulSet's spec, and its pod's."""
+    spec = named("StatefulSet", "demo-kvasir-pool-main", rendered(case))["spec"]
+    return spec, spec["template"]["spec"]
+
+
+def test_memory_for_kv_comes_on_top_of_what_a_replica_asks_for() -> None:
+    _, plain = replica_pod("nothing set")
+    assert plain["containers"][0]["resources"]["requests"] == {"cpu": "2", "memory": "8Gi"}
+    (config,) = replica_configs("KV in memory")
+    assert (config.host_kv_bytes, config.disk_kv_bytes, config.kv_folder) == (2**29, None, None)
+    _, pod = replica_pod("KV in memory")
+    resources = pod["containers"][0]["resources"]
+    assert resources["requests"] == {"cpu": "2", "memory": f"{8 * 1024 + 512}Mi"}
+    assert resources["limits"]["memory"] == f"{16 * 1024 + 512}Mi"
+
+
+@pytest.mark.parametrize(
+    ("case", "volume"),
+    [
+        ("KV on the node", {"emptyDir": {"sizeLimit": f"{500 * 1024 + 25 * 1024 + 2048}Mi"}}),
+        ("KV in a folder of the node", {"hostPath": {"path": "/srv/kv", "type": "Directory"}}),
+        ("KV in claims", None),
+    ],
+)
+def test_each_replica_has_a_folder_for_kv_on_a_disk_that_is_large_enough(
+    case: str, volume: Object | None
+) -> None:
+    (config,) = replica_configs(case)
+    assert (config.host_kv_bytes, config.kv_folder) == (2**36, "/kv/pod-0")
+    assert config.disk_kv_bytes == (2**41 if "folder" in case else 500 * 2**30)
+    spec, pod = replica_pod(case)
+    assert {"name": "kv", "mountPath": "/kv"} in pod["containers"][0]["volumeMounts"]
+    assert [each for each in pod["volumes"] if each["name"] == "kv"] == (
+        [{"name": "kv", **volume}] if volume else []
+    )
+    request = pod["containers"][0]["resources"]["requests"].get("ephemeral-storage")
+    assert request == (volume["emptyDir"]["sizeLimit"] if volume and "emptyDir" in volume else None)
+    if volume is None:
+        claim, models = spec["volumeClaimTemplates"]
+        assert (claim["metadata"]["name"], models["metadata"]["name"]) == ("kv", "models")
+        assert claim["spec"]["storageClassName"] == "local-nvme"
+        assert claim["spec"]["resources"]["requests"]["storage"] == f"{(500 + 25 + 100 + 1) * 1024}Mi"
+
+
+def test_a_pod_has_time_to_write_its_kv_to_the_disk_before_it_ends() -> None:
+    seconds = [
+        replica_pod(case)[1]["terminationGracePeriodSeconds"]
+        for case in ("KV in memory", "KV on the node", "KV in claims")
+    ]
+    assert seconds == [140, 150, 171]
+
+
+def test_kubernetes_workers_have_a_volume_for_kv_and_their_replicas_a_folder_each() -> None:
+    objects = rendered("KubeRay, KV in claims")
+    fleet = parse_fleet(
+        named("ConfigMap", "demo-kvasir-fleet", objects)["data"]["fleet.yaml"], "redis://r:1/0"
+    )
+    (pool,) = fleet.pools
+    assert (pool.replica.host_kv_bytes, pool.replica.disk_kv_bytes) == (2**36, 500 * 2**30)
+    assert pool.config_of(pool.replica_id(0)).kv_folder == "/kv/main-0"
+    (cluster,) = of_kind("RayCluster", objects)
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    (volume,) = [each for each in group["template"]["spec"]["volumes"] if each["name"] == "kv"]
+    claim = volume["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim["resources"]["requests"]["storage"] == f"{500 * 1024 + 25 * 1024 + 2048}Mi"
+    assert group["template"]["spec"]["terminationGracePeriodSeconds"] == 150
 
 
 def test_redis_is_found_where_the_values_say() -> None:
