@@ -67,6 +67,8 @@ class Disk:
         """What the journal said was there, oldest use first."""
         self.restored_leases: Mapping[BlockHash, float] = dict(self._journal.leases)
         """Ends of leases of what was restored, in seconds since 1970, where they were noted."""
+        self.restored_lease_seconds: Mapping[BlockHash, int] = dict(self._journal.lease_seconds)
+        """How long after its last use each ends, where that was noted."""
         self._threads: list[threading.Thread] = []
         self._books = DiskBooks(options, self._journal.sizes(), self._start_worker, clock)
         self._keeper = DiskKeeper(options, self._files, self._journal, self._books)
@@ -121,9 +123,11 @@ class Disk:
         used = tuple(keys)
         self._books.note(lambda journal: journal.used(used))
 
-    def note_lease(self, key: BlockHash, until: float) -> None:
-        """Seconds since 1970; 0 for none any more. The chunk may be written later."""
-        self._books.note(lambda journal: journal.leased(key, until))
+    def note_lease(self, key: BlockHash, until: float, seconds: int = 0) -> None:
+        """Until is in seconds since 1970, 0 for none any more; a use makes it `seconds` from then. The chunk
+        may be written later.
+        """
+        self._books.note(lambda journal: journal.leased(key, until, seconds))
 
     # What happens.
 

@@ -7,7 +7,7 @@ The log is records of 64 bytes, little-endian, each with a CRC-32 of what follow
 
     0   crc        4   kind, version     8   key
     24  parent     40  last block        48  lease end, seconds since 1970
-    56  bytes of the file
+    56  bytes of the file, or how many seconds after its last use a lease ends
 
 What is appended is buffered, and in the log after `flush`. A record that is torn or changed is passed over;
 the next begins 64 bytes on. When more than half says nothing any more, the log is written anew beside the
@@ -63,6 +63,8 @@ class Journal:
         """The record that added each chunk, oldest use first."""
         self.leases: dict[BlockHash, float] = {}
         """Their ends, in seconds since 1970."""
+        self.lease_seconds: dict[BlockHash, int] = {}
+        """How long after a use they end, where that was said."""
         self.num_bytes = 0
         """Of the files in the table."""
         self.num_bad_records = 0
@@ -107,7 +109,7 @@ class Journal:
         self._append(record)
 
     def removed(self, key: BlockHash) -> None:
-        self.leases.pop(key, None)
+        self._end_lease(key)
         if key in self._table:
             self._remove(key)
             self._append(_record(REMOVED, key))
@@ -119,15 +121,18 @@ class Journal:
                 self._table[key] = self._table.pop(key)
                 self._append(_record(USED, key))
 
-    def leased(self, key: BlockHash, until: float) -> None:
-        """Seconds since 1970, 0 for no more. The chunk's file may come later."""
-        if self._lease(key, until):
-            self._append(_record(LEASED, key, until=until))
+    def leased(self, key: BlockHash, until: float, seconds: int = 0) -> None:
+        """Until is in seconds since 1970, 0 for no more; a use makes it `seconds` from then. The chunk's file
+        may come later.
+        """
+        if self._lease(key, until, seconds):
+            self._append(_record(LEASED, key, until=until, number=seconds))
 
     def clear(self) -> None:
         """There is nothing any more. In the log with the next flush."""
         self._table.clear()
         self.leases.clear()
+        self.lease_seconds.clear()
         self.num_bytes = 0
         self._is_behind = True
 
@@ -167,7 +172,10 @@ class Journal:
     def _rewrite(self, *, sync: bool) -> None:
         self._is_behind = True
         self._buffer.clear()
-        leases = [_record(LEASED, key, until=until) for key, until in self.leases.items()]
+        leases = [
+            _record(LEASED, key, until=until, number=self.lease_seconds.get(key, 0))
+            for key, until in self.leases.items()
+        ]
         records = b"".join((*self._table.values(), *leases))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_TEMPORARY, dir_fd=self._folder)
@@ -207,7 +215,7 @@ class Journal:
         self._num_records = at // RECORD_BYTES
         self._is_behind |= self.num_bad_records > 0
         for key in [key for key in self.leases if key not in self._table]:
-            del self.leases[key]
+            self._end_lease(key)
 
     def _replay(self, records: bytes) -> None:
         table, crc32, unpack_crc = self._table, zlib.crc32, _CRC.unpack_from
@@ -223,10 +231,11 @@ class Journal:
                 if key in table:
                     table[key] = table.pop(key)
             elif kind == REMOVED:
-                self.leases.pop(key, None)
+                self._end_lease(key)
                 self._remove(key)
             elif kind == LEASED:
-                self._lease(key, _BODY.unpack_from(record, _CRC.size)[5])
+                until, seconds = _BODY.unpack_from(record, _CRC.size)[5:]
+                self._lease(key, until, seconds)
             else:
                 self.num_bad_records += 1
 
@@ -242,15 +251,23 @@ class Journal:
         if record is not None:
             self.num_bytes -= int.from_bytes(record[56:64], "little")
 
-    def _lease(self, key: BlockHash, until: float) -> bool:
+    def _end_lease(self, key: BlockHash) -> bool:
+        """Whether it had one."""
+        self.lease_seconds.pop(key, None)
+        return self.leases.pop(key, None) is not None
+
+    def _lease(self, key: BlockHash, until: float, seconds: int) -> bool:
         """Whether that changes anything."""
         if not until > 0:
-            return self.leases.pop(key, None) is not None
+            return self._end_lease(key)
         if key not in self._table and len(self.leases) >= len(self._table) + MAX_LEASES_AHEAD:
             return False
-        before = self.leases.get(key)
+        before = self.leases.get(key), self.lease_seconds.get(key, 0)
         self.leases[key] = until
-        return before != until
+        self.lease_seconds.pop(key, None)
+        if seconds:
+            self.lease_seconds[key] = seconds
+        return before != (until, seconds)
 
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -262,9 +279,9 @@ def _record(
     parent: bytes = _NO_HASH,
     last_block: int = 0,
     until: float = 0.0,
-    num_bytes: int = 0,
+    number: int = 0,
 ) -> bytes:
-    body = _BODY.pack(kind, _VERSION, key, parent, last_block, until, num_bytes)
+    body = _BODY.pack(kind, _VERSION, key, parent, last_block, until, number)
     return _CRC.pack(zlib.crc32(body)) + body
 
 

@@ -3,7 +3,7 @@
 Owns what time it is for leases. Inside a process that is a monotonic clock's, so that a wall clock that jumps
 changes nothing. The journal on disk has the wall clock's time of each lease's end. A process that reads it
 later goes by what is left then: after a jump forward that is less and may be nothing, after one back it is
-never more than a lease can have. A use renews what is left by as much again, not by what was asked for first.
+never more than the lease began with.
 """
 
 import math
@@ -22,11 +22,12 @@ class LeaseJournal(Protocol):
     """What a disk does for leases. Ends are in seconds since 1970."""
 
     restored_leases: Mapping[BlockHash, float]
+    restored_lease_seconds: Mapping[BlockHash, int]
 
     @property
     def is_off(self) -> bool: ...
 
-    def note_lease(self, key: BlockHash, until: float) -> None: ...
+    def note_lease(self, key: BlockHash, until: float, seconds: int) -> None: ...
 
 
 def leases_within(lease_share: float, num_slots: int, max_files: int) -> Leases:
@@ -39,7 +40,8 @@ def restored_leases(journal: LeaseJournal, wall_clock: Callable[[], float]) -> I
     now = wall_clock()
     for key, until in journal.restored_leases.items():
         if until > now:
-            yield LeaseRecord(key, math.ceil(min(until - now, 1e9)), until - now)
+            seconds = journal.restored_lease_seconds.get(key) or math.ceil(min(until - now, 1e9))
+            yield LeaseRecord(key, seconds, until - now)
 
 
 class LeaseDesk:
@@ -85,7 +87,7 @@ class LeaseDesk:
         if self._journal is not None and changes:
             now = self._wall_clock()
             for record in changes:
-                self._journal.note_lease(record.key, now + record.seconds_left)
+                self._journal.note_lease(record.key, now + record.seconds_left, record.seconds)
 
     def is_to_be_synced(self, key: BlockHash) -> bool:
         """Whether a write of the chunk is to survive a power cut once it has ended."""

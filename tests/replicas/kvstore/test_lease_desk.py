@@ -1,5 +1,7 @@
 """Leases through a journal: noted, given back after a restart, and what jumping clocks do to them."""
 
+from pathlib import Path
+
 import pytest
 
 from replicas.kvstore.directory import Place
@@ -8,6 +10,7 @@ from replicas.kvstore.leases import LeaseRecord
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseAnswer, LeaseRefusal, PrefixLease
 from tests.replicas.kvstore.chunk_names import BLOCKS_PER_CHUNK, chain, key, name
+from tests.replicas.kvstore.open_disk import opened
 from tests.replicas.kvstore.test_directory import put, write_all
 from tests.replicas.kvstore.test_directory_leases import leasing
 
@@ -19,11 +22,13 @@ class NotedLeases:
 
     def __init__(self) -> None:
         self.restored_leases: dict[BlockHash, float] = {}
+        self.restored_lease_seconds: dict[BlockHash, int] = {}
         self.noted: list[tuple[BlockHash, float]] = []
         self.is_off = False
 
-    def note_lease(self, key: BlockHash, until: float) -> None:
+    def note_lease(self, key: BlockHash, until: float, seconds: int) -> None:
         self.noted.append((key, until))
+        self.restored_lease_seconds[key] = seconds
 
 
 class Desk:
@@ -55,6 +60,7 @@ def test_a_lease_is_noted_with_its_end_once_its_file_is_there_and_again_when_it_
     assert desk.desk.is_to_be_synced(key("a"))
     write_all(desk.directory)
     desk.desk.poll()
+    assert desk.disk.restored_lease_seconds == {key("a"): DAY, key("ab"): DAY}
     assert sorted(desk.disk.noted) == [(key("a"), 1e9 + DAY), (key("ab"), 1e9 + DAY)]
     assert not desk.desk.is_to_be_synced(key("a"))
     desk.disk.noted.clear()
@@ -92,6 +98,35 @@ def test_after_a_restart_what_is_left_holds_and_never_more_than_a_day(
     directory.restore([name("a")], restored_leases(disk, lambda: 1e9))
     lefts = [record.seconds_left for record in directory.leases.records([key("a")])]
     assert lefts == ([] if left is None else [left])
+
+
+def test_after_a_restart_a_use_renews_all_that_was_asked_for() -> None:
+    disk = NotedLeases()
+    disk.restored_leases = {key("a"): 1e9 + 50, key("b"): 1e9 + 5000}
+    disk.restored_lease_seconds = {key("a"): 600, key("b"): 600}
+    directory = leasing(4, 4)
+    directory.restore(map(name, "ab"), restored_leases(disk, lambda: 1e9))
+    lefts = [record.seconds_left for record in directory.leases.records([key("a"), key("b")])]
+    assert lefts == [50.0, 600.0], "and a clock that went back prolongs nothing"
+    directory.use([key("a")])
+    assert [record.seconds_left for record in directory.leases.records([key("a")])] == [600.0]
+
+
+def test_a_real_disk_remembers_ends_and_seconds_also_when_its_journal_is_written_anew(tmp_path: Path) -> None:
+    with opened(tmp_path) as at:
+        assert at.write("a").ok and at.write("b").ok
+        at.disk.note_lease(key("a"), 2e9, 600)
+        at.disk.note_lease(key("b"), 2e9, 600)
+        at.disk.note_lease(key("b"), 3e9, 7200)
+    for _ in range(2):
+        with opened(tmp_path) as at:
+            assert at.disk.restored_leases == {key("a"): 2e9, key("b"): 3e9}
+            assert at.disk.restored_lease_seconds == {key("a"): 600, key("b"): 7200}
+            at.disk._journal._rewrite(sync=False)
+    with opened(tmp_path) as at:
+        at.disk.note_lease(key("a"), 0)
+    with opened(tmp_path) as at:
+        assert at.disk.restored_lease_seconds == {key("b"): 7200}
 
 
 def test_nobody_is_promised_what_only_a_disk_could_keep_that_is_off() -> None:
