@@ -7,7 +7,9 @@ the router's own code has made.
 from typing import Any
 
 from replicas.protocol.keys import blocks_per_stride, indexed_positions
+from replicas.protocol.ways import moves
 from router.generation import Generation
+from router.routing.cost import speeds_of
 from router.routing.decision import Candidate, Decision
 from router.routing.table import Preview
 
@@ -58,4 +60,42 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "delay_seconds": candidate.cost.delay_seconds,
         "room_seconds": candidate.cost.room_seconds,
         "cost_seconds": candidate.cost.seconds,
+        "tiers": _tiers(candidate),
     }
+
+
+def _tiers(candidate: Candidate) -> dict[str, Any] | None:
+    """How deep each tier reaches, those that are faster included, and what becomes of what lies below the
+    device. None for a replica that does not say what moving takes: all that it has counts as it stands.
+    """
+    if candidate.load.host_seconds_per_token is None:
+        return None
+    reach, cost = candidate.reach, candidate.cost
+    load_seconds = dict(moves(reach, speeds_of(candidate.load))).get(reach.local)
+    return {
+        "device_tokens": reach.device,
+        "host_tokens": reach.host,
+        "disk_tokens": reach.local,
+        "load_seconds": load_seconds,
+        "compute_seconds": (reach.local - reach.device) * cost.token_seconds,
+        "sentence": None if reach.local == reach.device else _sentence(candidate, load_seconds),
+    }
+
+
+def _sentence(candidate: Candidate, load_seconds: float | None) -> str:
+    """Where the deepest of it lies, what either way takes, and which way is taken if not the first."""
+    reach, cost = candidate.reach, candidate.cost
+    place = "on disk" if reach.local > reach.host else "in host memory"
+    compute_seconds = (reach.local - reach.device) * cost.token_seconds
+    load = "not known how long to load" if load_seconds is None else f"{_milliseconds(load_seconds)} to load"
+    text = f"{place} at {candidate.replica_id}, {load}, {_milliseconds(compute_seconds)} to compute"
+    num_moved = min(cost.num_ready_tokens, reach.local) - reach.device
+    if num_moved <= 0:
+        return f"{text}: it would be computed"
+    num_left = reach.local - reach.device - num_moved
+    return f"{text}: {num_left:,} tokens of it would be computed" if num_left else text
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"

@@ -19,6 +19,8 @@ MOST_RANKS = 8
 
 _HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL", "DELAY", "ROOM", "COST")
 
+_TIERS = ("DEVICE", "HOST", "DISK", "MOVE")
+
 _REASONS = {
     "only_replica": "no other replica is ready",
     "overlap": "no replica holds more of the prompt",
@@ -69,7 +71,11 @@ def render(explained: Mapping[str, Any]) -> str:
     order = explained["affinity_order"]
     more = f" and {len(order) - MOST_RANKS} more" if len(order) > MOST_RANKS else ""
     adapter = f" with {explained['adapter']}" if explained["adapter"] else ""
-    rows = [_HEADER, *(_row(candidate) for candidate in explained["candidates"])]
+    candidates = explained["candidates"]
+    has_tiers = any(candidate.get("tiers") for candidate in candidates)
+    rows = [_header(has_tiers=has_tiers)]
+    rows += [_row(candidate, has_tiers=has_tiers) for candidate in candidates]
+    sentences = [tiers["sentence"] for candidate in candidates if (tiers := candidate.get("tiers"))]
     decision = explained["decision"]
     reason = _REASONS.get(decision["reason"], decision["reason"])
     size = f"{num_tokens} tokens, {num_tokens // block_size} full blocks of {block_size}"
@@ -79,17 +85,30 @@ def render(explained: Mapping[str, Any]) -> str:
         "",
         *align(rows),
         "",
+        *(f"{sentence}." for sentence in sentences if sentence),
         f"It would go to {decision['replica']} with {decision['overlap_tokens']} tokens cached: {reason}.",
     ]
     return "\n".join(lines)
 
 
-def _row(candidate: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = (candidate[f"{name}_seconds"] for name in ("wait", "prefill", "delay", "room", "cost"))
+def _header(*, has_tiers: bool) -> tuple[str, ...]:
+    if not has_tiers:
+        return _HEADER
+    first = _HEADER.index("REQUESTS")
+    return (*_HEADER[:first], *_TIERS[:3], *_HEADER[first:6], _TIERS[3], *_HEADER[6:])
+
+
+def _row(candidate: Mapping[str, Any], *, has_tiers: bool) -> tuple[str, ...]:
+    """A replica that does not say what moving takes has no tiers that anybody could tell apart."""
+    before = ("wait", "move") if has_tiers else ("wait",)
+    seconds = (candidate[f"{name}_seconds"] for name in (*before, "prefill", "delay", "room", "cost"))
+    tiers = candidate.get("tiers") or {}
+    depths = (str(tiers.get(f"{tier}_tokens", "-")) for tier in ("device", "host", "disk"))
     return (
         candidate["replica"],
         str(candidate["rank"]),
         str(candidate["overlap_tokens"]),
+        *(depths if has_tiers else ()),
         str(candidate["num_requests"]),
         str(candidate["num_pending_tokens"]),
         *(f"{1e3 * value:.1f} ms" for value in seconds),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.commands.tables import align
+from cluster.commands.tables import align, size
 from cluster.local.processes import named_children
 from cluster.local.run_directory import ClusterState, ReplicaEntry
 from cluster.registry import Registry
@@ -22,6 +22,8 @@ SILENT = "silent"
 """A replica whose process lives, as far as the controller knows, but whose lease has run out."""
 
 HEADER = ("REPLICA", "STATE", "EPOCH", "PID", "ADDRESS", "REQUESTS", "BLOCKS", "CACHED TOKENS")
+TIERS = ("HOST MEMORY", "DISK")
+"""Of KV, in use and in all; where any replica has such a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,11 @@ def as_plain(state: ClusterState, registry: Registry) -> dict[str, Any]:
 
 
 def render(state: ClusterState, registry: Registry) -> str:
-    rows = [HEADER, *(_cells(row, state.block_size) for row in replica_rows(state, registry))]
+    replicas = list(replica_rows(state, registry))
+    rows = [HEADER, *(_cells(row, state.block_size) for row in replicas)]
+    if any(row.load is not None and row.load.max_host_bytes for row in replicas):
+        tiers = [TIERS, *(_tier_cells(row.load) for row in replicas)]
+        rows = [(*cells, *more) for cells, more in zip(rows, tiers, strict=True)]
     redis_line = f"Redis   {without_password(state.redis_url)}"
     if state.redis_pid:
         redis_line += f"  pid {state.redis_pid}"
@@ -107,6 +113,19 @@ def _cells(row: ReplicaRow, block_size: int) -> tuple[str, ...]:
     pid = str(row.pid) if row.pid else "-"
     load = _load_cells(row.load, block_size)
     return (row.replica_id, row.state, row.epoch or "-", pid, row.address or "-", *load)
+
+
+def _tier_cells(load: LoadSnapshot | None) -> tuple[str, str]:
+    if load is None:
+        return ("-", "-")
+    return (
+        _fill(load.num_host_bytes, load.max_host_bytes),
+        _fill(load.num_disk_bytes, load.max_disk_bytes),
+    )
+
+
+def _fill(num_bytes: int, max_bytes: int) -> str:
+    return f"{size(num_bytes)}/{size(max_bytes)}" if max_bytes else "-"
 
 
 def _load_cells(load: LoadSnapshot | None, block_size: int) -> tuple[str, str, str]:

@@ -4,6 +4,7 @@ Owns the arithmetic by which a router and a replica weigh moving against computi
 same answer from the same figures. Does not know who asks, and decides for one replica only.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 HOST_MOVE_SECONDS = 0.001
@@ -45,15 +46,12 @@ class Way(NamedTuple):
     extra_seconds: float
 
 
-def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token_seconds: float) -> Way:
-    """The way that costs least, if a token takes `token_seconds` to compute and the queue `wait_seconds`.
-
-    KV moves while the request waits, and takes no time of the engine's.
+def moves(reach: Reach, speeds: MoveSpeeds) -> Iterator[tuple[int, float]]:
+    """For each tier below the device that reaches deeper than those before it, and can be moved from: how
+    many leading tokens the device has when they have been moved, and what that takes from now on.
     """
-    best = Way(reach.device, 0.0)
-    if speeds.host is None or reach.peer == reach.device:
-        return best
-    best_saving = 0.0
+    if speeds.host is None:
+        return
     seconds, reached = speeds.backlog_seconds, reach.device
     for end, per_token, fixed_seconds in (
         (reach.host, 0.0, HOST_MOVE_SECONDS),
@@ -66,6 +64,19 @@ def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token
             break
         seconds += fixed_seconds + (end - reached) * (speeds.host + per_token)
         reached = end
+        yield end, seconds
+
+
+def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token_seconds: float) -> Way:
+    """The way that costs least, if a token takes `token_seconds` to compute and the queue `wait_seconds`.
+
+    KV moves while the request waits, and takes no time of the engine's.
+    """
+    best = Way(reach.device, 0.0)
+    if speeds.host is None or reach.peer == reach.device:
+        return best
+    best_saving = 0.0
+    for end, seconds in moves(reach, speeds):
         extra = max(0.0, seconds - wait_seconds)
         saving = (end - reach.device) * token_seconds - extra
         if saving > best_saving:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
 from router.explain import candidates_by_cost
@@ -65,10 +66,20 @@ def _replica(replica: LiveReplica, slots: Sequence[Slot]) -> dict[str, Any]:
         "used_blocks": load.num_used_blocks,
         "cached_blocks": load.num_cached_blocks,
         "total_blocks": load.num_total_blocks,
+        "tiers": _tiers(load),
         "requests": [0 if one is None else one[0] for one in seen],
         "tokens": total.num_tokens,
         "cached_tokens": total.num_cached,
     }
+
+
+def _tiers(load: LoadSnapshot) -> list[dict[str, Any]]:
+    """Those below the device, of replicas that have any."""
+    tiers = (
+        (Tier.HOST, load.num_host_bytes, load.max_host_bytes),
+        (Tier.DISK, load.num_disk_bytes, load.max_disk_bytes),
+    )
+    return [{"tier": tier.value, "bytes": used, "max_bytes": most} for tier, used, most in tiers if most]
 
 
 def _line(text: str) -> str:
@@ -174,6 +185,8 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "cached_tokens": None if usage is None else usage.num_cached_tokens,
         "cross_user_tokens": None if usage is None else usage.num_cross_user_tokens,
         "own_tokens": None if usage is None else usage.num_own_tokens,
+        "host_tokens": None if usage is None else usage.num_slower_tier_tokens - usage.num_disk_tokens,
+        "disk_tokens": None if usage is None else usage.num_disk_tokens,
         "ttft_ms": _milliseconds(recent.first_token_seconds),
         "status": recent.status,
         "error": recent.error,

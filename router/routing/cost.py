@@ -77,7 +77,8 @@ class FleetRates(NamedTuple):
 
 class Cost(NamedTuple):
     """`num_ready_tokens` is what it is cheapest to have on the device when the computing begins, and
-    `move_seconds` how much longer than the queue bringing it there takes.
+    `move_seconds` how much longer than the queue bringing it there takes. A token of a prompt takes
+    `token_seconds` to compute there.
     """
 
     wait_seconds: float
@@ -86,6 +87,7 @@ class Cost(NamedTuple):
     room_seconds: float
     move_seconds: float = 0.0
     num_ready_tokens: int = 0
+    token_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -130,14 +132,8 @@ def cost_of(
     wait_seconds = load.num_pending_tokens * rate + load.num_requests * step
     way = Way(reach.device, 0.0)
     if load.host_seconds_per_token is not None and reach.peer > reach.device:
-        speeds = MoveSpeeds(
-            load.host_seconds_per_token,
-            load.disk_seconds_per_token,
-            load.pull_seconds_per_token,
-            load.move_backlog_seconds,
-        )
         token_seconds = rate * (1.0 + parameters.delay_price * load.num_requests)
-        way = cheapest_way(reach, speeds, wait_seconds=wait_seconds, token_seconds=token_seconds)
+        way = cheapest_way(reach, speeds_of(load), wait_seconds=wait_seconds, token_seconds=token_seconds)
     prefill_seconds = (num_tokens - way.num_ready_tokens) * rate
     return Cost(
         wait_seconds,
@@ -149,6 +145,17 @@ def cost_of(
         * rates.prefill_seconds_per_token,
         way.extra_seconds,
         way.num_ready_tokens,
+        rate,
+    )
+
+
+def speeds_of(load: ReplicaLoad) -> MoveSpeeds:
+    """What moving a token's KV takes there."""
+    return MoveSpeeds(
+        load.host_seconds_per_token,
+        load.disk_seconds_per_token,
+        load.pull_seconds_per_token,
+        load.move_backlog_seconds,
     )
 
 

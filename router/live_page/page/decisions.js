@@ -85,7 +85,7 @@ function create(decision) {
     cell("user", decision.user === null ? element("span", { class: "none" }, "no user") : element("span", { class: "tag" }, decision.user)),
     cell("to cut", decision.replica ?? "–"),
     cell("reason", decision.reason ?? "–"),
-    cell("origins", origin),
+    cell("origins", origin, tiersOf(decision)),
     number("expected", decision.expected_tokens),
     number("cached", decision.cached_tokens),
     number("tokens", decision.prompt_tokens),
@@ -95,6 +95,16 @@ function create(decision) {
   const toggle = () => explain(decision.number, button, details);
   line.addEventListener("click", toggle);
   return element("div", { class: "entry" }, line, details);
+}
+
+// From where the cached tokens were read, if not all of them were on the device.
+function tiersOf(decision) {
+  const host = decision.host_tokens ?? 0;
+  const disk = decision.disk_tokens ?? 0;
+  if (host + disk === 0) return null;
+  const parts = [["device", decision.cached_tokens - host - disk], ["host memory", host], ["disk", disk]];
+  const text = parts.filter(([, amount]) => amount > 0).map(([name, amount]) => `${count(amount)} ${name}`);
+  return element("span", { class: "small tiers" }, `from ${text.join(", ")}`);
 }
 
 async function explain(number, button, details) {
@@ -132,17 +142,26 @@ function explained(decision) {
   for (const [name, value] of facts) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, String(value))));
   const parts = [];
   if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${REASONS[decision.reason] ?? decision.reason}.`));
+  const tiers = tiersOf(decision);
+  if (tiers !== null) parts.push(element("p", {}, `Cached tokens were read ${tiers.textContent}.`));
+  for (const candidate of decision.candidates) {
+    if (candidate.tiers?.sentence) parts.push(element("p", {}, `Expected ${candidate.tiers.sentence}.`));
+  }
   for (const finding of decision.findings) parts.push(element("p", {}, finding.text));
   if (decision.candidates.length) parts.push(candidates(decision));
   return [...parts, list];
 }
 
 function candidates(decision) {
-  const titles = ["Compared", "Rank", "Overlap", "Requests", "Pending", "Wait", "Prefill", "Delay", "Room", "Cost"];
+  const hasTiers = decision.candidates.some((candidate) => candidate.tiers);
+  const depths = hasTiers ? ["Device", "Host", "Disk"] : [];
+  const times = ["wait", ...(hasTiers ? ["move"] : []), "prefill", "delay", "room", "cost"];
+  const titles = ["Compared", "Rank", "Overlap", ...depths, "Requests", "Pending", ...times.map((name) => name[0].toUpperCase() + name.slice(1))];
   const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
   const body = decision.candidates.map((candidate) => {
-    const seconds = ["wait", "prefill", "delay", "room", "cost"].map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));
-    const values = [candidate.rank, count(candidate.overlap_tokens), count(candidate.num_requests), count(candidate.num_pending_tokens), ...seconds];
+    const seconds = times.map((name) => milliseconds(1000 * candidate[`${name}_seconds`]));
+    const reached = depths.map((name) => (candidate.tiers ? count(candidate.tiers[`${name.toLowerCase()}_tokens`]) : "–"));
+    const values = [candidate.rank, count(candidate.overlap_tokens), ...reached, count(candidate.num_requests), count(candidate.num_pending_tokens), ...seconds];
     const isChosen = candidate.replica === decision.replica;
     return element(
       "tr",

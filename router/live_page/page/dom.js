@@ -67,6 +67,14 @@ const short = new Intl.NumberFormat("en-US", { notation: "compact", maximumFract
 
 export const count = (number) => whole.format(number);
 export const compact = (number) => short.format(number);
+const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+export function bytes(number) {
+  const power = number < 1 ? 0 : Math.min(BYTES.length - 1, Math.floor(Math.log2(number) / 10));
+  const value = number / 1024 ** power;
+  return `${power > 0 && value < 10 ? value.toFixed(1) : Math.round(value)} ${BYTES[power]}`;
+}
+
 export const percent = (part, all) => (all > 0 ? `${Math.round((100 * part) / all)} %` : "–");
 export const rate = (number) => (number === 0 || number >= 100 ? whole.format(Math.round(number)) : number.toFixed(1));
 

@@ -1,7 +1,7 @@
 // The replicas: how busy each is, how full its cache, what this router has sent it.
 
 import { latest, setSparkline, sparkline } from "./charts.js";
-import { bar, cell, compact, count, element, keyed, labelled, percent, rate, setAttribute, setBar, setText } from "./dom.js";
+import { bar, bytes, cell, compact, count, element, keyed, labelled, percent, rate, setAttribute, setBar, setText } from "./dom.js";
 
 const rows = document.getElementById("fleet");
 const note = document.getElementById("fleet-note");
@@ -30,6 +30,7 @@ function create(replica) {
   for (const part of Object.values(parts)) part.append(element("span", { class: "value" }));
   const fill = bar("fill");
   const fillText = element("span", { class: "small" });
+  const tiers = element("span", { class: "tiers" });
   const spark = sparkline();
   const model = element("span", { class: "cut" });
   const epoch = element("span", { class: "small cut" });
@@ -42,15 +43,31 @@ function create(replica) {
     parts.running,
     parts.waiting,
     parts.pending,
-    cell("cache", fill, fillText),
+    cell("cache", fill, fillText, tiers),
     parts.rate,
     cell("sparks", spark),
     parts.hits,
     cell("about", model, epoch),
     complaint,
   );
-  row.parts = { ...parts, state, fill, fillText, spark, model, epoch, complaint };
+  row.parts = { ...parts, state, fill, fillText, tiers, spark, model, epoch, complaint };
   return row;
+}
+
+const TIERS = { host: "host memory", disk: "disk" };
+
+function createTier(tier) {
+  const line = element("span", { class: "tier" });
+  line.fill = bar("fill");
+  line.text = element("span", { class: "small" });
+  line.append(line.fill, line.text);
+  line.title = `KV below the device, in ${TIERS[tier.tier]}`;
+  return line;
+}
+
+function updateTier(line, tier) {
+  setBar(line.fill, [["cached", Math.min(tier.bytes, tier.max_bytes)]], tier.max_bytes);
+  setText(line.text, `${TIERS[tier.tier]}: ${bytes(tier.bytes)} of ${bytes(tier.max_bytes)}`);
 }
 
 function update(row, replica, slots, busiest) {
@@ -69,6 +86,7 @@ function update(row, replica, slots, busiest) {
   setBar(parts.fill, [["used", replica.used_blocks], ["cached", Math.min(idle, all - replica.used_blocks)]], all);
   setText(parts.fillText, `${compact(replica.used_blocks)} used, ${compact(replica.cached_blocks)} cached of ${compact(all)}`);
   parts.fill.parentElement.title = `${count(replica.used_blocks)} blocks held by requests, ${count(replica.cached_blocks)} findable by hash, ${count(all)} in all, of ${replica.block_size ?? "?"} tokens`;
+  keyed(parts.tiers, replica.tiers, (tier) => tier.tier, createTier, updateTier);
   value("rate", rate(latest(slots, replica.requests)));
   setSparkline(parts.spark, replica.requests, busiest, slots.most);
   value("hits", percent(replica.cached_tokens, replica.tokens));

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,30 @@ def test_a_replica_is_shown_with_its_load_from_the_registry() -> None:
     table = render(state(entry), Registry({ReplicaId("replica-0"): record("replica-0", "e1")}))
     expected = ["replica-0", "ready", "e1", "77", "127.0.0.1:9", "3", "+2", "waiting", "40/100", "160"]
     assert row(table, "replica-0") == expected
+    assert "DISK" not in table
+
+
+def test_tiers_below_the_device_are_shown_where_a_replica_has_any() -> None:
+    registry = {
+        ReplicaId(name): replace(record(name, "e1"), load=load)
+        for name, load in {
+            "a": LoadSnapshot(
+                num_host_bytes=3 << 19, max_host_bytes=1 << 28, num_disk_bytes=700, max_disk_bytes=2 << 30
+            ),
+            "b": LoadSnapshot(max_host_bytes=1 << 40),
+            "c": LOAD,
+        }.items()
+    }
+    entries = [ReplicaEntry(name, "ready", 7, "h:9", "e1") for name in "abcd"]
+    table = render(state(*entries), Registry(registry))
+    cells = [re.split(r" {2,}", line)[-2:] for line in table.splitlines()[:5]]
+    assert cells == [
+        ["HOST MEMORY", "DISK"],
+        ["1.5 MiB/256 MiB", "700 B/2.0 GiB"],
+        ["0 B/1.0 TiB", "-"],
+        ["-", "-"],
+        ["-", "-"],
+    ]
 
 
 def test_json_says_what_the_table_says() -> None:

@@ -121,6 +121,34 @@ async def test_the_state_has_replicas_and_what_was_served(http: httpx.AsyncClien
     assert [value for value in slots["ttft_p50"] if value is not None]
 
 
+async def test_a_replica_with_memory_below_its_device_says_how_full_it_is(
+    http: httpx.AsyncClient, fleet: QuietFleet
+) -> None:
+    tiers = LoadSnapshot(num_host_bytes=3, max_host_bytes=10, num_disk_bytes=70, max_disk_bytes=900)
+    host_only = LoadSnapshot(max_host_bytes=10)
+    fleet.views = [replica_view("a", tiers), replica_view("b", host_only), replica_view("c")]
+    all_of_a, host_of_b, none_of_c = (await live(http, "state"))["replicas"]
+    assert all_of_a["tiers"] == [
+        {"tier": "host", "bytes": 3, "max_bytes": 10},
+        {"tier": "disk", "bytes": 70, "max_bytes": 900},
+    ]
+    assert host_of_b["tiers"] == [{"tier": "host", "bytes": 0, "max_bytes": 10}]
+    assert none_of_c["tiers"] == []
+
+
+async def test_a_decision_says_from_which_tiers_its_prompt_was_read(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says([5], num_cached_tokens=64, num_slower_tier_tokens=48, num_disk_tokens=16)
+    await ask(http, "one")
+    (decision,) = (await live(http, "decisions"))["decisions"]
+    assert (decision["cached_tokens"], decision["host_tokens"], decision["disk_tokens"]) == (64, 32, 16)
+    server.dispatcher.script = lambda generation: [GenerationFailed("broken")]
+    await ask(http, "two")
+    newest, _ = (await live(http, "decisions"))["decisions"]
+    assert (newest["host_tokens"], newest["disk_tokens"]) == (None, None)
+
+
 async def test_prompts_that_begin_alike_are_one_prefix_with_its_users_and_its_place(
     server: HttpServer, http: httpx.AsyncClient, fleet: QuietFleet
 ) -> None:
