@@ -112,7 +112,7 @@ class Disk:
 
     def erase(self) -> int | None:
         """Remove every file of ours, whatever its layout, once what runs has ended; what waits has failed.
-        A job: it ends with ERASE. None if the disk is off.
+        A job: it ends with ERASE; until then nothing else is taken. None if the disk is off or erasing.
         """
         return self._books.ask(Kind.ERASE)
 

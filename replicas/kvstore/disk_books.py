@@ -102,6 +102,7 @@ class DiskBooks:
             return (
                 self._off is None
                 and not self._is_stuck
+                and not self._queue.is_erasing
                 and self._queue.num_waiting < self._options.max_queue
                 and self._health.allows(now)
             )
@@ -263,8 +264,10 @@ class DiskBooks:
     def _accepts(self, kind: Kind, growth: int) -> bool:
         if self._off is not None:
             return False
+        if self._queue.is_erasing and kind is not Kind.PROBE:
+            return False
         if kind not in (Kind.READ, Kind.WRITE):
-            return not (kind is Kind.ERASE and self._queue.is_erasing)
+            return True
         if self._is_stuck or self._queue.num_waiting >= self._options.max_queue:
             return False
         grown = self._own_bytes + self._queue.bytes_to_grow + growth

@@ -11,6 +11,9 @@ from replicas.kvstore.jobs import Job, Kind
 from replicas.kvstore.layout import ChunkError, ChunkHeader
 from replicas.kvstore.other_layouts import OtherLayouts
 
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
+"""A read that fails like this says nothing of the file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -19,7 +22,7 @@ class Outcome:
     reason: str = ""
     header: ChunkHeader | None = None
     is_worthless: bool = False
-    """The file is not there, is not what its name says, or lies on a part of the disk that cannot be read."""
+    """The file is not there, is not what its name says, or cannot be read."""
     error: OSError | None = None
     read_seconds_per_byte: float | None = None
     write_seconds_per_byte: float | None = None
@@ -46,7 +49,7 @@ def perform(files: Files, job: Job, *, excess_bytes: int = 0) -> Outcome:
     except ValueError:
         return Outcome(reason="header")
     except OSError as error:
-        is_unreadable = job.kind is Kind.READ and error.errno == errno.EIO
+        is_unreadable = job.kind is Kind.READ and error.errno not in _PASSING
         reason = errno.errorcode.get(error.errno or 0, "unknown")
         return Outcome(reason=reason, error=error, is_worthless=is_unreadable)
 

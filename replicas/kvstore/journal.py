@@ -30,6 +30,9 @@ RECORD_BYTES = 64
 MIN_DEAD_RECORDS = 16_384
 """Fewer are left in the log, whatever their share: a megabyte."""
 
+MAX_LOG_BYTES = 1 << 30
+"""More is not read at a start: 16 million records, of which half at least would be alive."""
+
 MAX_LEASES_AHEAD = 65_536
 """Of chunks that have no file yet."""
 
@@ -200,7 +203,7 @@ class Journal:
     def _read(self) -> None:
         """What the log holds, as far as it can be read."""
         at = 0
-        while True:
+        while at < MAX_LOG_BYTES:
             try:
                 piece = os.pread(self._fd, _READ_BYTES, at)
             except OSError:
@@ -212,6 +215,8 @@ class Journal:
             if whole < _READ_BYTES:
                 self._is_behind |= len(piece) > whole
                 break
+        else:
+            self._is_behind = True
         self._num_records = at // RECORD_BYTES
         self._is_behind |= self.num_bad_records > 0
         for key in [key for key in self.leases if key not in self._table]:

@@ -183,6 +183,35 @@ def test_closing_does_not_wait_for_what_hangs_and_keeps_the_folder(tmp_path: Pat
         assert list(again.disk.restored) == [name("a")]
 
 
+def test_while_it_waits_to_erase_nothing_is_taken(tmp_path: Path, hangs: Hangs) -> None:
+    with opened(tmp_path) as at:
+        at.write("a")
+        hangs.paths = {"a"}
+        read = hanging_read(at, hangs, "a", 1)
+        waiting = at.disk.erase()
+        assert at.disk.erase() is None and not at.disk.can_write
+        assert at.disk.read(key("a"), at.slots[2]) is None
+        assert at.disk.write(fill(at.slots[3], "b"), at.slots[3]) is None
+        assert file_of(tmp_path, "a").exists()
+        hangs.release()
+        assert at.ends(read).ok and at.ends(waiting).ok
+        assert not file_of(tmp_path, "a").exists()
+        assert at.disk.can_write and at.write("b").ok
+
+
+def test_an_overdue_read_does_not_hold_up_erasing(tmp_path: Path, hangs: Hangs, clock: Clock) -> None:
+    with opened(tmp_path, clock, read_deadline_seconds=DEADLINE_SECONDS) as at:
+        at.write("a")
+        hangs.paths = {"a"}
+        read = hanging_read(at, hangs, "a", 1)
+        clock.added += DEADLINE_SECONDS
+        at.ends(read, Kind.OVERDUE)
+        assert at.ends(at.disk.erase()).ok and not file_of(tmp_path, "a").exists()
+        hangs.release()
+        at.ends(read, Kind.RETURNED)
+        assert at.disk.bytes_used == 0
+
+
 def test_a_thread_that_dies_turns_the_disk_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,7 +277,9 @@ def test_a_write_that_fails_stops_writing_for_a_while_and_is_said_once(
     assert disk.close(30)
 
 
-@pytest.mark.parametrize(("code", "is_gone"), [(errno.EIO, True), (errno.EMFILE, False)])
+@pytest.mark.parametrize(
+    ("code", "is_gone"), [(errno.EIO, True), (errno.EACCES, True), (errno.EMFILE, False)]
+)
 def test_a_file_that_cannot_be_read_goes_and_one_that_cannot_be_read_now_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_gone: bool
 ) -> None:

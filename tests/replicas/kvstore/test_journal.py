@@ -129,6 +129,18 @@ def test_what_follows_a_torn_record_is_read(tmp_path: Path) -> None:
     assert name("new") in state(tmp_path)[0]
 
 
+def test_a_log_that_is_too_long_is_read_up_to_its_bound_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_READ_BYTES", RECORD_BYTES)
+    monkeypatch.setattr(journal_module, "MAX_LOG_BYTES", 3 * RECORD_BYTES)
+    whole = write_some(tmp_path)
+    with journal_in(tmp_path) as journal:
+        assert journal.names() == [name("a"), name("ab"), name("abc")]
+        journal.flush()
+    assert 0 < (tmp_path / JOURNAL).stat().st_size < len(whole)
+
+
 def test_a_log_with_a_bad_record_is_written_anew(tmp_path: Path) -> None:
     changed = bytearray(write_some(tmp_path))
     changed[RECORD_BYTES] ^= 1
