@@ -229,9 +229,82 @@ POOLS = (
     ),
 )
 
+BELOW = (
+    Panel(
+        title="KV in host memory and on disk",
+        description="Share of its limit that each tier holds. Full is good: it has forgotten nothing yet.",
+        unit="percentunit",
+        maximum=1,
+        queries=(
+            Query("replica_tier_bytes{REPLICA} / replica_tier_bytes_limit{REPLICA}", "{{replica}} {{tier}}"),
+        ),
+    ),
+    Panel(
+        title="Cached tokens by tier",
+        description="Where the prompt tokens that were not computed came from. Much from the disk and little "
+        "from host memory: more host memory would make them come sooner.",
+        is_stacked=True,
+        queries=(Query(rate("router_cached_tokens_by_tier_total", "MODEL", "tier"), "{{tier}}"),),
+    ),
+    Panel(
+        title="Tokens moved",
+        description="load: host memory to device; read: disk to host memory; write: host memory to disk.",
+        queries=(Query(rate("replica_tier_moved_tokens_total", "REPLICA", "way"), "{{way}}"),),
+    ),
+    Panel(
+        title="Time of a move",
+        description="Mean over the moves that ended. If reads take long, the disk is slow or shared, and "
+        "prompts are computed instead.",
+        unit="s",
+        queries=(
+            Query(
+                rate("replica_tier_move_seconds_total", "REPLICA", "way")
+                + " / "
+                + rate("replica_tier_moves_total", "REPLICA", "way"),
+                "{{way}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Moves that failed",
+        description="What could not be read is computed, what could not be written is not on disk. Checksums "
+        "that are wrong again and again mean a disk that is about to die.",
+        queries=(
+            Query(
+                events("replica_tier_failed_moves_total", "REPLICA", "replica, way, reason"),
+                "{{replica}} {{way}} {{reason}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Chunks that wait for the disk",
+        description="They have grown old in host memory and are not written yet. Growing: the disk, or its "
+        "write budget, is too small for what the replica computes.",
+        queries=(Query("replica_disk_waiting_writes{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Write budget left",
+        description="At 0 only KV that was used again is written (disk_write_bytes_per_second and _per_day).",
+        unit="percentunit",
+        maximum=1,
+        queries=(Query("replica_disk_write_budget_ratio{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Leased tokens that were lost",
+        description="KV that was promised for longer, by what took it away.",
+        queries=(Query(events("replica_prefix_lease_broken_tokens_total", "REPLICA", "cause"), "{{cause}}"),),
+    ),
+)
+
 CACHE = Dashboard(
     uid="kvasir-cache",
     title="Kvasir / Cache",
-    description="What the prefix cache saves and whom, whether the index tells the truth, and the pools.",
-    rows=(Row("What it saves", HITS), Row("Does the index tell the truth?", ACCURACY), Row("Pools", POOLS)),
+    description="What the prefix cache saves and whom, whether the index tells the truth, the pools, and "
+    "what lies below the device.",
+    rows=(
+        Row("What it saves", HITS),
+        Row("Does the index tell the truth?", ACCURACY),
+        Row("Pools", POOLS),
+        Row("Below the device", BELOW),
+    ),
 )
