@@ -29,6 +29,7 @@ SYSTEM_NAMES = frozenset({"lost+found"})
 VERSION_FOLDER = re.compile(r"v[0-9]{1,4}")
 TEMPORARY = re.compile(r"\.tmp-[0-9]{1,20}")
 
+_TRIALS = (".tmp-0", ".tmp-1")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -181,23 +182,26 @@ def _lock(path: Path, fd: int) -> int:
 
 
 def _mark(path: Path, fd: int) -> None:
-    """Write the marker anew, which proves that files can be written and renamed here.
-
-    A folder that is marked already may be full: what is in it can be read.
+    """Write the marker, or where it is a file that is removed again: so it is known that files can be written
+    and renamed here. A folder that is marked already may be full: what is in it can be read.
     """
-    name = ".tmp-0"
+    is_marked = _is_marked(fd)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=fd)
-        marker = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=fd)
+        for name in _TRIALS:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+        trial = os.open(_TRIALS[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=fd)
         try:
-            os.write(marker, MARKER_TEXT)
-            os.fsync(marker)
+            os.write(trial, MARKER_TEXT)
+            if not is_marked:
+                os.fsync(trial)
         finally:
-            os.close(marker)
-        os.rename(name, MARKER, src_dir_fd=fd, dst_dir_fd=fd)
+            os.close(trial)
+        os.rename(_TRIALS[0], _TRIALS[1] if is_marked else MARKER, src_dir_fd=fd, dst_dir_fd=fd)
+        if is_marked:
+            os.unlink(_TRIALS[1], dir_fd=fd)
     except OSError as error:
-        if error.errno in _NO_ROOM and _is_marked(fd):
+        if error.errno in _NO_ROOM and is_marked:
             return
         raise SettingsError(
             f"in the KV folder {path} no file can be written and renamed: {error.strerror}"

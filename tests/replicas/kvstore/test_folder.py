@@ -55,7 +55,7 @@ def test_an_empty_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert tmp_path.stat().st_mode & 0o777 == 0o770
 
 
-@pytest.mark.parametrize("left", [[LOCK], [LOCK, ".tmp-0"], [".tmp-0"]])
+@pytest.mark.parametrize("left", [[LOCK], [LOCK, ".tmp-0"], [".tmp-0", ".tmp-1"]])
 def test_what_one_that_died_as_it_began_has_left_is_ours(tmp_path: Path, left: list[str]) -> None:
     for each in left:
         (tmp_path / each).touch()
@@ -197,15 +197,17 @@ def test_a_file_system_without_locks_or_renaming_is_refused(
 
 
 def test_a_full_disk_that_holds_our_kv_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Folder(tmp_path).close()
+    Folder(tmp_path / "kv").close()
 
     def is_full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(folder_module.os, "write", is_full)
-        Folder(tmp_path).close()
+        Folder(tmp_path / "kv").close()
         assert "No space left" in refused(tmp_path / "new")
+    Folder(tmp_path / "kv").close()
+    assert sorted(os.listdir(tmp_path / "kv")) == [MARKER, LOCK]
 
 
 def test_every_descriptor_is_given_back(tmp_path: Path) -> None:
