@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
+from loadtests.simulation.below import Below
 from loadtests.simulation.lockstep import Lockstep
 from loadtests.simulation.request import VirtualRequest
 from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.step import Step, VirtualChunk, prefill_seconds
-from loadtests.simulation.store import PATIENCE, OnDisk, VirtualStore
+from loadtests.simulation.store import OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
@@ -61,16 +62,15 @@ class VirtualReplica:
 
     def __init__(self, shape: ReplicaShape, meter: Meter, restored: Iterable[OnDisk] = ()) -> None:
         self.shape = shape
-        self.store = None if shape.tiers is None else VirtualStore(shape.tiers, shape.block_size, restored)
-        self._loading: list[VirtualRequest] = []
-        """They have blocks, into which KV is copied from host memory."""
-        self._completed: list[OnDisk] = []
-        """Chunks that the step computes."""
         self.pool = BlockPool(shape.num_blocks + 1)
         self.num_computed_tokens = 0
         """Prompt tokens that were computed, those of preempted requests each time."""
         self.num_preemptions = 0
         self._meter = meter
+        self._below: Below | None = None
+        if shape.tiers is not None:
+            store = VirtualStore(shape.tiers, shape.block_size, restored)
+            self._below = Below(store, self.pool, shape.block_size, self._token_seconds)
         self._inbox: list[VirtualRequest] = []
         self._waiting: list[VirtualRequest] = []
         self._running: list[VirtualRequest] = []
@@ -88,8 +88,17 @@ class VirtualReplica:
         return None if self._step is None else self._step.ends_at
 
     @property
+    def store(self) -> VirtualStore | None:
+        """Its memory below the device, if it has any."""
+        return None if self._below is None else self._below.store
+
+    @property
     def moves_end_at(self) -> float | None:
-        return None if self.store is None else self.store.ends_at
+        return None if self._below is None else self._below.store.ends_at
+
+    @property
+    def _loading(self) -> list[VirtualRequest]:
+        return [] if self._below is None else self._below.loading
 
     @property
     def num_requests(self) -> int:
@@ -107,8 +116,14 @@ class VirtualReplica:
         assert self.accepts(request)
         limit = self.shape.capacity_tokens + 1 - request.num_prompt_tokens
         request.max_tokens = min(request.max_tokens, limit)
-        if self.store is not None:
-            self._bring(self.store, request, now, peer)
+        if self._below is not None:
+            self._below.arrived(
+                request,
+                now,
+                num_cached_blocks=len(self._find_cached(request)),
+                num_tokens_before=self._num_waiting_tokens,
+                peer=peer,
+            )
         self._inbox.append(request)
         self._look_soon(now)
 
@@ -132,8 +147,8 @@ class VirtualReplica:
 
     def end_moves(self, now: float) -> list[CacheEvent]:
         """KV has come to where it was moved, and requests may have waited for it."""
-        assert self.store is not None
-        self.store.advance(now)
+        assert self._below is not None
+        self._below.store.advance(now)
         if self._loading or self._waiting or self._prefilling:
             self._look_soon(now)
         return self._take_events()
@@ -237,15 +252,19 @@ class VirtualReplica:
                 left += self._waiting[position:]
                 break
             cached = self._find_cached(request)
-            num_ready, is_more_coming = self._num_ready_blocks(request, len(cached), step.started_at)
+            num_ready, is_more_coming = len(cached), False
+            if self._below is not None:
+                num_ready, is_more_coming = self._below.num_ready_blocks(
+                    request, len(cached), step.started_at
+                )
             if is_more_coming:
                 left.append(request)
                 continue
             if not self._take_blocks(request, cached):
                 left += self._waiting[position:]
                 break
-            if num_ready > len(cached):
-                self._load(request, num_ready, step.started_at)
+            if self._below is not None and num_ready > len(cached):
+                self._below.load(request, num_ready, step.started_at, self._end_load)
             else:
                 self._count_cached(request)
                 budget -= self._begin_prefill(step, request, budget)
@@ -266,8 +285,7 @@ class VirtualReplica:
 
     def _begin_prefill(self, step: Step, request: VirtualRequest, budget: int) -> int:
         """Its first chunk of tokens, whose number it returns."""
-        insort(self._running, request, key=_rank)
-        insort(self._prefilling, request, key=_rank)
+        self._run(request)
         num_tokens = min(request.num_left, budget)
         allocated = self._allocate(request, request.num_computed + num_tokens)
         assert allocated, "the whole prompt fits, but not its first chunk"
@@ -285,69 +303,20 @@ class VirtualReplica:
                 num_prompt_tokens=request.num_prompt_tokens,
             ).cross_user
 
-    # KV comes from below the device.
-
-    def _bring(
-        self, store: VirtualStore, request: VirtualRequest, now: float, peer: VirtualStore | None
-    ) -> None:
-        request.chunk_names = store.names(request.hashes(request.num_tokens // self.shape.block_size))
-        token_seconds = self._token_seconds
-        wait_seconds = self._num_waiting_tokens * token_seconds
-        way = store.bring(
-            request.chunk_names,
-            now,
-            num_device_blocks=len(self._find_cached(request)),
-            num_findable_blocks=self._num_findable_blocks(request),
-            wait_seconds=wait_seconds,
-            token_seconds=token_seconds,
-            peer=peer,
-        )
-        request.num_planned_tokens = way.num_ready_tokens
-        request.waits_until = now + PATIENCE * (wait_seconds + way.extra_seconds)
-
-    @property
-    def _token_seconds(self) -> float:
-        return self._meter.fill(LoadSnapshot()).prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS
-
-    def _num_ready_blocks(
-        self, request: VirtualRequest, num_cached_blocks: int, now: float
-    ) -> tuple[int, bool]:
-        """Its leading blocks on the device, and in host memory if they are sooner loaded than computed; and
-        whether it should wait for more."""
-        if self.store is None:
-            return num_cached_blocks, False
-        num_ready, is_more_coming = self.store.num_ready_blocks(
-            request.chunk_names, num_cached_blocks, self._num_findable_blocks(request)
-        )
-        num_loaded = num_ready - num_cached_blocks
-        compute_seconds = num_loaded * self.shape.block_size * self._token_seconds
-        if num_loaded and self.store.load_seconds(num_loaded, now) >= compute_seconds:
-            num_ready = num_cached_blocks
-        is_worth_waiting = num_ready * self.shape.block_size < request.num_planned_tokens
-        return num_ready, is_more_coming and is_worth_waiting and now < request.waits_until
-
-    def _load(self, request: VirtualRequest, num_ready_blocks: int, now: float) -> None:
-        """Copy its KV from host memory to new blocks; it is computed when that has ended."""
-        assert self.store is not None
-        num_cached_blocks = len(request.block_ids)
-        request.block_ids.extend(self.pool.allocate(num_ready_blocks - num_cached_blocks))
-        insort(self._loading, request, key=_rank)
-        self.store.load(
-            request.chunk_names, num_cached_blocks, num_ready_blocks, now, lambda: self._end_load(request)
-        )
-
-    def _end_load(self, request: VirtualRequest) -> None:
-        assert self.store is not None
-        self._loading.remove(request)
-        first, end = request.num_stored_blocks, len(request.block_ids)
-        writers = self.store.writers(request.chunk_names, first, end)
-        for block_hash, writer in zip(request.hashes(end)[first:], writers, strict=True):
-            self.pool.writers.wrote([block_hash], writer)
-        self._store_up_to(request, end, is_computed=False)
-        request.num_computed = len(request.block_ids) * self.shape.block_size
-        self._count_cached(request)
+    def _run(self, request: VirtualRequest) -> None:
+        """From now on it is computed, once it is its turn in a step."""
         insort(self._running, request, key=_rank)
         insort(self._prefilling, request, key=_rank)
+
+    def _end_load(self, request: VirtualRequest) -> None:
+        """Its KV has come from below the device."""
+        self._store_up_to(request, len(request.block_ids), is_computed=False)
+        request.num_computed = len(request.block_ids) * self.shape.block_size
+        self._count_cached(request)
+        self._run(request)
+
+    def _token_seconds(self) -> float:
+        return self._meter.fill(LoadSnapshot()).prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS
 
     def _add_chunk(self, step: Step, request: VirtualRequest, num_tokens: int) -> None:
         """The blocks that it fills are shared at once: the whole batch writes before any of it reads."""
@@ -391,11 +360,7 @@ class VirtualReplica:
         return request.num_tokens - max(num_cached_tokens, request.num_planned_tokens)
 
     def _find_cached(self, request: VirtualRequest) -> list[int]:
-        return self.pool.find_prefix(request.hashes(self._num_findable_blocks(request)))
-
-    def _num_findable_blocks(self, request: VirtualRequest) -> int:
-        """The last token is always computed, since its logits are wanted."""
-        return (request.num_tokens - 1) // self.shape.block_size
+        return self.pool.find_prefix(request.hashes(request.num_findable_blocks(self.shape.block_size)))
 
     # A step ends.
 
@@ -428,14 +393,13 @@ class VirtualReplica:
             self._release(request)
         self.num_computed_tokens += num_prefilled
         self._measure(step, num_prefilled, num_decoded)
-        if self.store is not None:
-            self.store.copy_out(self._completed, step.ends_at)
-            self._completed.clear()
+        if self._below is not None:
+            self._below.copy_out(step.ends_at)
         return StepOutcome(first_tokens, finished, self._take_events(), self.report(step.ends_at))
 
     def _take_events(self) -> list[CacheEvent]:
         events = self.pool.take_events()
-        return events if self.store is None else [*events, *self.store.take_events()]
+        return events if self._below is None else [*events, *self._below.store.take_events()]
 
     def _measure(self, step: Step, num_prefilled: int, num_decoded: int) -> None:
         seconds = step.ends_at - step.started_at
@@ -469,8 +433,8 @@ class VirtualReplica:
             num_cached_blocks=self.pool.num_cached,
             num_total_blocks=self.pool.num_usable,
         )
-        if self.store is not None:
-            load = self.store.fill(load, now)
+        if self._below is not None:
+            load = self._below.store.fill(load, now)
         return LoadReport(self._meter.fill(load), self._num_added + len(counted_inbox))
 
     # Prices.
@@ -514,11 +478,8 @@ class VirtualReplica:
                     ends_prompt=end == prompt_end,
                     user=request.user,
                 )
-        if self.store is not None and is_computed:
-            size = self.store.blocks_per_chunk
-            for name in self.store.names(hashes, first // size):
-                last = name.last_block + 1
-                self._completed.append((name, self.pool.writers.tags(hashes[last - size : last])))
+        if self._below is not None and is_computed:
+            self._below.computed(request, first, num_blocks)
 
     def _release(self, request: VirtualRequest) -> None:
         self.pool.release(reversed(request.block_ids))

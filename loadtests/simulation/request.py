@@ -144,6 +144,10 @@ class VirtualRequest:
         """Known tokens without KV, while it waits or prefills."""
         return self.num_tokens - self.num_computed
 
+    def num_findable_blocks(self, block_size: int) -> int:
+        """The last token is always computed, since its logits are wanted."""
+        return (self.num_tokens - 1) // block_size
+
     def hashes(self, num_blocks: int) -> list[BlockHash]:
         """Of the leading full blocks: the prompt's own, then this request's answer, which no other shares."""
         for block in range(len(self.block_hashes), num_blocks):

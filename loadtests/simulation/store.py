@@ -49,13 +49,12 @@ class VirtualStore:
         self.blocks_per_chunk = max(1, shape.chunk_tokens // block_size)
         self._block_tokens = block_size
         self._token_bytes = shape.bytes_per_token
-        chunk_bytes = self.blocks_per_chunk * block_size * shape.bytes_per_token
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = self.blocks_per_chunk * block_size * shape.bytes_per_token
         self._shape = shape
         self.directory = Directory(
-            host_chunks=max(1, int(shape.host_bytes // chunk_bytes)),
-            disk_chunks=int(shape.disk_bytes // chunk_bytes),
-            chunk_bytes=chunk_bytes,
+            host_chunks=max(1, int(shape.host_bytes // self._chunk_bytes)),
+            disk_chunks=int(shape.disk_bytes // self._chunk_bytes),
+            chunk_bytes=self._chunk_bytes,
             write_budget=WriteBudget(shape.write_bytes_per_second),
         )
         self._writers: dict[BlockHash, Writers] = {name.key: writers for name, writers in restored}
@@ -63,9 +62,9 @@ class VirtualStore:
         self._to_device = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
         self._to_host = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
         self._disk = Link(shape.disk_bytes_per_second, DISK_MOVE_SECONDS)
-        pull_rate = shape.pull_bytes_per_second or 1.0
-        self._in = Link(pull_rate, PULL_MOVE_SECONDS)
-        self._out = Link(pull_rate)
+        rate = shape.pull_bytes_per_second
+        self._in = None if rate is None else Link(rate, PULL_MOVE_SECONDS)
+        self._out = None if rate is None else Link(rate)
         self._due: dict[BlockHash, float] = {}
         """When the chunks that are coming will be there."""
         self._num_moves = 0
@@ -256,6 +255,7 @@ class VirtualStore:
             offered.append(name.key)
         if not offered:
             return
+        assert self._in is not None and peer._out is not None, "who cannot pull plans no pull"
         num_bytes = len(offered) * self._chunk_bytes
         expected = num_bytes / self._in.bytes_per_second + self._in.fixed_seconds
         ready_at = peer._disk.take(now, num_on_disk * self._chunk_bytes) if num_on_disk else now
