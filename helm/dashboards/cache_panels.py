@@ -284,10 +284,20 @@ BELOW = (
     ),
     Panel(
         title="Write budget left",
-        description="At 0 only KV that was used again is written (disk_write_bytes_per_second and _per_day).",
+        description="Below one half only KV that was used again or is leased is written, at 0 nothing is "
+        "(disk_write_bytes_per_second and _per_day).",
         unit="percentunit",
         maximum=1,
         queries=(Query("replica_disk_write_budget_ratio{REPLICA}", "{{replica}}"),),
+    ),
+    Panel(
+        title="Disks that are not written to, slots that are held",
+        description="1 while a disk takes no writes, and slots of host memory that a read which was given up "
+        "may still write to. Both are 0 while disks are well; the alerts say what to do.",
+        queries=(
+            Query("max by (replica) (replica_disk_writing_stopped{REPLICA})", "{{replica}} not written"),
+            Query("replica_quarantined_slots{REPLICA}", "{{replica}} slots held"),
+        ),
     ),
     Panel(
         title="Leased tokens that were lost",

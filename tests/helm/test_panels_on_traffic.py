@@ -71,7 +71,7 @@ MAY_STAY_ZERO = {
 """What need not happen here, and why."""
 
 
-NOT_HERE = ("replica_tier_", "replica_disk_", "replica_prefix_lease")
+NOT_HERE = ("replica_tier_", "replica_disk_", "replica_quarantined_", "replica_prefix_lease")
 """Simulated engines have no memory below the device, and replicas without any tell nothing of it."""
 
 

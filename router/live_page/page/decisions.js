@@ -102,9 +102,9 @@ function tiersOf(decision) {
   const host = decision.host_tokens ?? 0;
   const disk = decision.disk_tokens ?? 0;
   if (host + disk === 0) return null;
-  const parts = [["device", decision.cached_tokens - host - disk], ["host memory", host], ["disk", disk]];
+  const parts = [["on the device", decision.cached_tokens - host - disk], ["from host memory", host], ["from disk", disk]];
   const text = parts.filter(([, amount]) => amount > 0).map(([name, amount]) => `${count(amount)} ${name}`);
-  return element("span", { class: "small tiers" }, `from ${text.join(", ")}`);
+  return element("span", { class: "small tiers" }, text.join(", "));
 }
 
 async function explain(number, button, details) {
@@ -143,7 +143,7 @@ function explained(decision) {
   const parts = [];
   if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${REASONS[decision.reason] ?? decision.reason}.`));
   const tiers = tiersOf(decision);
-  if (tiers !== null) parts.push(element("p", {}, `Cached tokens were read ${tiers.textContent}.`));
+  if (tiers !== null) parts.push(element("p", {}, `Cached tokens: ${tiers.textContent}.`));
   for (const candidate of decision.candidates) {
     if (candidate.tiers?.sentence) parts.push(element("p", {}, `Expected ${candidate.tiers.sentence}.`));
   }
