@@ -57,6 +57,9 @@ class ReplicaConfig:
     tls_client_ca: str | None = setting(
         None, help="PEM file with a private CA; only routers that have a certificate of this CA are served"
     )
+    tls_peer_name: str = setting(
+        "kvasir-replica", help="DNS name in the certificates of replicas from which this one pulls KV"
+    )
     health_socket: str | None = setting(
         None, help="Unix socket that serves only health checks, without TLS, for probes on the same machine"
     )
@@ -121,6 +124,12 @@ class ReplicaConfig:
     )
     spill_seconds: float = setting(
         10.0, help="maximum time at the end for writing to the disk what only host memory has"
+    )
+    pull_bytes_per_second: float | None = setting(
+        None,
+        help="what the network between replicas carries, in bytes per second: KV that another replica has in "
+        "host memory is pulled from there where that should be sooner than computing it; none means that "
+        "this replica neither pulls nor lets others pull; needs host_kv_bytes",
     )
     chunk_tokens: int | None = setting(
         None,
@@ -245,7 +254,11 @@ class ReplicaConfig:
     def _check_tiers(self) -> None:
         if self.disk_kv_bytes is not None and (self.kv_folder is None or self.host_kv_bytes is None):
             raise SettingsError("setting disk_kv_bytes needs kv_folder and host_kv_bytes")
-        for name in ("disk_write_bytes_per_second", "disk_write_bytes_per_day"):
+        if self.pull_bytes_per_second is not None and self.host_kv_bytes is None:
+            raise SettingsError("setting pull_bytes_per_second needs host_kv_bytes")
+        if self.pull_bytes_per_second is not None and self.tls_certificate and not self.tls_client_ca:
+            raise SettingsError("setting pull_bytes_per_second needs tls_client_ca where replicas speak TLS")
+        for name in ("disk_write_bytes_per_second", "disk_write_bytes_per_day", "pull_bytes_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise SettingsError(f"setting {name} must be above 0")

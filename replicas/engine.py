@@ -3,6 +3,7 @@
 Owns the contract that every engine keeps. Threads, gRPC, Redis and text are outside of it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,11 +44,34 @@ class EngineRequest:
         return (self.submit.sampling.seed + self.key.choice) % 2**64
 
 
+@dataclass(frozen=True, slots=True)
+class SharedKv:
+    """Where an engine's host memory for KV lies, for who reads it on the same machine without asking it.
+
+    `fd` is open in the process `pid`. `layout` is the digest of what the payloads look like.
+    """
+
+    pid: int
+    fd: int
+    num_slots: int
+    payload_bytes: int
+    layout: bytes
+
+
+def with_layout(card: ModelCard, shared: SharedKv | None) -> ModelCard:
+    """The card, with what says whose KV this engine can use."""
+    return card if shared is None else dataclasses.replace(card, kv_layout=shared.layout.hex())
+
+
 class Engine(Protocol):
     """What `loop.py` drives. Not thread-safe: one thread calls everything but `card`."""
 
     @property
     def card(self) -> ModelCard: ...
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        """None if nothing below the device is there for others to read."""
 
     def begin(self) -> None:
         """Requests follow, and what came before were proofs: what an earlier life has left below the device

@@ -19,10 +19,12 @@ from prometheus_client import CollectorRegistry
 
 from replicas.building import EngineBuilder, ProvenEngine, build_in_time
 from replicas.config import ReplicaConfig
+from replicas.engine import SharedKv
 from replicas.engine_process.build import build_engine
 from replicas.engine_process.process_loop import drive
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
 from replicas.index.index_writer import IndexWriter
+from replicas.kvstore.chunk_reader import ChunkReader
 from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.observation.trace_points import Tracing
 from replicas.openings import open_secret, open_tls, open_tracing
@@ -304,6 +306,7 @@ class _Parts:
             heartbeat_seconds=config.heartbeat_seconds,
             intake=_intake(config, self.card),
             call_keys=() if secret is None else secret.keys(Purpose.CALLS),
+            kv=_reader(proven.engine.shared_kv),
             tracing=tracing,
         )
         self.watchdog = self._watch(host, config.engine_hang_seconds, proven.token_seconds)
@@ -372,6 +375,16 @@ class _Parts:
     def _step_down(self, host: ReplicaHost, lost: LeaseLost) -> None:
         logger.error("%s; this replica ends", lost)
         host.fail(lost)
+
+
+def _reader(shared: SharedKv | None) -> ChunkReader | None:
+    if shared is None:
+        return None
+    try:
+        return ChunkReader(shared)
+    except OSError as error:
+        logger.warning("other replicas cannot pull KV from here: the engine's memory: %s", error)
+        return None
 
 
 def _intake(config: ReplicaConfig, card: ModelCard) -> Intake:

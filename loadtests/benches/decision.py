@@ -42,6 +42,8 @@ from router.routing.policies import POLICIES
 from router.routing.table import RoutingTable
 
 MODEL = "model"
+LAYOUT = "one"
+"""Of every replica: each may pull from every other."""
 ROOT = BlockHash(b"r" * HASH_BYTES)
 EPOCH = Epoch("e")
 INDEX_STRIDE = 128
@@ -98,7 +100,7 @@ def filled_table(
     third of each lies in host memory and a third on disk: of a prompt, what is deepest.
     """
     rng = random.Random(num_replicas)
-    card = ModelCard(MODEL, "", "simulated", block_size, 1000, 100_000, 1000)
+    card = ModelCard(MODEL, "", "simulated", block_size, 1000, 100_000, 1000, kv_layout=LAYOUT)
     table = RoutingTable("kvasir", CostParameters(), rng, clock=time.monotonic)
     held: dict[ReplicaId, dict[BlockHash, Tier]] = {}
     for number in range(num_replicas):
@@ -162,7 +164,8 @@ def practised_hasher(batch: Sequence[HeldPrompt], block_size: int) -> ChainHashe
 def measure_batch(table: RoutingTable, batch: Sequence[HeldPrompt], block_size: int) -> list[float]:
     """CPU seconds per prompt of each stage, and of the whole."""
     hasher = practised_hasher(batch, block_size)
-    replicas = Replicas(table.replica_ids(MODEL), table.load)
+    replica_ids = table.replica_ids(MODEL)
+    replicas = Replicas(replica_ids, table.load, dict.fromkeys(replica_ids, LAYOUT))
     index, policy, rng = table.index(MODEL), POLICIES["kvasir"], random.Random(1)
     times: list[float] = []
     hashes: list[list[BlockHash]] = []

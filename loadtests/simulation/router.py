@@ -129,4 +129,5 @@ def _card(options: FleetOptions) -> ModelCard:
         vocab_size=0,
         max_batched_tokens=shape.max_batched_tokens,
         max_running=shape.max_running,
+        kv_layout=MODEL,
     )

@@ -97,7 +97,7 @@ def _build(connection: "Connection[Any, Any]") -> Engine | None:
         (kind,) = (kind.__name__ for kind in STARTUP_ERRORS if isinstance(error, kind))
         connection.send_bytes(ENCODER.encode(NotBuilt(kind, str(error))))
         return None
-    connection.send_bytes(ENCODER.encode(Built(engine.card, bundle)))
+    connection.send_bytes(ENCODER.encode(Built(engine.card, bundle, engine.shared_kv)))
     return engine
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from replicas.checkpoints.model_config import CheckpointError
 from replicas.config import ReplicaConfig
-from replicas.engine import EngineRequest, RequestRefused
+from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame, Submit
@@ -76,6 +76,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 class Built(msgspec.Struct, frozen=True, tag=True):
     card: ModelCard
     bundle: TokenizerBundle
+    shared_kv: SharedKv | None = None
 
 
 class NotBuilt(msgspec.Struct, frozen=True, tag=True):
@@ -139,11 +140,15 @@ class EngineProcess:
         except BaseException:
             self.close()
             raise
-        self._card, self._bundle = built.card, built.bundle
+        self._card, self._bundle, self._shared_kv = built.card, built.bundle, built.shared_kv
 
     @property
     def card(self) -> ModelCard:
         return self._card
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return self._shared_kv
 
     @property
     def pid(self) -> int:

@@ -4,7 +4,8 @@ Owns that memory. Does not know what a slot holds.
 
 It is a file that has no name (memfd), so that another process can be given it, and so that nothing is left
 of it when the process dies, however that happens. A slot is the image of a chunk's file on disk: a header,
-then the payload, both whole pages.
+then the payload, both whole pages. Behind the slots there may be a table of what they hold, for readers
+outside.
 """
 
 import mmap
@@ -12,6 +13,7 @@ import os
 from pathlib import Path
 
 from replicas.kvstore.layout import HEADER_BYTES, file_bytes
+from replicas.kvstore.slot_table import SlotTable, table_bytes
 from replicas.process.settings import SettingsError
 
 _CGROUP_LIMITS = (
@@ -29,13 +31,14 @@ class Arena:
     Raises SettingsError if the machine has not as much memory available now.
     """
 
-    def __init__(self, num_slots: int, payload_bytes: int) -> None:
+    def __init__(self, num_slots: int, payload_bytes: int, *, has_table: bool = False) -> None:
         if num_slots < 1 or payload_bytes < 1:
             raise ValueError(f"an arena has slots and payloads, not {num_slots} of {payload_bytes} bytes")
         self.num_slots = num_slots
         self.payload_bytes = payload_bytes
         self.slot_bytes = file_bytes(payload_bytes)
-        total = num_slots * self.slot_bytes
+        of_slots = num_slots * self.slot_bytes
+        total = of_slots + (table_bytes(num_slots) if has_table else 0)
         available = available_bytes()
         if available is not None and total > available:
             raise SettingsError(
@@ -50,6 +53,7 @@ class Arena:
             os.close(self.fd)
             raise
         self._view = memoryview(self.memory)
+        self.table = SlotTable(self._view[of_slots:], num_slots) if has_table else None
 
     def slot(self, index: int) -> memoryview:
         """Header and payload."""
@@ -64,6 +68,8 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            if self.table is not None:
+                self.table.close()
             self._view.release()
 
 

@@ -156,12 +156,17 @@ def encode(header: ChunkHeader, slot: memoryview) -> int:
     total = file_bytes(header.payload_bytes)
     if len(slot) < total:
         raise ValueError(f"a slot of {len(slot)} bytes is too small for a file of {total}")
-    slot[:_HEADER_CHECK_AT] = _encode_fields(header)
-    slot[_HEADER_CHECK_AT:_CHECKSUM_AT] = xxhash.xxh3_64_digest(slot[:_HEADER_CHECK_AT])
+    slot[:_CHECKSUM_AT] = encode_label(header)
     end = HEADER_BYTES + header.payload_bytes
     slot[end:total] = bytes(total - end)
     slot[_CHECKSUM_AT:HEADER_BYTES] = _checksum(slot, end)
     return total
+
+
+def encode_label(header: ChunkHeader) -> bytes:
+    """The fields of a header and their own checksum, without that of a payload. Raises ValueError."""
+    fields = _encode_fields(header)
+    return fields + xxhash.xxh3_64_digest(fields)
 
 
 def decode_header(header: memoryview, layout: LayoutId, key: BlockHash) -> ChunkHeader:

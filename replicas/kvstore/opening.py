@@ -6,6 +6,7 @@ laid out.
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from replicas.config import ReplicaConfig
 from replicas.kvstore.arena import Arena
@@ -14,6 +15,9 @@ from replicas.kvstore.layout import Layout, file_bytes
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.process.settings import SettingsError
+
+if TYPE_CHECKING:
+    from replicas.kvstore.pull import Puller
 
 
 def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> ChunkStore | None:
@@ -27,14 +31,26 @@ def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> Chu
             f"setting host_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
             f" {chunk_bytes:,} bytes"
         )
-    arena = Arena(num_slots, payload_bytes)
+    arena = Arena(num_slots, payload_bytes, has_table=config.pull_bytes_per_second is not None)
     try:
+        puller = _open_puller(config, layout, payload_bytes)
         share = None if config.disk_kv_bytes is None else _open_disk(config, layout, chunk_bytes)
     except BaseException:
         arena.close()
         raise
     shape = ChunkShape(config.tokens_per_block, config.tokens_per_chunk // config.tokens_per_block)
-    return ChunkStore(arena, shape, clock=time.monotonic, share=share, lease_share=config.lease_share)
+    return ChunkStore(
+        arena, shape, clock=time.monotonic, share=share, lease_share=config.lease_share, puller=puller
+    )
+
+
+def _open_puller(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> "Puller | None":
+    if config.pull_bytes_per_second is None:
+        return None
+    # Here, since a replica that does not pull needs no gRPC beside its engine.
+    from replicas.kvstore.pull_opening import open_puller
+
+    return open_puller(config, layout, payload_bytes, config.pull_bytes_per_second)
 
 
 def _open_disk(config: ReplicaConfig, layout: Layout, chunk_bytes: int) -> DiskShare:

@@ -24,11 +24,14 @@ def chunk_names(
 
 
 class Plan(NamedTuple):
-    """`to_read` lie on disk alone, `to_pull` only at a peer; both in the order of the chain."""
+    """`to_read` lie on disk alone, `to_pull` only at a peer; both in the order of the chain. `transfer` is
+    the number of the one that pulls them, once it is under way.
+    """
 
     way: Way
     to_read: list[BlockHash]
     to_pull: list[ChunkName]
+    transfer: int | None = None
 
 
 def plan_arrival(

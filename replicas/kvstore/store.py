@@ -1,22 +1,24 @@
 """ChunkStore: a replica's KV below its device, as its engine sees it.
 
-Owns the directory, the memory that it speaks of, and what is asked of the disk. Does not know requests, or
-how KV gets from the device to a slot and back: that is the engine's. One thread calls it, the engine's, and
-no call but `close` and `wait` blocks.
+Owns the directory, the memory that it speaks of, and what is asked of the disk and of peers. Does not know
+requests, or how KV gets from the device to a slot and back: that is the engine's. One thread calls it, the
+engine's, and no call but `close` and `wait` blocks.
 
     device ──offer, filled──▶ host memory ──▶ device      the engine copies; `pin` while it reads
                                  ▲  │
-                       arrived   │  │ poll                the disk's threads read and write
-                                disk
+                       arrived   │  │ poll                the threads of both read and write
+                         peers, disk
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import ChunkName, Directory, Place, Write
 from replicas.kvstore.disk import Disk, Finished, Kind
@@ -24,18 +26,20 @@ from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.lease_desk import LeaseDesk, leases_within, restored_leases
 from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
 from replicas.kvstore.rate import Rate
+from replicas.kvstore.slot_books import SlotBooks, Writers
+from replicas.kvstore.store_pulls import StorePulls
 from replicas.kvstore.tally import Tally, failure
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, CacheEvent, Tier
-from replicas.protocol.frames import UserTag
+from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import MoveFailure, TierFigures, TierFill
 from replicas.protocol.ways import HOST_MOVE_SECONDS, MoveSpeeds
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from replicas.kvstore.pull import Puller
 
-Writers = tuple[UserTag, ...]
-"""Whose request computed each block of a chunk."""
+logger = logging.getLogger(__name__)
 
 MAX_WRITES = 4
 """Chunks that are written to the disk together. Reads wait for no more than these."""
@@ -83,8 +87,11 @@ class ChunkStore:
         clock: Callable[[], float],
         share: DiskShare | None = None,
         lease_share: float = 0.0,
+        puller: "Puller | None" = None,
     ) -> None:
-        """`lease_share` of the bytes of each tier may be leased."""
+        """`lease_share` of the bytes of each tier may be leased. With a `puller`, whose chunks are as here,
+        the arena has a table.
+        """
         self.arena = arena
         self.shape = shape
         self._clock = clock
@@ -109,7 +116,6 @@ class ChunkStore:
             chunk_tokens=shape.tokens,
             clock=clock,
         )
-        self._writers: list[Writers] = [()] * arena.num_slots
         self._host_rate = Rate()
         """Of loading: seconds per token from host memory to the device."""
         self._reads: dict[int, tuple[BlockHash, int]] = {}
@@ -118,6 +124,13 @@ class ChunkStore:
         """By job: the slot that a read may still write to."""
         self._writes: dict[int, BlockHash] = {}
         self._erasures: set[int] = set()
+        self._books = SlotBooks(arena, shape.tokens, None if puller is None else puller.kind.layout)
+        self._pulls = None if puller is None else StorePulls(self.directory, arena, self._books, puller)
+
+    @property
+    def shared(self) -> SharedKv | None:
+        """Where others may read what is in host memory; None if they may not."""
+        return self._books.shared
 
     def begin(self) -> None:
         """What the disk has of an earlier life counts from now on. What was here before was only a trial."""
@@ -125,6 +138,7 @@ class ChunkStore:
         self._tally, self._told = Tally(), None
         if self._disk is not None:
             self.directory.clear()
+            self._books.cleared()
             self.directory.take_removals()
             self.directory.take_events()
             self._events.append(AllBlocksCleared(Tier.DISK))  # said even where nothing is left
@@ -140,7 +154,7 @@ class ChunkStore:
         """
         slot = self.directory.offer(name)
         if slot is not None:
-            self._writers[slot] = writers
+            self._books.taken(slot, name, writers)
         return slot
 
     def is_kept(self, key: BlockHash) -> bool:
@@ -149,6 +163,9 @@ class ChunkStore:
 
     def filled(self, key: BlockHash) -> None:
         self.directory.filled(key)
+        place = self.directory.slot(key)
+        assert place is not None
+        self._books.filled(place[0])
 
     def given_up(self, key: BlockHash, *, may_still_be_written: bool = False) -> None:
         """The device's copy went before it was copied, or copying failed.
@@ -171,10 +188,12 @@ class ChunkStore:
         num_findable_tokens: int,
         wait_seconds: float,
         token_seconds: float,
+        peer: PullHint | None = None,
     ) -> Plan:
         """A request with these chunks has come. They count as used, and what should be in host memory when
-        its turn comes is read from now on.
+        its turn comes is read from now on, or pulled from the peer.
         """
+        pulls = self._pulls if peer is not None and self._has_begun else None
         plan = plan_arrival(
             self.directory,
             names,
@@ -184,7 +203,10 @@ class ChunkStore:
             speeds=self.speeds(),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
+            num_at_peer=0 if pulls is None or peer is None else pulls.num_at(peer),
         )
+        if pulls is not None and peer is not None and plan.to_pull:
+            plan = plan._replace(transfer=pulls.begin(peer, plan.to_pull))
         if self._disk is not None:
             self._disk.note_use([name.key for name in reversed(names)])
             for key in plan.to_read:
@@ -222,7 +244,11 @@ class ChunkStore:
         self.directory.unpin(keys)
 
     def writers(self, slot: int) -> Writers:
-        return self._writers[slot]
+        return self._books.writers(slot)
+
+    def transfer(self, slot: int) -> int | None:
+        """The number of the transfer from a peer that brought the chunk; None if it came otherwise."""
+        return self._books.transfer(slot)
 
     def loaded(self, num_tokens: int, seconds: float) -> None:
         """So long did a load take: the speed that routers are told follows."""
@@ -234,6 +260,8 @@ class ChunkStore:
     def poll(self) -> None:
         """Take note of what the disk has done, and give it more to do."""
         self.leases.poll()
+        if self._pulls is not None:
+            self._pulls.poll(self._tally.pulls)
         if self._disk is None or not self._has_begun:
             return
         for finished in self._disk.take_finished():
@@ -252,15 +280,17 @@ class ChunkStore:
     @property
     def look_again_seconds(self) -> float | None:
         """When to `poll` again; None while nothing ends by itself."""
-        if self._reads:
+        if self._reads or (self._pulls is not None and self._pulls.is_busy):
             return MOVING_SECONDS
         if self._writes or self._erasures:
             return WRITING_SECONDS
         return WAITING_SECONDS if self.directory.num_to_write else None
 
     def wait(self, seconds: float) -> None:
-        """Until the disk has done something, at most so long."""
-        if self._disk is None:
+        """Until the disk or a peer has done something, at most so long."""
+        if self._pulls is not None and self._pulls.is_busy:
+            self._pulls.wait(seconds)
+        elif self._disk is None:
             time.sleep(seconds)
         else:
             self._disk.wait(seconds)
@@ -268,16 +298,19 @@ class ChunkStore:
     def speeds(self) -> MoveSpeeds:
         """None is what there is no way for, or nobody has measured."""
         host = self._host_rate.seconds_per_unit
+        pull, pull_backlog = None, 0.0
+        if self._pulls is not None:
+            pull, pull_backlog = self._pulls.seconds_per_token, self._pulls.backlog_seconds
         if self._disk is None or self._disk.is_off:
-            return MoveSpeeds(host=host, disk=None, pull=None)
+            return MoveSpeeds(host=host, disk=None, pull=pull, backlog_seconds=pull_backlog)
         disk = self._disk.speeds()
         # Until something has been read, it counts as no faster than writing.
         per_byte = disk.read_seconds_per_byte or disk.write_seconds_per_byte
         return MoveSpeeds(
             host=host,
             disk=None if per_byte is None else per_byte * self.arena.slot_bytes / self.shape.tokens,
-            pull=None,
-            backlog_seconds=disk.backlog_seconds if self._reads else 0.0,
+            pull=pull,
+            backlog_seconds=pull_backlog + (disk.backlog_seconds if self._reads else 0.0),
         )
 
     def figures(self) -> TierFigures:
@@ -291,6 +324,7 @@ class ChunkStore:
             ),
             loads=self._tally.loads.figures(),
             num_quarantined_slots=directory.num_quarantined,
+            pulls=None if self._pulls is None else self._tally.pulls.figures(),
         )
         if self._share is None:
             return figures
@@ -322,6 +356,7 @@ class ChunkStore:
         self.poll()
         if not self.directory.clear():
             return False
+        self._books.cleared()
         if self._disk is not None and self._has_begun:
             self.directory.take_removals()
             job = self._disk.erase()
@@ -331,12 +366,14 @@ class ChunkStore:
 
     def close(self, seconds: float = 0.0) -> None:
         """Write to the disk what only host memory has, for at most so long, and give the memory back."""
+        is_free = self._pulls is None or self._pulls.close()
         if self._disk is not None:
             self._spill(self._disk, seconds)
             self.leases.poll()
             if not self._disk.close(max(1.0, seconds)):
                 return  # a thread hangs in a slot, and the memory has to outlast it
-        self.arena.close()
+        if is_free:
+            self.arena.close()
 
     def _spill(self, disk: Disk, seconds: float) -> None:
         while self._erasures and disk.wait(ERASE_SECONDS):
@@ -358,6 +395,7 @@ class ChunkStore:
         slot = self.directory.fetch(key)
         if slot is None:
             return False
+        self._books.taken(slot)
         job = disk.read(key, self.arena.slot(slot))
         if job is None:
             self._tally.reads.failed(MoveFailure.REFUSED)
@@ -387,7 +425,7 @@ class ChunkStore:
             name=write.name,
             num_tokens=self.shape.tokens,
             payload_bytes=self.arena.payload_bytes,
-            writers=self._writers[write.slot],
+            writers=self._books.writers(write.slot),
             ends_prompt=False,
             tenant=b"",
             created_seconds=int(time.time()),
@@ -408,8 +446,8 @@ class ChunkStore:
             key, slot = self._reads.pop(finished.job)
             if finished.ok and finished.header is not None:
                 self._tally.reads.moved(self.shape.tokens, finished.seconds)
-                self._writers[slot] = finished.header.writers
-                self.directory.filled(key)
+                self._books.came(slot, finished.header)
+                self.filled(key)
             else:
                 self._tally.reads.failed(failure(finished.reason))
                 self.directory.given_up(key)

@@ -50,8 +50,9 @@ class MoveTally:
 
 @dataclass(slots=True)
 class Tally:
-    """From host memory to the device, from disk to host memory, and from there to the disk."""
+    """From host memory to the device, from disk to host memory, from there to the disk; and from peers."""
 
     loads: MoveTally = field(default_factory=MoveTally)
     reads: MoveTally = field(default_factory=MoveTally)
     writes: MoveTally = field(default_factory=MoveTally)
+    pulls: MoveTally = field(default_factory=MoveTally)

@@ -158,6 +158,11 @@ class ReplicaMetrics:
         )
         for reason in CallRefusal:
             self.refused_calls.labels(reason.value)
+        self.pulled_chunks = Counter(
+            "replica_sent_chunks_total",
+            "Chunks of KV that other replicas have pulled from here",
+            registry=registry,
+        )
         self.aborts = Counter(
             "replica_aborts_total", "Aborts of requests that were still running or waiting", registry=registry
         )

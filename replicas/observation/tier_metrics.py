@@ -47,8 +47,8 @@ class TierMetrics:
         """Counters begin at zero when the tier that they are about is known to be there."""
         self._moves = Counter(
             "replica_tier_moves_total",
-            "Moves of KV between tiers: load (host memory to device), read (disk to host memory) "
-            "or write (host memory to disk)",
+            "Moves of KV between tiers: load (host memory to device), read (disk to host memory), "
+            "write (host memory to disk) or pull (peer to host memory)",
             ["way"],
             registry=registry,
         )
@@ -112,6 +112,8 @@ class TierMetrics:
         self._fill(Tier.HOST, figures.host)
         self._quarantined.set(figures.num_quarantined_slots)
         self._moved("load", before.loads, figures.loads)
+        if figures.pulls is not None:
+            self._moved("pull", before.pulls or Moves(), figures.pulls)
         if figures.disk is None:
             return
         self._fill(Tier.DISK, figures.disk)

@@ -34,6 +34,7 @@ class Role(Enum):
 
     ROUTER = "router"
     CONTROLLER = "controller"
+    REPLICA = "replica"
 
 
 class BadToken(Exception):

@@ -26,6 +26,7 @@ from replicas.protocol.bounds import (
 )
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
+from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import TierFigures
 
 MAX_DELTAS_PER_FRAME = 4096
@@ -110,7 +111,8 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
-    has counted it; 0 is not known. `leases` are wishes for how long the prompt's KV is kept. `request_id` is
+    has counted it; 0 is not known. `leases` are wishes for how long the prompt's KV is kept. `pull` says who
+    has more of it, where it should be sooner to read it there than to compute it. `request_id` is
     that of the client's request, for logs; `trace_parent` names the span that this submit belongs to, as
     W3C's traceparent does, and `trace_state` is the tracestate that comes with it. None of these three
     changes what is done.
@@ -134,6 +136,7 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     announcement_id: Uint64 = 0
     num_expected_tokens: Uint32 = 0
     leases: Annotated[tuple[PrefixLease, ...], Meta(max_length=MAX_LEASES)] = ()
+    pull: PullHint | None = None
     request_id: str = ""
     trace_parent: str = ""
     trace_state: str = ""
@@ -176,8 +179,8 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     `num_written_tokens` are the tokens of full prompt blocks that this request added to the cache.
     `num_cross_user_tokens` of the cached ones lie in blocks that another user's request computed,
     `num_own_tokens` in blocks that an earlier request of the same user did; of the rest either user is not
-    known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device, and
-    `num_disk_tokens` of these from disk.
+    known. `num_slower_tier_tokens` of the cached ones were read back from a tier below the device, of these
+    `num_disk_tokens` from disk and `num_pulled_tokens` from a peer, for this request.
 
     `leases` answers those of the submit, in their order; none of them means that nobody has looked at them.
     `num_evicted_early_tokens` of those that were not cached had been leased and went before their time, the
@@ -191,6 +194,7 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_own_tokens: Uint32 = 0
     num_slower_tier_tokens: Uint32 = 0
     num_disk_tokens: Uint32 = 0
+    num_pulled_tokens: Uint32 = 0
     leases: Annotated[tuple[LeaseAnswer, ...], Meta(max_length=MAX_LEASES)] = ()
     num_evicted_early_tokens: Uint32 = 0
     broken_by: LeaseBreak | None = None

@@ -25,6 +25,9 @@ class Replica(Protocol):
     def list_blocks(self, request: bytes, context: Any) -> Any:
         """Nothing to BlockLists: what the index should hold, for rebuilding and for checking it."""
 
+    async def pull(self, request: bytes, context: Any) -> None:
+        """PullRequest to PullParts: chunks of KV from host memory, for another replica."""
+
     async def begin_drain(self, request: bytes, context: Any) -> Any:
         """Nothing to Nothing: stop admitting, finish what runs, leave. Returns at once."""
 
@@ -40,6 +43,7 @@ def handler(replica: Replica) -> "grpc.GenericRpcHandler[Any, Any]":
         "Serve": grpc.stream_stream_rpc_method_handler(replica.serve, response_serializer=encode),
         "Describe": grpc.unary_unary_rpc_method_handler(replica.describe, response_serializer=encode),
         "ListBlocks": grpc.unary_stream_rpc_method_handler(replica.list_blocks, response_serializer=encode),
+        "Pull": grpc.unary_stream_rpc_method_handler(replica.pull, response_serializer=encode),
         "Drain": grpc.unary_unary_rpc_method_handler(replica.begin_drain, response_serializer=encode),
     }
     return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)

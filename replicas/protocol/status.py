@@ -55,7 +55,8 @@ class ModelCard:
     """All that a router must know of a model to route for it.
 
     `fingerprint` is the hex digest over weights, tokenizer and chat template: two replicas with one
-    fingerprint compute the same KV for the same tokens.
+    fingerprint compute the same KV for the same tokens. `kv_layout` is the hex digest of how a replica lays
+    out the KV that others may pull from its host memory; empty if it does not pull and none may.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelCard:
     max_batched_tokens: Uint32 = 0
     max_running: Uint32 = 0
     adapters: tuple[Adapter, ...] = ()
+    kv_layout: str = ""
 
     def digest(self) -> str:
         """Changes whenever any field does: a router fetches the card again when it sees a new one."""

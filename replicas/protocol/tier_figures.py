@@ -11,17 +11,21 @@ from msgspec import Struct
 
 
 class MoveFailure(enum.StrEnum):
-    """Why a file was not read or written. The chunk is computed again, or stays where it is."""
+    """Why KV was not read from a file or from a peer, or not written. It is computed again, or stays where it
+    is.
+    """
 
     MISSING = "missing"
     DAMAGED = "damaged"
     """It is not what its name says: torn, changed, or another's."""
     LATE = "late"
-    """The disk took longer than a read may."""
+    """The disk or the peer took longer than a read may."""
     NO_SPACE = "no_space"
     IO_ERROR = "io_error"
     REFUSED = "refused"
-    """Too much waits for the disk already, or it takes nothing any more."""
+    """Too much waits for the disk already, or it takes nothing any more; or the peer would not."""
+    UNREACHABLE = "unreachable"
+    """The peer's connection could not be had, or broke."""
 
 
 class WriteStop(enum.StrEnum):
@@ -59,7 +63,8 @@ class TierFigures(Struct, frozen=True, array_like=True):
     `disk` is None where there is none. A *quarantined* slot may still be written to by a read that was given
     up. `num_waiting_writes` chunks wait for the write budget, of which `write_budget_ratio` is left; while it
     is short, only what was used again or is leased is written. `num_other_bytes` of the disk are those of
-    other layouts and versions.
+    other layouts and versions. `pulls` go from peers to host memory, and fail as whole transfers of several
+    chunks; None where there are none.
     """
 
     host: TierFill = TierFill()
@@ -73,3 +78,4 @@ class TierFigures(Struct, frozen=True, array_like=True):
     is_write_budget_short: bool = False
     write_stop: WriteStop | None = None
     num_other_bytes: int = 0
+    pulls: Moves | None = None

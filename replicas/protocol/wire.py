@@ -36,6 +36,7 @@ from replicas.protocol.frames import (
     TokenDelta,
     TokenLogprobs,
 )
+from replicas.protocol.pulls import PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 
 SERVICE_NAME = "kvasir.v2.Replica"
@@ -111,6 +112,8 @@ decode_client_frame = _decoder(ClientFrame)
 decode_server_frame = _decoder(ServerFrame)
 decode_describe_request = _decoder(DescribeRequest)
 decode_block_list = _decoder(BlockList)
+decode_pull_request = _decoder(PullRequest)
+decode_pull_part = _decoder(PullPart)
 decode_load = _decoder(LoadSnapshot)
 _decode_submit = _decoder(Submit)
 _decode_delta = _decoder(TokenDelta)
@@ -177,6 +180,7 @@ def _check_card(card: ModelCard) -> None:
     checked_name(card.name)
     checked_name(card.fingerprint)
     checked_name(card.engine)
+    checked_count(len(card.kv_layout), MAX_NAME_CHARACTERS, "the length of a KV layout")
     for what, value, most in (
         ("a block size", card.block_size, 1 << 16),
         ("a context length", card.context_length, MAX_TOKENS),
@@ -196,7 +200,7 @@ def _check_usage(usage: PromptUsage) -> None:
     if not (
         cached <= usage.num_prompt_tokens
         and usage.num_cross_user_tokens + usage.num_own_tokens <= cached
-        and usage.num_disk_tokens <= usage.num_slower_tier_tokens <= cached
+        and usage.num_disk_tokens + usage.num_pulled_tokens <= usage.num_slower_tier_tokens <= cached
         and usage.num_evicted_early_tokens <= usage.num_prompt_tokens - cached
     ):
         raise ValueError(f"a usage does not add up: {shown(usage)}")

@@ -66,6 +66,8 @@ class Progress:
     waits_until: float
     read: frozenset[BlockHash]
     """Chunks that are read from disk for it."""
+    transfer: int | None
+    """That pulls chunks from a peer for it."""
     num_offered: int = 0
     """Leading chunks that host memory has been offered."""
 
@@ -119,6 +121,7 @@ class LowerTiers:
             num_findable_tokens=self._manager.num_findable_blocks(request) * self._manager.block_size,
             wait_seconds=wait_seconds,
             token_seconds=self._token_seconds,
+            peer=request.submit.pull,
         )
         if request.num_preemptions == 0:
             request.lease_outcome = self._lease(request, names, num_device_blocks)
@@ -128,6 +131,7 @@ class LowerTiers:
             plan.way.num_ready_tokens,
             waits_until=self._clock() + patience,
             read=frozenset(plan.to_read),
+            transfer=plan.transfer,
         )
 
     def _lease(self, request: Request, names: "list[ChunkName]", num_device_blocks: int) -> LeaseOutcome:
@@ -163,9 +167,9 @@ class LowerTiers:
 
     # From host memory to the device.
 
-    def load(self, request: Request, num_device_blocks: int, num_ready_blocks: int) -> int:
+    def load(self, request: Request, num_device_blocks: int, num_ready_blocks: int) -> tuple[int, int]:
         """Copy host memory's share of the ready blocks into the request's, all of which it holds. Returns how
-        many of these tokens had been read from disk for it.
+        many of these tokens had been read from disk for it, and how many pulled from a peer.
         """
         size = self._store.shape.blocks_per_chunk
         first_chunk = num_device_blocks // size
@@ -185,11 +189,16 @@ class LowerTiers:
         self._loads.append(
             _Load(request, copy, keys, writers, num_device_blocks, num_ready_blocks, started_at)
         )
-        num_read = 0
-        for number, key in enumerate(keys, first_chunk):
-            if key in progress.read:
-                num_read += min(num_ready_blocks, (number + 1) * size) - max(num_device_blocks, number * size)
-        return num_read * self._manager.block_size
+        num_read = num_pulled = 0
+        for number, (key, slot) in enumerate(zip(keys, slots, strict=True), first_chunk):
+            end = min(num_ready_blocks, (number + 1) * size)
+            num_tokens = (end - max(num_device_blocks, number * size)) * self._manager.block_size
+            transfer = self._store.transfer(slot)
+            if transfer is not None and transfer == progress.transfer:
+                num_pulled += num_tokens
+            elif key in progress.read:
+                num_read += num_tokens
+        return num_read, num_pulled
 
     def take_loaded(self) -> list[tuple[Request, int]]:
         """Those whose loads have ended since the last call, and how many of their leading blocks have KV on

@@ -36,6 +36,7 @@ class Request:
         "num_own_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_pulled_tokens",
         "num_slower_tier_tokens",
         "num_submitted_tokens",
         "rank",
@@ -69,6 +70,8 @@ class Request:
         """Of the cached tokens, those that were copied to the device for it."""
         self.num_disk_tokens: int = 0
         """And of these, those that were read from disk for it."""
+        self.num_pulled_tokens: int = 0
+        """And those that were pulled from a peer for it."""
         self.lease_outcome: LeaseOutcome = without_tiers(self.submit.leases if self.key.choice == 0 else ())
         """What became of the leases that it asks for, as its submit's first choice."""
         self.num_expected_tokens: int = 0

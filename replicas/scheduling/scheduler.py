@@ -307,9 +307,9 @@ class Scheduler:
             num_loaded_blocks = num_ready_blocks - len(cached_block_ids)
             request.num_slower_tier_tokens = num_loaded_blocks * self._manager.block_size
         self._loading.append(request)
-        num_disk_tokens = self._lower_tiers.load(request, len(cached_block_ids), num_ready_blocks)
+        shares = self._lower_tiers.load(request, len(cached_block_ids), num_ready_blocks)
         if request.num_preemptions == 0:
-            request.num_disk_tokens = num_disk_tokens
+            request.num_disk_tokens, request.num_pulled_tokens = shares
 
     def _start_loaded(self, prefills: list[Chunk], budget: int) -> int:
         """Start those whose KV has come, as far as the budget goes; what is left of it."""
@@ -391,6 +391,7 @@ class Scheduler:
             num_own_tokens=request.num_own_tokens,
             num_slower_tier_tokens=min(request.num_slower_tier_tokens, request.num_prompt_tokens),
             num_disk_tokens=min(request.num_disk_tokens, request.num_prompt_tokens),
+            num_pulled_tokens=min(request.num_pulled_tokens, request.num_prompt_tokens),
             leases=outcome.answers,
             num_evicted_early_tokens=min(
                 outcome.num_evicted_early_tokens, request.num_prompt_tokens - num_cached_tokens

@@ -1,8 +1,8 @@
 """CallerCheck: no gRPC call of a replica is served unless its caller has shown that it may make it.
 
 Owns which role may call what, and which tokens have been shown. What a token proves `call_tokens.py` knows.
-Health is for everybody: probes have no secret. All else that a server has, reflection too, is for callers
-with some role.
+Health is for everybody: probes have no secret. All else that a server has, reflection too, is for routers
+and the controller.
 """
 
 import logging
@@ -16,8 +16,14 @@ from replicas.observation.metrics import CallRefusal
 from replicas.protocol.call_tokens import METADATA_KEY, Audience, BadToken, Role, proof_of
 
 EVERYBODY = "/grpc.health.v1.Health/"
-ONLY: Mapping[str, frozenset[Role]] = {"Drain": frozenset({Role.CONTROLLER})}
+ONLY: Mapping[str, frozenset[Role]] = {
+    "Drain": frozenset({Role.CONTROLLER}),
+    "Pull": frozenset({Role.REPLICA}),
+}
 """Methods of our service that not every role may call."""
+
+OTHERS = frozenset({Role.ROUTER, Role.CONTROLLER})
+"""Who may call all else."""
 
 MAX_KNOWN_NONCES = 65_536
 """Of tokens that were believed, one for each call. A router makes two or three for each stream,
@@ -62,8 +68,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # it ta
         if proof.nonce in self._known:
             return self._count(CallRefusal.USED_TOKEN, unauthenticated, "the caller's token was shown before")
         self._remember(proof.nonce)
-        roles = ONLY.get(method.removeprefix(self._service))
-        if roles is not None and proof.role not in roles:
+        if proof.role not in ONLY.get(method.removeprefix(self._service), OTHERS):
             message = f"a {proof.role.value} may not call {method}"
             return self._count(CallRefusal.WRONG_ROLE, grpc.StatusCode.PERMISSION_DENIED, message)
         return None

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from replicas.kvstore.chunk_reader import ChunkReader
 from replicas.loop import ENGINE_FAILED
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.observation.trace_points import Tracing
@@ -48,6 +49,7 @@ from replicas.serving.arrivals import Arrivals
 from replicas.serving.caller_check import CallerCheck
 from replicas.serving.intake import Intake
 from replicas.serving.ports import Ports
+from replicas.serving.pull_desk import PullDesk
 from replicas.serving.router_stream import OpenRequest, RouterStream
 from replicas.serving.waits import Waits
 
@@ -108,6 +110,7 @@ class ReplicaServer:
         heartbeat_seconds: float,
         intake: Intake,
         call_keys: Sequence[bytes] = (),
+        kv: ChunkReader | None = None,
         tracing: Tracing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -130,6 +133,7 @@ class ReplicaServer:
         metrics.arrived.set_function(lambda: self._arrivals.num_requests)
         metrics.open_sequences.set_function(lambda: intake.num_sequences)
         metrics.open_tokens.set_function(lambda: intake.num_tokens)
+        self._pull_desk = PullDesk(kv, identity.epoch, metrics.pulled_chunks)
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -189,6 +193,7 @@ class ReplicaServer:
         for stream in self._streams:
             stream.close()
         await self._ports.close(grace_seconds)
+        await asyncio.to_thread(self._pull_desk.close)
 
     def deliver(self, frame: StepFrame, step_seconds: float = 0.0) -> None:
         """Give each stream its share of one frame, and the load to all. Its events have been observed."""
@@ -249,6 +254,9 @@ class ReplicaServer:
         hashes = list(self._list_blocks())
         for at in range(0, len(hashes), HASHES_PER_BLOCK_LIST):
             yield BlockList(b"".join(hashes[at : at + HASHES_PER_BLOCK_LIST]))
+
+    async def pull(self, request: bytes, context: Any) -> None:
+        await self._pull_desk.serve(request, context)
 
     async def begin_drain(self, request: bytes, context: Any) -> Nothing:
         self._on_drain()

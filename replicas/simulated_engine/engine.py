@@ -6,7 +6,7 @@ For load tests of the router and for planning; what it measures says nothing of 
 
 from collections.abc import Callable, Sequence
 
-from replicas.engine import EngineRequest
+from replicas.engine import EngineRequest, SharedKv
 from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
@@ -54,6 +54,10 @@ class SimulatedEngine:
     @property
     def card(self) -> ModelCard:
         return self._card
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return None
 
     def begin(self) -> None:
         """No earlier life has left anything."""

@@ -12,7 +12,7 @@ import torch
 from replicas.checkpoints.model_config import ModelConfig
 from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_headers
 from replicas.config import ReplicaConfig
-from replicas.engine import EngineRequest, RequestRefused
+from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
@@ -82,6 +82,7 @@ class TorchEngine:
         self._spill_seconds = config.spill_seconds
         manager = KVCacheManager(num_ids, config.tokens_per_block)
         self.store, lower_tiers = _lower_tiers(config, pool, manager, self._meter)
+        self._card = with_layout(self._card, self.shared_kv)
         self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers)
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids)
@@ -89,6 +90,10 @@ class TorchEngine:
     @property
     def card(self) -> ModelCard:
         return self._card
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return None if self.store is None else self.store.shared
 
     def bundle(self) -> TokenizerBundle:
         """The files that the model's text goes through."""

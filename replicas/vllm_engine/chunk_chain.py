@@ -4,7 +4,7 @@ Owns the request's block hashes, made as they are asked for. Pure: knows nothing
 name nothing outside it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from replicas.kvstore.directory import ChunkName
 from replicas.protocol.blocks import BlockHash, hash_blocks
@@ -26,6 +26,8 @@ class ChunkChain:
         """When it stops waiting for chunks that are on their way into host memory, by a clock of others."""
         self.read: frozenset[BlockHash] = frozenset()
         """Chunks that are read from disk for it."""
+        self.transfer: int | None = None
+        """That pulls chunks from a peer for it."""
         self._root = root
         self._token_ids = token_ids
         self._block_size = block_size
@@ -34,6 +36,7 @@ class ChunkChain:
         self._loaded: dict[BlockHash, UserTag] = {}
         self._loaded_from_disk: set[int] = set()
         """Last blocks of chunks that were read for it and then loaded."""
+        self._loaded_from_peer: set[int] = set()
 
     def name(self, end: int) -> ChunkName:
         """The chunk that ends before the token at position `end`, a multiple of its size."""
@@ -49,16 +52,27 @@ class ChunkChain:
         size = self._block_size * self._blocks_per_chunk
         return [self.name(end) for end in range(start + size, len(self._token_ids) + 1, size)]
 
-    def load(self, name: ChunkName, writers: Sequence[UserTag]) -> None:
-        """The device gets this chunk back. Without `writers`, nobody knows them."""
+    def load(self, name: ChunkName, writers: Sequence[UserTag], transfer: int | None = None) -> None:
+        """The device gets this chunk back, which that transfer has brought. Without `writers`, nobody knows
+        them.
+        """
         self._loaded.update(zip(self._blocks(name), writers, strict=False))
-        if name.key in self.read:
+        if transfer is not None and transfer == self.transfer:
+            self._loaded_from_peer.add(name.last_block)
+        elif name.key in self.read:
             self._loaded_from_disk.add(name.last_block)
 
     def num_disk_tokens(self, start: int, end: int) -> int:
         """Of the tokens at positions `[start, end)`, those that were read from disk and loaded for it."""
+        return self._num_tokens(self._loaded_from_disk, start, end)
+
+    def num_pulled_tokens(self, start: int, end: int) -> int:
+        """And those that were pulled from a peer and loaded for it."""
+        return self._num_tokens(self._loaded_from_peer, start, end)
+
+    def _num_tokens(self, last_blocks: Iterable[int], start: int, end: int) -> int:
         num_tokens = 0
-        for last_block in self._loaded_from_disk:
+        for last_block in last_blocks:
             last = (last_block + 1) * self._block_size
             first = last - self._blocks_per_chunk * self._block_size
             num_tokens += max(0, min(last, end) - max(first, start))

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from replicas.checkpoints.model_config import read_eos_token_ids
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
-from replicas.engine import EngineRequest, RequestRefused
+from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
 from replicas.errors import StartupError
 from replicas.kvcache.writers import NO_SHARES, Shares
 from replicas.kvstore.lease_outcome import NO_OUTCOME, LeaseOutcome, without_tiers
@@ -46,6 +46,7 @@ from replicas.protocol.frames import (
     TokenDelta,
     UserTag,
 )
+from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.toy_model import checkpoint_directory
@@ -133,6 +134,7 @@ class VllmEngine:
         except (SettingsError, StartupError):
             self.close()
             raise
+        self._card = with_layout(self._card, self.shared_kv)
         self._max_waiting = config.max_waiting
         self._limits = AdmissionLimits(
             self._card.context_length,
@@ -146,6 +148,7 @@ class VllmEngine:
             has_more_tiers=self._core.has_more_tiers and self._tier is None,
             storer_of=self._storer,
         )
+        self._adding: EngineRequest | None = None
         self._unsaid: list[CacheEvent] = []  # what came up between steps, and belongs to the next frame
         self._live: dict[str, _Live] = {}
         if self._tier is not None:
@@ -154,6 +157,10 @@ class VllmEngine:
     @property
     def card(self) -> ModelCard:
         return self._card
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return None if self._tier is None else self._tier.store.shared
 
     @property
     def core(self) -> CoreView:
@@ -179,6 +186,7 @@ class VllmEngine:
             raise RequestRefused(RefusalCode.OVERLOADED, f"{num_waiting} requests wait already")
         adapter = request.submit.adapter
         prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=request.submit.root.hex())
+        self._adding = request
         try:
             internal_id = self._vllm.add_request(
                 name,
@@ -190,6 +198,8 @@ class VllmEngine:
             )
         except (VLLMValidationError, ValueError) as error:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, sentence(error)) from error
+        finally:
+            self._adding = None
         inner = self._core.request(internal_id)
         num_cached_tokens = self._num_leading_tokens(inner)
         live = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
@@ -300,7 +310,12 @@ class VllmEngine:
             self._cache.writer,
             self._num_device_tokens,
             lambda: self._load().num_pending_tokens,
+            self._pull,
         )
+
+    def _pull(self, inner: Any) -> PullHint | None:
+        adding = self._adding
+        return adding.submit.pull if adding is not None and _name(adding.key) == inner.session_id else None
 
     def _user(self, inner: Any) -> UserTag:
         live = self._live.get(inner.session_id)
@@ -357,6 +372,7 @@ class VllmEngine:
         # Shares are of what was found when the request was first scheduled; loading it may have failed.
         num_cross_user_tokens = min(live.shares.cross_user, num_cached_tokens)
         num_full_tokens = num_prompt_tokens // self._card.block_size * self._card.block_size
+        num_disk_tokens, num_pulled_tokens = self._tier_tokens(live)
         return PromptUsage(
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
@@ -371,15 +387,18 @@ class VllmEngine:
                 live.lease_outcome.num_evicted_early_tokens, num_prompt_tokens - num_cached_tokens
             ),
             broken_by=live.lease_outcome.broken_by,
-            num_disk_tokens=self._num_disk_tokens(live),
+            num_disk_tokens=num_disk_tokens,
+            num_pulled_tokens=num_pulled_tokens,
         )
 
-    def _num_disk_tokens(self, live: _Live) -> int:
+    def _tier_tokens(self, live: _Live) -> tuple[int, int]:
+        """Of what was loaded, what was read from disk for it, and what was pulled from a peer."""
         chain = None if self._tier is None else self._tier.chains.get(live.inner.request_id)
         if chain is None:
-            return 0
+            return 0, 0
         first = live.num_found_tokens - live.num_external_tokens
-        return chain.num_disk_tokens(first, min(live.num_found_tokens, live.num_prompt_tokens))
+        end = min(live.num_found_tokens, live.num_prompt_tokens)
+        return chain.num_disk_tokens(first, end), chain.num_pulled_tokens(first, end)
 
     def _load(self) -> LoadSnapshot:
         num_running = num_context_tokens = num_pending_tokens = 0

@@ -21,6 +21,7 @@ from replicas.kvstore.telling import told
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import StepFrame, Submit, UserTag
+from replicas.protocol.pulls import PullHint
 from replicas.scheduling.lower_tiers import PATIENCE, UNMEASURED_TOKEN_SECONDS
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.vllm_engine.chunk_chain import ChunkChain
@@ -45,6 +46,8 @@ class Requests(NamedTuple):
     """How many of its leading tokens the device holds."""
     num_pending_tokens: Callable[[], int]
     """What is to be computed before a request that comes now."""
+    pull: Callable[[Any], PullHint | None]
+    """From where a request that comes now may pull."""
 
 
 class LowerTier:
@@ -95,8 +98,9 @@ class LowerTier:
             num_findable_tokens=len(request.all_token_ids),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
+            peer=self.requests.pull(request),
         )
-        chain.read = frozenset(plan.to_read)
+        chain.read, chain.transfer = frozenset(plan.to_read), plan.transfer
         patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
         chain.waits_until = time.monotonic() + max(COPY_SECONDS, patience)
         return chain

@@ -128,7 +128,7 @@ class TierManager(OffloadingManager):  # type: ignore[misc]
         slots = self._store.pin(pinned)
         self._pinned.update(pinned)
         for name, slot in zip(names, slots, strict=True):
-            chain.load(name, self._store.writers(slot))
+            chain.load(name, self._store.writers(slot), self._store.transfer(slot))
         return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:

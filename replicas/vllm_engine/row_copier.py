@@ -49,7 +49,8 @@ class RowCopier(OffloadingWorker):  # type: ignore[misc]
         self._blocks_per_chunk = blocks_per_chunk
         self._on_failed = on_failed
         self._on_loaded = on_loaded
-        rows = np.frombuffer(arena.memory, np.int8).reshape(arena.num_slots, arena.slot_bytes)
+        rows = np.frombuffer(arena.memory, np.int8, arena.num_slots * arena.slot_bytes)
+        rows = rows.reshape(arena.num_slots, arena.slot_bytes)
         start = HEADER_BYTES
         self._pages: list[tuple[Any, Any]] = []
         for entry in kv_caches.tensors:
@@ -139,11 +140,12 @@ class _ArenaRegion:
     rank = 0
 
     def __init__(self, arena: Arena) -> None:
-        self._base = torch.frombuffer(arena.memory, dtype=torch.int8)
+        total = arena.num_slots * arena.slot_bytes
+        self._base = torch.frombuffer(arena.memory, dtype=torch.int8, count=total)
         self._row_stride = arena.slot_bytes
         self._num_slots = arena.num_slots
         self._end = HEADER_BYTES
-        self.total_size_bytes = arena.num_slots * arena.slot_bytes
+        self.total_size_bytes = total
         self.pinned_addresses: list[int] = []
         self.is_pinned = False
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, Submit, TokenDelta
+from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ReplicaId
 from router.dispatch.attempt import Attempt, Choice
 from router.dispatch.dispatch_state import DispatchState
@@ -318,10 +319,20 @@ class GenerationRun:
             announced_hashes=routed.announcement.block_hashes,
             announcement_id=routed.announcement.announcement_id,
             num_expected_tokens=len(packed_tokens) // 4 - routed.decision.overlap_tokens,
+            pull=self._pull_hint(routed.decision),
             request_id=self._trace.request_id,
             trace_parent=trace.trace_parent,
             trace_state=trace.trace_state,
         )
+
+    def _pull_hint(self, decision: Decision) -> PullHint | None:
+        """Where the replica should pull from, if that peer is still connected."""
+        if decision.pull_from is None:
+            return None
+        peer = self._state.clients(decision.pull_from)
+        if peer is None or peer.epoch is None or peer.is_draining:
+            return None
+        return PullHint(peer.replica_id, peer.epoch, peer.address, decision.overlap_tokens)
 
     # What is given back.
 

@@ -300,6 +300,7 @@ class Membership:
             traffic=self._traffic,
             tls=None if self._tls is None else await asyncio.to_thread(self._tls.current),
             caller=self._caller(member.record),
+            epoch=member.record.epoch,
         )
 
     async def _connect(self, member: Member, client: ReplicaClient) -> None:

@@ -55,8 +55,10 @@ class ReplicaClient:
         traffic: Traffic | None = None,
         tls: ChannelTls | None = None,
         caller: Caller | None = None,
+        epoch: Epoch | None = None,
     ) -> None:
         self.replica_id = replica_id
+        self.epoch = epoch
         self.address = address
         self.lost: ReplicaLost | None = None
         self.is_draining = False  # so it says

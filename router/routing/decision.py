@@ -21,6 +21,8 @@ from router.routing.load import ReplicaLoad
 if TYPE_CHECKING:
     import random
 
+_NO_LAYOUTS: Mapping[ReplicaId, str] = {}
+
 DRAWN_PER_CHOSEN = 3
 """The least busy of this many times the number that is wanted."""
 
@@ -48,15 +50,26 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
-    """Those that may serve. A load is looked up when it is asked for: in a large fleet few are."""
+    """Those that may serve. A load is looked up when it is asked for: in a large fleet few are.
 
-    __slots__ = ("_load_of", "_mask", "_slots", "ranking")
+    `layouts` say how each lays out its KV; those of one layout may pull from each other, those without one
+    from none.
+    """
 
-    def __init__(self, replica_ids: Iterable[ReplicaId], load_of: Callable[[ReplicaId], ReplicaLoad]) -> None:
+    __slots__ = ("_layouts", "_load_of", "_mask", "_peer_masks", "_slots", "ranking")
+
+    def __init__(
+        self,
+        replica_ids: Iterable[ReplicaId],
+        load_of: Callable[[ReplicaId], ReplicaLoad],
+        layouts: Mapping[ReplicaId, str] = _NO_LAYOUTS,
+    ) -> None:
         self.ranking = AffinityRanking(replica_ids)
         self._load_of = load_of
+        self._layouts = layouts
         self._slots: Slots | None = None
         self._mask = 0
+        self._peer_masks: dict[str, int] = {}
 
     def __getitem__(self, replica_id: ReplicaId) -> ReplicaLoad:
         if replica_id not in self.ranking:
@@ -75,11 +88,27 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
     def mask(self, slots: Slots) -> int:
         """The bits that they have there."""
         if self._slots is not slots:
-            self._slots, self._mask = slots, slots.mask(self)
+            self._slots, self._mask, self._peer_masks = slots, slots.mask(self), {}
         return self._mask
 
+    def layout(self, replica_id: ReplicaId) -> str:
+        """Empty if it pulls from none, and none from it."""
+        return self._layouts.get(replica_id, "")
+
+    def peer_mask(self, slots: Slots, layout: str) -> int:
+        """The bits of those with this layout there."""
+        if not layout:
+            return 0
+        self.mask(slots)
+        mask = self._peer_masks.get(layout)
+        if mask is None:
+            mask = slots.mask([each for each in self if self._layouts.get(each) == layout])
+            self._peer_masks[layout] = mask
+        return mask
+
     def without(self, excluded: Collection[ReplicaId]) -> "Replicas":
-        return Replicas((replica_id for replica_id in self if replica_id not in excluded), self._load_of)
+        replica_ids = (replica_id for replica_id in self if replica_id not in excluded)
+        return Replicas(replica_ids, self._load_of, self._layouts)
 
 
 class Candidate(NamedTuple):
@@ -176,7 +205,7 @@ def weigh(
 ) -> tuple[Candidate, ...]:
     """What each would cost, if it may pull from any of `replicas`."""
     candidates = []
-    deepest: int | None = None
+    deepest: dict[str, int] = {}
     tokens = _TokensOf(request)
     for rank, replica_id, load in considered:
         if load.host_seconds_per_token is None:
@@ -184,12 +213,14 @@ def weigh(
             num_tokens = tokens[overlaps.depth(replica_id)]
             reach = Reach(num_tokens, num_tokens, num_tokens, num_tokens)
         else:
-            if deepest is None and load.pull_seconds_per_token is not None:
-                level = overlaps.deepest_stored(replicas.mask(overlaps.slots))
-                deepest = 0 if level is None else tokens[level.depth]
+            layout = "" if load.pull_seconds_per_token is None else replicas.layout(replica_id)
+            if layout and layout not in deepest:
+                level = overlaps.deepest_stored(replicas.peer_mask(overlaps.slots, layout))
+                deepest[layout] = 0 if level is None else tokens[level.depth]
             depths = overlaps.depths(replica_id)
             local = tokens[depths.anywhere]
-            reach = Reach(tokens[depths.device], tokens[depths.host], local, max(local, deepest or 0))
+            at_peer = deepest[layout] if layout else 0
+            reach = Reach(tokens[depths.device], tokens[depths.host], local, max(local, at_peer))
         cost = cost_of(load, num_tokens=request.num_tokens, reach=reach, rates=rates, parameters=parameters)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)
@@ -204,8 +235,12 @@ def peer_of(
     """
     if chosen.overlap_tokens <= chosen.reach.local:
         return None
-    level = overlaps.deepest_stored(replicas.mask(overlaps.slots))
-    return None if level is None else level.draw(1, rng)[0]
+    layout = replicas.layout(chosen.replica_id)
+    level = overlaps.deepest_stored(replicas.peer_mask(overlaps.slots, layout))
+    if level is None:
+        return None
+    peer = level.draw(1, rng)[0]
+    return None if peer == chosen.replica_id else peer
 
 
 def _considered(

@@ -372,7 +372,8 @@ class RoutingTable:
                 and replica_id not in fleet.stalled
                 and (adapter is None or adapter in adapters)
             )
-            ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view)
+            layouts = {each: card.kv_layout for each, card in fleet.cards.items() if card.kv_layout}
+            ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view, layouts)
         return ready
 
     def _model(self, name: str) -> _Model:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from replicas.engine import EngineRequest, RequestRefused
+from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, CacheEvent
 from replicas.protocol.frames import (
@@ -61,6 +61,10 @@ class ScriptedEngine:
         self._running: dict[RequestKey, _Running] = {}
         self._events: list[CacheEvent] = []
         self._held: Counter[BlockHash] = Counter()
+
+    @property
+    def shared_kv(self) -> SharedKv | None:
+        return None
 
     def add(self, request: EngineRequest) -> None:
         self.thread_ids.add(threading.get_ident())

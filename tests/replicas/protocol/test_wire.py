@@ -11,6 +11,7 @@ from replicas.protocol import bounds, frames, wire
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, pack_token_ids
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, PrefixLease
+from replicas.protocol.pulls import PullHint, PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from tests.examples import examples
 from tests.replicas.protocol.filled import Special, filled
@@ -47,6 +48,10 @@ def submit(**fields: Any) -> frames.Submit:
     return frames.Submit(announced_hashes=announced, **fields)
 
 
+IDS = st.text("aZ09._-", min_size=1, max_size=9)
+HINTS = st.builds(
+    PullHint, IDS, IDS, st.sampled_from(["10.0.0.1:80", "[::1]:9", "host-1.svc:65535"]), POSITIVE
+)
 SUBMITS = st.builds(
     submit,
     submit_id=U64,
@@ -63,6 +68,7 @@ SUBMITS = st.builds(
     announcement_id=U64,
     num_expected_tokens=U32,
     leases=st.lists(st.builds(PrefixLease, POSITIVE, POSITIVE), max_size=3).map(tuple),
+    pull=st.none() | HINTS,
     request_id=st.text(max_size=5),
     trace_parent=st.text(max_size=5),
     trace_state=st.text(max_size=5),
@@ -86,15 +92,19 @@ def usages(least: int) -> st.SearchStrategy[frames.PromptUsage]:
     """The whole is the sum of its parts, each of them at least so large."""
     counts = st.integers(least, 2**16)
     return st.builds(
-        lambda computed, written, of_others, own, host, disk, early, **leases: frames.PromptUsage(
-            *(computed + early + of_others + own + host + disk, of_others + own + host + disk),
+        lambda computed, written, of_others, own, host, disk, pulled, early, **leases: frames.PromptUsage(
+            *(
+                computed + early + of_others + own + host + disk + pulled,
+                of_others + own + host + disk + pulled,
+            ),
             *(written, of_others, own),
-            num_slower_tier_tokens=host + disk,
+            num_slower_tier_tokens=host + disk + pulled,
             num_disk_tokens=disk,
+            num_pulled_tokens=pulled,
             num_evicted_early_tokens=early,
             **leases,
         ),
-        *[counts] * 7,
+        *[counts] * 8,
         leases=st.lists(filled(LeaseAnswer), min_size=min(1, least), max_size=2).map(tuple),
         broken_by=st.sampled_from(LeaseBreak),
     )
@@ -136,6 +146,7 @@ CARDS = st.builds(
 WHOLE: Special = {
     (frames.Submit, "announced_hashes"): st.lists(filled(BlockHash), min_size=1, max_size=1).map(tuple),
     frames.PromptUsage: usages(1),
+    PullHint: HINTS,
     frames.LoadSnapshot: loads(1),
     frames.TokenLogprobs: LOGPROBS,
     (ModelCard, "block_size"): BLOCK_SIZES,
@@ -181,6 +192,44 @@ def test_no_field_of_any_message_is_left_behind(
     assert wire.decode_client_frame(wire.encode(to_replica)) == to_replica
     assert wire.decode_server_frame(wire.encode(to_router)) == to_router
     assert wire.decode_description(wire.encode(described(card))) == described(card)
+
+
+@settings(max_examples=examples(20))
+@given(filled(PullRequest), filled(PullPart))
+def test_a_pull_survives_the_wire(request: PullRequest, part: PullPart) -> None:
+    assert wire.decode_pull_request(wire.encode(request)) == request
+    assert wire.decode_pull_part(wire.encode(part)) == part
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ["e", bytes(HASH_BYTES), []],
+        ["e", bytes(HASH_BYTES - 1), [bytes(HASH_BYTES)]],
+        ["e", bytes(HASH_BYTES), [bytes(HASH_BYTES + 1)]],
+        ["e", bytes(HASH_BYTES), [bytes(HASH_BYTES)] * 1025],
+        ["e" * 300, bytes(HASH_BYTES), [bytes(HASH_BYTES)]],
+        ["e"],
+    ],
+)
+def test_a_pull_that_asks_for_nothing_too_much_or_nonsense_is_refused(broken: list[Any]) -> None:
+    with pytest.raises(ValueError, match="PullRequest"):
+        wire.decode_pull_request(wire.encode(broken))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ("", "e", "h:1", 1),
+        ("r", "e/", "h:1", 1),
+        ("r", "e", "unix:/x", 1),
+        ("r", "e", "h:0", 1),
+        ("r", "e", "h:1"),
+    ],
+)
+def test_a_hint_names_a_replica_and_an_address(broken: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"is not an id|is not an address|at least length 4"):
+        wire.decode_client_frame(wire.encode([[{**SUBMIT, "pull": broken}]]))
 
 
 SUBMIT = {

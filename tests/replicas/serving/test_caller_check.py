@@ -27,6 +27,7 @@ HERE = Audience(ReplicaId("r0"), Epoch("e1"))
 ROUTER = Caller(KEY, Role.ROUTER, HERE)
 CONTROLLER = Caller(KEY, Role.CONTROLLER, HERE)
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+REPLICA = Caller(KEY, Role.REPLICA, HERE)
 METHODS = ("Serve", "Describe", "ListBlocks", "Drain")
 
 

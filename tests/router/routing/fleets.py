@@ -15,7 +15,7 @@ def fleet(size: int, **loads: ReplicaLoad) -> dict[ReplicaId, ReplicaLoad]:
 
 
 def ready(loads: Mapping[ReplicaId, ReplicaLoad]) -> Replicas:
-    return Replicas(loads, loads.__getitem__)
+    return Replicas(loads, loads.__getitem__, dict.fromkeys(loads, "one layout"))
 
 
 def overlapping(depths: Mapping[ReplicaId, int]) -> Overlaps:

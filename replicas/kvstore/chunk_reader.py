@@ -1,0 +1,82 @@
+"""ChunkReader: chunks read from the host memory of an engine that is not asked, in whatever process it is.
+
+Owns an open descriptor of that memory. Whether a copy is a chunk's, the slot table says: `slot_table.py` has
+the rules. A copy gets the header and the checksum of a file, so that who gets it on its way can verify it.
+
+Everything is read by calls to the kernel, which hold up no other thread of this process.
+"""
+
+import os
+import sys
+import threading
+
+from replicas.engine import SharedKv
+from replicas.kvstore.layout import HEADER_BYTES, ChunkError, LayoutId, decode_header, encode, file_bytes
+from replicas.kvstore.slot_table import STAMP_BYTES, keys_at, label_at, table_bytes
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+
+
+class ChunkReader:
+    """May be used by several threads. Raises OSError if the memory cannot be had or is not what was said."""
+
+    def __init__(self, shared: SharedKv) -> None:
+        self.layout = LayoutId(shared.layout)
+        self.image_bytes = file_bytes(shared.payload_bytes)
+        self._payload_bytes = shared.payload_bytes
+        self._num_slots = shared.num_slots
+        self._table_at = shared.num_slots * self.image_bytes
+        self._barrier = threading.Lock()
+        self._fd = os.open(f"/proc/{shared.pid}/fd/{shared.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        if os.fstat(self._fd).st_size != self._table_at + table_bytes(shared.num_slots):
+            self.close()
+            raise OSError("the engine's memory for KV is not as large as it says")
+
+    def copy(self, key: BlockHash, image: memoryview) -> bool:
+        """Make of `image_bytes` the image of the chunk's file. False if host memory does not hold it, or no
+        longer did when it had been copied; what the image holds then is nobody's KV. Raises OSError.
+        """
+        slot = self._find(key)
+        if slot is None:
+            return False
+        stamp = self._stamp(slot)
+        label = bytearray(HEADER_BYTES)
+        self._read(memoryview(label), self._table_at + label_at(self._num_slots, slot))
+        payload = image[HEADER_BYTES : HEADER_BYTES + self._payload_bytes]
+        self._read(payload, slot * self.image_bytes + HEADER_BYTES)
+        if stamp % 2 == 0 or self._stamp(slot) != stamp:
+            return False
+        try:
+            header = decode_header(memoryview(label), self.layout, key)
+        except ChunkError:
+            return False
+        encode(header, image)
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _find(self, key: BlockHash) -> int | None:
+        keys = bytearray(self._num_slots * HASH_BYTES)
+        self._read(memoryview(keys), self._table_at + keys_at(self._num_slots))
+        at = keys.find(key)
+        while at % HASH_BYTES and at >= 0:
+            at = keys.find(key, at + 1)
+        return at // HASH_BYTES if at >= 0 else None
+
+    def _stamp(self, slot: int) -> int:
+        stamp = bytearray(STAMP_BYTES)
+        with self._barrier:
+            self._read(memoryview(stamp), self._table_at + slot * STAMP_BYTES)
+        with self._barrier:
+            return int.from_bytes(stamp, sys.byteorder)
+
+    def _read(self, into: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], offset + done)
+            if not count:
+                raise OSError("the engine's memory for KV is shorter than it was")
+            done += count

@@ -1,0 +1,87 @@
+"""incoming: chunks out of what a peer sends, each into its slot, none believed before it was verified.
+
+Owns what a transfer must be like. Pure: the parts are handed in.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.layout import ChunkError, ChunkHeader, LayoutId, decode
+from replicas.protocol.pulls import PullPart
+from replicas.protocol.tier_figures import MoveFailure
+
+
+class PullFailed(Exception):
+    """The transfer is over."""
+
+    def __init__(self, reason: MoveFailure, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Ending(Enum):
+    """What became of a chunk that was pulled."""
+
+    FILLED = "filled"
+    FAILED = "failed"
+    OVERDUE = "overdue"
+    """It has failed, and its slot may still be written to, until RETURNED."""
+    RETURNED = "returned"
+
+
+class Wanted(NamedTuple):
+    """A chunk to pull, the slot that was taken for it, and that slot's memory."""
+
+    name: ChunkName
+    slot: int
+    memory: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKind:
+    """What every chunk has here. `image_bytes` of each travel."""
+
+    layout: LayoutId
+    num_tokens: int
+    num_blocks: int
+    payload_bytes: int
+    image_bytes: int
+
+
+def incoming(
+    parts: Iterable[PullPart], chunks: Sequence[Wanted], kind: ChunkKind
+) -> Iterator[tuple[Wanted, ChunkHeader]]:
+    """The chunks that have come whole, one by one. Raises PullFailed, and what `parts` raises.
+
+    A peer may end early, between two chunks. What a slot holds whose chunk did not come is nobody's KV.
+    """
+    number = num_bytes = 0
+    for part in parts:
+        if number == len(chunks):
+            raise PullFailed(MoveFailure.DAMAGED, f"it sends more than the {number} chunks that were wanted")
+        chunk = chunks[number]
+        end = num_bytes + len(part.content)
+        if part.index != number or end > kind.image_bytes:
+            raise PullFailed(MoveFailure.DAMAGED, f"chunk {part.index} comes in place of chunk {number}")
+        chunk.memory[num_bytes:end] = part.content
+        num_bytes = end
+        if end == kind.image_bytes:
+            yield chunk, _verified(chunk, kind)
+            number, num_bytes = number + 1, 0
+    if num_bytes:
+        raise PullFailed(MoveFailure.DAMAGED, f"it sends half of chunk {number}")
+
+
+def _verified(chunk: Wanted, kind: ChunkKind) -> ChunkHeader:
+    try:
+        header = decode(chunk.memory[: kind.image_bytes], kind.layout, chunk.name.key)
+    except ChunkError as error:
+        raise PullFailed(MoveFailure.DAMAGED, str(error)) from error
+    found = (header.name, header.num_tokens, header.payload_bytes, len(header.writers))
+    wanted = (chunk.name, kind.num_tokens, kind.payload_bytes, kind.num_blocks)
+    if found != wanted:
+        raise PullFailed(MoveFailure.DAMAGED, f"the chunk is {found}, not {wanted}")
+    return header

@@ -1,0 +1,289 @@
+"""Puller: KV from other replicas' host memory, read by threads while the engine goes on.
+
+Owns the threads and what is under way. It decides nothing about which chunk lies where: that is the
+directory's. Its caller is one thread, the engine's, and no method but `wait` and `close` lets it wait.
+
+A transfer is a chain's chunks from one peer, in order, each into a slot of its own. Whatever happens to it,
+the chunks that have not come are misses, and no errors::
+
+    the peer has not, or not all      the stream ends early
+    it lies, sends half or too much   the transfer ends, and the peer is left alone for a while
+    it refuses, stalls or vanishes    likewise, at the deadline at the latest
+    a thread hangs                    its slots come back when it does
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from replicas.kvstore.incoming import ChunkKind, Ending, PullFailed, Wanted, incoming
+from replicas.kvstore.layout import ChunkHeader
+from replicas.kvstore.peers import IDLE_SECONDS, Peers
+from replicas.kvstore.transfer_speed import TransferSpeed
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.pulls import MAX_PULLED_CHUNKS, PullHint, PullRequest
+from replicas.protocol.tier_figures import MoveFailure
+from replicas.protocol.ways import PULL_MOVE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+"""Transfers that run at once."""
+
+MAX_TRANSFERS = 16
+"""Those that wait too."""
+
+PATIENCE = 4.0
+MIN_SECONDS = 1.0
+"""A transfer has failed when it has taken this many times as long as was expected, and at least so long."""
+
+OVERDUE_SECONDS = 1.0
+"""A thread that has not returned so long after its transfer's end hangs."""
+
+
+class Pulled(NamedTuple):
+    """What became of one chunk. `header` comes with FILLED, and how long it took."""
+
+    ending: Ending
+    transfer: int
+    key: BlockHash
+    slot: int
+    header: ChunkHeader | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    number: int
+    peer: PullHint
+    chunks: Sequence[Wanted]
+    ends_at: float
+    num_done: int = 0
+    has_begun: bool = False
+    is_overdue: bool = False
+    cancel: Callable[[], object] | None = None
+
+    @property
+    def left(self) -> Sequence[Wanted]:
+        return self.chunks[self.num_done :]
+
+
+class Puller:
+    """`bytes_per_second` is what the network carries, until pulls have shown it. It closes `peers`."""
+
+    def __init__(
+        self,
+        kind: ChunkKind,
+        peers: Peers,
+        *,
+        bytes_per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind = kind
+        self._peers = peers
+        self._clock = clock
+        self._speed = TransferSpeed()
+        self._speed.probed(1.0 / bytes_per_second)
+        self._changed = threading.Condition()
+        self._waiting: deque[_Transfer] = deque()
+        self._transfers: dict[int, _Transfer] = {}
+        """All that have not ended: that wait, run or hang."""
+        self._finished: list[Pulled] = []
+        self._last_number = 0
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        self._failures: list[MoveFailure] = []
+
+    # What the engine's thread calls.
+
+    def may_pull(self, peer: PullHint) -> bool:
+        """There is room for another transfer, and the peer has not failed just now."""
+        has_room = not self._is_closed and len(self._transfers) < MAX_TRANSFERS
+        return has_room and self._peers.allows(peer, self._clock())
+
+    def pull(self, peer: PullHint, chunks: Sequence[Wanted]) -> int:
+        """The transfer's number. There is room for it. The slots are the puller's until each of their chunks
+        has ended, and after OVERDUE until RETURNED.
+        """
+        assert 0 < len(chunks) <= MAX_PULLED_CHUNKS, "a transfer is of a bounded number of chunks"
+        with self._changed:
+            self._last_number += 1
+            num_bytes = len(chunks) * self.kind.image_bytes + self._num_bytes_left
+            seconds = PULL_MOVE_SECONDS + num_bytes * self.seconds_per_byte
+            ends_at = self._clock() + max(MIN_SECONDS, PATIENCE * seconds)
+            transfer = _Transfer(self._last_number, peer, chunks, ends_at)
+            self._transfers[transfer.number] = transfer
+            self._waiting.append(transfer)
+            if len(self._threads) < min(NUM_THREADS, len(self._transfers)):
+                self._start_thread()
+            self._changed.notify_all()
+            return transfer.number
+
+    def take_finished(self) -> list[Pulled]:
+        """What has ended since the last call."""
+        if not self.is_busy:
+            return []
+        with self._changed:
+            self._give_up_late(self._clock())
+            finished, self._finished = self._finished, []
+            return finished
+
+    def take_failures(self) -> list[MoveFailure]:
+        """Transfers that have brought less than was wanted, since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._transfers or self._finished)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        per_byte = self._speed.seconds_per_byte
+        assert per_byte is not None, "it had a first value"
+        return per_byte
+
+    @property
+    def backlog_seconds(self) -> float:
+        """How long what is under way takes."""
+        if not self._transfers:
+            return 0.0
+        with self._changed:
+            return self._num_bytes_left * self.seconds_per_byte
+
+    def wait(self, seconds: float) -> None:
+        """Until something has ended, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished, seconds)
+
+    def close(self, seconds: float) -> bool:
+        """Fail what is under way and close the connections. False if threads still hang, in slots perhaps."""
+        with self._changed:
+            self._is_closed = True
+            for transfer in self._transfers.values():
+                if transfer.cancel is not None:
+                    transfer.cancel()
+            self._changed.notify_all()
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        self._peers.close()
+        return True
+
+    # Under the lock.
+
+    @property
+    def _num_bytes_left(self) -> int:
+        transfers = [each for each in self._transfers.values() if not each.is_overdue]
+        return sum(len(each.left) for each in transfers) * self.kind.image_bytes
+
+    def _give_up_late(self, now: float) -> None:
+        for transfer in list(self._transfers.values()):
+            if not transfer.has_begun and now > transfer.ends_at:
+                self._waiting.remove(transfer)
+                self._end(transfer, MoveFailure.LATE)
+            elif not transfer.is_overdue and now > transfer.ends_at + OVERDUE_SECONDS:
+                transfer.is_overdue = True
+                self._failures.append(MoveFailure.LATE)
+                self._peers.failed(transfer.peer, now)
+                self._finished += [_of(Ending.OVERDUE, transfer, each) for each in transfer.left]
+                if transfer.cancel is not None:
+                    transfer.cancel()
+
+    def _end(self, transfer: _Transfer, failure: MoveFailure | None) -> None:
+        del self._transfers[transfer.number]
+        ending = Ending.RETURNED if transfer.is_overdue else Ending.FAILED
+        self._finished += [_of(ending, transfer, each) for each in transfer.left]
+        if failure is not None and not transfer.is_overdue:
+            self._failures.append(failure)
+        self._changed.notify_all()
+
+    def _is_over(self, transfer: _Transfer) -> bool:
+        """Nobody counts on it any more."""
+        return self._is_closed or transfer.is_overdue
+
+    def _start_thread(self) -> None:
+        """It does not keep the process alive: a thread may hang for ever."""
+        thread = threading.Thread(target=self._work, name="kv-pull", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # What the threads do.
+
+    def _work(self) -> None:
+        while (transfer := self._next()) is not None:
+            failure: MoveFailure | None = MoveFailure.IO_ERROR
+            try:
+                failure = self._run(transfer)
+            except Exception:  # the thread's outermost frame: the transfer has failed, others may not
+                logger.exception("a pull of KV has failed by a fault of our own")
+            with self._changed:
+                now = self._clock()
+                self._speed.ended(now, transfer.num_done * self.kind.image_bytes)
+                if failure in (None, MoveFailure.MISSING):
+                    self._peers.succeeded(transfer.peer)
+                elif not self._is_closed:
+                    self._peers.failed(transfer.peer, now)
+                self._end(transfer, failure)
+
+    def _next(self) -> _Transfer | None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed, IDLE_SECONDS)
+                if self._is_closed:
+                    while self._waiting:
+                        self._end(self._waiting.popleft(), MoveFailure.LATE)
+                    return None
+                if self._waiting:
+                    transfer = self._waiting.popleft()
+                    transfer.has_begun = True
+                    self._speed.begun(self._clock())
+                    return transfer
+            self._peers.close_idle()
+
+    def _run(self, transfer: _Transfer) -> MoveFailure | None:
+        """Why it brought less than was wanted."""
+        keys = tuple(chunk.name.key for chunk in transfer.chunks)
+        request = PullRequest(transfer.peer.epoch, self.kind.layout, keys)
+        seconds = max(0.0, transfer.ends_at - self._clock())
+        try:
+            with self._peers.call(transfer.peer, request, seconds) as (parts, cancel):
+                with self._changed:
+                    transfer.cancel = cancel
+                    if self._is_over(transfer):
+                        return MoveFailure.LATE
+                since = self._clock()
+                for chunk, header in incoming(parts, transfer.chunks, self.kind):
+                    now = self._clock()
+                    with self._changed:
+                        if self._is_over(transfer):
+                            return MoveFailure.LATE
+                        transfer.num_done += 1
+                        self._finished.append(_of(Ending.FILLED, transfer, chunk, header, now - since))
+                        self._changed.notify_all()
+                    since = now
+        except PullFailed as failed:
+            logger.info(
+                "a pull of KV has failed peer=%s reason=%s: %s",
+                transfer.peer.replica_id,
+                failed.reason.value,
+                failed,
+            )
+            return failed.reason
+        return MoveFailure.MISSING if transfer.left else None
+
+
+def _of(
+    ending: Ending,
+    transfer: _Transfer,
+    chunk: Wanted,
+    header: ChunkHeader | None = None,
+    seconds: float = 0.0,
+) -> Pulled:
+    return Pulled(ending, transfer.number, chunk.name.key, chunk.slot, header, seconds)

@@ -1,0 +1,56 @@
+"""Pulls: what replicas say to each other when one reads KV from another's host memory.
+
+Owns these structs, and the bounds of what one pull may ask for. A chunk travels as the image of its file:
+header and payload, checksummed, in parts.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.bounds import MAX_ID_CHARACTERS, Uint32, checked_address, checked_id
+from replicas.protocol.status import Epoch, ReplicaId
+
+MAX_PULLED_CHUNKS = 1024
+"""In one pull."""
+
+MAX_PART_BYTES = 1 << 20
+
+
+class PullHint(Struct, frozen=True, array_like=True):
+    """A peer that has more of a prompt than the replica that the prompt goes to, and how much of it.
+
+    Raises ValueError for ids and addresses that are none.
+    """
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    address: str
+    num_tokens: Uint32
+
+    def __post_init__(self) -> None:
+        checked_id(self.replica_id)
+        checked_id(self.epoch)
+        checked_address(self.address)
+
+
+class PullRequest(Struct, frozen=True, array_like=True):
+    """These chunks, a chain's, of this layout, from this incarnation of the replica."""
+
+    epoch: Annotated[Epoch, Meta(max_length=MAX_ID_CHARACTERS)]
+    layout: Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    keys: Annotated[
+        tuple[Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)], ...],
+        Meta(min_length=1, max_length=MAX_PULLED_CHUNKS),
+    ]
+
+
+class PullPart(Struct, frozen=True, array_like=True):
+    """The next bytes of the image of the chunk with this place among those that were asked for.
+
+    Chunks come in the order in which they were asked for. The first that the peer does not have ends it.
+    """
+
+    index: Uint32
+    content: Annotated[bytes, Meta(min_length=1, max_length=MAX_PART_BYTES)]

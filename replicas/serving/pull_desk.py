@@ -1,0 +1,85 @@
+"""PullDesk: chunks of KV for other replicas, straight from this one's host memory.
+
+Owns how many pulls are served at once and how long each may take. The engine is not asked and does not know;
+copies and checksums are made by threads, beside the event loop. What lies on disk alone is not served.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from prometheus_client import Counter
+
+from replicas.kvstore.chunk_reader import ChunkReader
+from replicas.protocol.pulls import MAX_PART_BYTES, PullPart, PullRequest
+from replicas.protocol.status import Epoch
+from replicas.protocol.wire import decode_pull_request
+
+MAX_PULLS = 8
+MAX_BYTES = 256 << 20
+"""Pulls at once, of which each holds a chunk, and what these may take in memory. More are refused, but for
+one."""
+
+NUM_THREADS = 2
+
+PULL_SECONDS = 60.0
+"""The longest that a pull may take, whatever the caller's deadline is."""
+
+
+class PullDesk:
+    """For pulls from this incarnation of a replica; None reads for one that has nothing to pull."""
+
+    def __init__(self, reader: ChunkReader | None, epoch: Epoch, chunks: Counter) -> None:
+        """`chunks` counts those that were sent."""
+        self._reader = reader
+        self._epoch = epoch
+        self._chunks = chunks
+        self._num_pulls = 0
+        most = 0 if reader is None else MAX_BYTES // reader.image_bytes
+        self._max_pulls = max(1, min(MAX_PULLS, most))
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-pull-desk")
+
+    async def serve(self, encoded: bytes, context: Any) -> None:
+        reader = self._reader
+        try:
+            request = decode_pull_request(encoded)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return
+        if reader is None or request.epoch != self._epoch or request.layout != reader.layout:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "there is no KV of this layout and incarnation here"
+            )
+            return
+        if self._num_pulls >= self._max_pulls:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._num_pulls} pulls are served already"
+            )
+            return
+        self._num_pulls += 1
+        try:
+            async with asyncio.timeout(PULL_SECONDS):
+                await self._serve(reader, request, context)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the pull takes too long")
+        except grpc.aio.BaseError:
+            return  # the peer has gone
+        finally:
+            self._num_pulls -= 1
+
+    def close(self) -> None:
+        """No pull is served any more."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._reader is not None:
+            self._reader.close()
+
+    async def _serve(self, reader: ChunkReader, request: PullRequest, context: Any) -> None:
+        loop = asyncio.get_running_loop()
+        image = memoryview(bytearray(reader.image_bytes))
+        for index, key in enumerate(request.keys):
+            if not await loop.run_in_executor(self._threads, reader.copy, key, image):
+                return
+            for begin in range(0, len(image), MAX_PART_BYTES):
+                await context.write(PullPart(index, bytes(image[begin : begin + MAX_PART_BYTES])))
+            self._chunks.inc()

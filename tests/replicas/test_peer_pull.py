@@ -1,0 +1,196 @@
+"""Two replicas with engines that compute, and a prompt whose KV the other has: over real gRPC."""
+
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from msgspec.structs import replace
+
+from replicas.host import ReplicaHost
+from replicas.protocol.call_tokens import METADATA_KEY, Audience, Caller, Role
+from replicas.protocol.cluster_secret import Purpose, derive
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.service import path
+from replicas.protocol.status import Epoch, ReplicaId
+from tests.replicas.router_client import RouterClient, submit
+from tests.replicas.whole_replica import config
+
+CHUNK_BYTES = 4096 + 128 * 2560
+"""Of the toy model, in float32."""
+
+SECRET = "5e" * 32
+KEY = derive(bytes.fromhex(SECRET), Purpose.CALLS)
+NUM_CHUNKS = 9
+
+TIERS = {
+    "engine": "torch",
+    "device": "cpu",
+    "num_threads": 1,
+    "num_blocks": 90,
+    "context_length": 1300,
+    "host_kv_bytes": 40 * CHUNK_BYTES,
+}
+
+
+def prompt(number: int) -> list[int]:
+    """Nine chunks and a bit: long enough that to pull it is sooner than to compute it."""
+    rng = random.Random(number)
+    return [rng.randrange(3, 500) for _ in range(128 * NUM_CHUNKS + 40)]
+
+
+@dataclass
+class Peer:
+    host: ReplicaHost
+    client: RouterClient
+    num_asked: int = 0
+
+    def hint(self, **other: Any) -> PullHint:
+        record = self.host.record()
+        hint = PullHint(record.replica_id, record.epoch, record.address, 128 * NUM_CHUNKS)
+        return replace(hint, **other)
+
+    async def ask(self, number: int, pull: PullHint | None = None) -> tuple[list[int], PromptUsage]:
+        self.num_asked += 1
+        asked = submit(self.num_asked, prompt(number), max_tokens=6)
+        asked = replace(asked, pull=pull, sampling=replace(asked.sampling, temperature=0.0))
+        await self.client.send(asked)
+        ((_, deltas),) = (await self.client.finish((self.num_asked, 0))).items()
+        (usage,) = [delta.usage for delta in deltas if delta.usage is not None]
+        return [token for delta in deltas for token in delta.token_ids], usage
+
+    def metric(self, name: str, **labels: str) -> float:
+        assert self.host._parts is not None
+        return self.host._parts.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def peer(redis_url: str, number: int, **settings: Any) -> AsyncIterator[Peer]:
+    with_defaults = {"replica_id": f"r{number}", "pull_bytes_per_second": 1e9, **TIERS, **settings}
+    host = ReplicaHost(config(redis_url, **with_defaults))
+    await host.start()
+    try:
+        async with grpc.aio.insecure_channel(host.address) as channel:
+            metadata = None
+            if "secret" in with_defaults:
+                caller = Caller(KEY, Role.ROUTER, Audience(ReplicaId(f"r{number}"), host.epoch))
+                metadata = [(METADATA_KEY, caller.token(path("Serve"), random.randbytes(16)))]
+            yield Peer(host, RouterClient(channel, metadata))
+    finally:
+        await host.stop()
+
+
+@asynccontextmanager
+async def two(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Peer, Peer]]:
+    async with AsyncExitStack() as stack:
+        yield (
+            await stack.enter_async_context(peer(redis_url, 0, **settings)),
+            await stack.enter_async_context(peer(redis_url, 1, **settings)),
+        )
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("has_process", [False, True])
+async def test_what_a_peer_computed_is_pulled_and_gives_the_same_tokens(
+    redis_url: str, secret: str | None, has_process: bool
+) -> None:
+    settings = {"engine_process": has_process, **({} if secret is None else {"secret": secret})}
+    async with two(redis_url, **settings) as (there, here):
+        for number in range(3):
+            expected, usage = await there.ask(number)
+            assert usage.num_cached_tokens == 0
+            answer, usage = await here.ask(number, there.hint())
+            assert answer == expected
+            assert usage.num_pulled_tokens == usage.num_slower_tier_tokens == usage.num_cached_tokens
+            assert usage.num_cached_tokens == 128 * NUM_CHUNKS
+            assert usage.num_disk_tokens == 0
+        assert there.metric("replica_sent_chunks_total") == 3 * NUM_CHUNKS
+        assert here.metric("replica_tier_moves_total", way="pull") == 3 * NUM_CHUNKS
+        answer, usage = await here.ask(0, there.hint())
+        assert usage.num_cached_tokens > 0
+        assert usage.num_pulled_tokens == 0, "it was pulled for another request"
+
+
+async def test_a_peer_that_has_only_the_beginning_sends_that(redis_url: str) -> None:
+    async with two(redis_url) as (there, here):
+        short = replace(submit(50, prompt(1)[:600], max_tokens=1))
+        await there.client.send(short)
+        await there.client.finish((50, 0))
+        answer, usage = await here.ask(1, there.hint())
+        assert usage.num_pulled_tokens == 128 * 4
+        assert answer == (await there.ask(1))[0]
+        assert here.metric("replica_tier_failed_moves_total", way="pull", reason="missing") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"epoch": Epoch("another")}, "refused"),
+        ({"replica_id": ReplicaId("r7")}, "refused"),
+        ({"address": "127.0.0.1:1"}, "unreachable"),
+    ],
+)
+async def test_a_hint_that_is_wrong_costs_time_only(
+    redis_url: str, wrong: dict[str, Any], reason: str
+) -> None:
+    async with two(redis_url, secret=SECRET) as (there, here):
+        expected, _ = await there.ask(1)
+        answer, usage = await here.ask(1, there.hint(**wrong))
+        assert answer == expected
+        assert (usage.num_cached_tokens, usage.num_pulled_tokens) == (0, 0)
+        assert there.metric("replica_sent_chunks_total") == 0
+        assert here.metric("replica_tier_failed_moves_total", way="pull", reason=reason) == 1
+
+
+async def test_replicas_of_another_layout_or_without_the_setting_refuse(redis_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        here = await stack.enter_async_context(peer(redis_url, 0))
+        half = await stack.enter_async_context(peer(redis_url, 1, dtype="bfloat16"))
+        off = await stack.enter_async_context(peer(redis_url, 2, pull_bytes_per_second=None))
+        for number, there in enumerate((half, off)):
+            await there.ask(number)
+            _, usage = await here.ask(number, there.hint())
+            assert usage.num_cached_tokens == 0
+        assert here.metric("replica_tier_failed_moves_total", way="pull", reason="refused") == 2
+        cards = [each.host._parts.card.kv_layout for each in (here, half, off) if each.host._parts]
+        assert cards[0] and cards[1] and cards[0] != cards[1] and cards[2] == ""
+
+
+async def test_without_the_setting_nobody_connects(redis_url: str) -> None:
+    async with two(redis_url, pull_bytes_per_second=None) as (there, here):
+        expected, _ = await there.ask(1)
+        answer, usage = await here.ask(1, there.hint())
+        assert answer == expected
+        assert usage.num_cached_tokens == 0
+        assert here.metric("replica_tier_failed_moves_total", way="pull", reason="refused") == 0
+        assert here.host._parts is not None
+        assert here.host._parts.server.load.pull_seconds_per_token == 0
+
+
+@pytest.mark.parametrize("role", [Role.ROUTER, Role.CONTROLLER])
+async def test_who_is_no_replica_may_not_pull_and_a_replica_nothing_else(redis_url: str, role: Role) -> None:
+    async with peer(redis_url, 0, secret=SECRET) as there:
+        audience = Audience(ReplicaId("r0"), there.host.epoch)
+        async with grpc.aio.insecure_channel(there.host.address) as channel:
+
+            async def code(called_by: Role, method: str, call: Any) -> grpc.StatusCode:
+                token = Caller(KEY, called_by, audience).token(path(method), random.randbytes(16))
+                answer = call(path(method))(b"", metadata=[(METADATA_KEY, token)], timeout=20)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await (answer.read() if hasattr(answer, "read") else answer)
+                return await answer.code()  # type: ignore[no-any-return]
+
+            denied, stream, unary = (
+                grpc.StatusCode.PERMISSION_DENIED,
+                channel.unary_stream,
+                channel.unary_unary,
+            )
+            assert await code(role, "Pull", stream) is denied
+            assert await code(Role.REPLICA, "Pull", stream) is grpc.StatusCode.INVALID_ARGUMENT
+            for method, call in (("Describe", unary), ("Drain", unary), ("ListBlocks", stream)):
+                assert await code(Role.REPLICA, method, call) is denied
