@@ -72,13 +72,24 @@ def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token
 
     KV moves while the request waits, and takes no time of the engine's.
     """
-    best = Way(reach.device, 0.0)
-    if speeds.host is None or reach.peer == reach.device:
-        return best
-    best_saving = 0.0
-    for end, seconds in moves(reach, speeds):
-        extra = max(0.0, seconds - wait_seconds)
-        saving = (end - reach.device) * token_seconds - extra
+    device, host_seconds = reach.device, speeds.host
+    if host_seconds is None or reach.peer == device:
+        return Way(device, 0.0)
+    best_end, best_extra, best_saving = device, 0.0, 0.0
+    seconds, reached = speeds.backlog_seconds, device
+    for end, per_token, fixed_seconds in (
+        (reach.host, 0.0, HOST_MOVE_SECONDS),
+        (reach.local, speeds.disk, DISK_MOVE_SECONDS),
+        (reach.peer, speeds.pull, PULL_MOVE_SECONDS),
+    ):
+        if end <= reached:
+            continue
+        if per_token is None:
+            break
+        seconds += fixed_seconds + (end - reached) * (host_seconds + per_token)
+        reached = end
+        extra = seconds - wait_seconds if seconds > wait_seconds else 0.0
+        saving = (end - device) * token_seconds - extra
         if saving > best_saving:
-            best, best_saving = Way(end, extra), saving
-    return best
+            best_end, best_extra, best_saving = end, extra, saving
+    return Way(best_end, best_extra)
