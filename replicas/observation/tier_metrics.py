@@ -102,10 +102,9 @@ class TierMetrics:
 
     def count(self, usage: PromptUsage) -> None:
         """What one prompt has read, by tier."""
-        slower, disk = usage.num_slower_tier_tokens, usage.num_disk_tokens
-        self._cached[Tier.DEVICE].inc(usage.num_cached_tokens - slower)
-        self._cached[Tier.HOST].inc(slower - disk)
-        self._cached[Tier.DISK].inc(disk)
+        self._cached[Tier.DEVICE].inc(usage.num_device_tokens)
+        self._cached[Tier.HOST].inc(usage.num_host_tokens)
+        self._cached[Tier.DISK].inc(usage.num_disk_tokens)
 
     def observe(self, figures: TierFigures) -> None:
         before, self._figures = self._figures, figures

@@ -142,6 +142,8 @@ class _SubmitSpans(SubmitTrace):
                 "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
                 "gen_ai.usage.cache_creation.input_tokens": usage.num_written_tokens,
                 "kvasir.cross_user_tokens": usage.num_cross_user_tokens,
+                "kvasir.host_tokens": usage.num_host_tokens,
+                "kvasir.disk_tokens": usage.num_disk_tokens,
             }
         )
 

@@ -199,6 +199,15 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     num_evicted_early_tokens: Uint32 = 0
     broken_by: LeaseBreak | None = None
 
+    @property
+    def num_device_tokens(self) -> int:
+        return self.num_cached_tokens - self.num_slower_tier_tokens
+
+    @property
+    def num_host_tokens(self) -> int:
+        """Of the cached ones; with those of the device and of the disk they are all of them."""
+        return self.num_slower_tier_tokens - self.num_disk_tokens
+
 
 class Refusal(Struct, frozen=True):
     code: RefusalCode

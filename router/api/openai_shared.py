@@ -197,13 +197,13 @@ def usage_of(
 ) -> dict[str, Any]:
     """OpenAI's `usage`; the cache's share of it is always there, and exact. `details` are more of it."""
     num_prompt_tokens = num_cached_tokens = num_written_tokens = num_cross_user_tokens = 0
-    num_slower_tier_tokens = num_disk_tokens = 0
+    num_host_tokens = num_disk_tokens = 0
     for prompt in prompts:
         num_prompt_tokens += prompt.num_prompt_tokens
         num_cached_tokens += prompt.num_cached_tokens
         num_written_tokens += prompt.num_written_tokens
         num_cross_user_tokens += prompt.num_cross_user_tokens
-        num_slower_tier_tokens += prompt.num_slower_tier_tokens
+        num_host_tokens += prompt.num_host_tokens
         num_disk_tokens += prompt.num_disk_tokens
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -213,8 +213,8 @@ def usage_of(
             "cached_tokens": num_cached_tokens,
             "cache_write_tokens": num_written_tokens,
             "cross_user_cached_tokens": num_cross_user_tokens,
-            "device_cached_tokens": num_cached_tokens - num_slower_tier_tokens,
-            "host_cached_tokens": num_slower_tier_tokens - num_disk_tokens,
+            "device_cached_tokens": num_cached_tokens - num_host_tokens - num_disk_tokens,
+            "host_cached_tokens": num_host_tokens,
             "disk_cached_tokens": num_disk_tokens,
             **(details or {}),
         },

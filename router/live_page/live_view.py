@@ -185,7 +185,7 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "cached_tokens": None if usage is None else usage.num_cached_tokens,
         "cross_user_tokens": None if usage is None else usage.num_cross_user_tokens,
         "own_tokens": None if usage is None else usage.num_own_tokens,
-        "host_tokens": None if usage is None else usage.num_slower_tier_tokens - usage.num_disk_tokens,
+        "host_tokens": None if usage is None else usage.num_host_tokens,
         "disk_tokens": None if usage is None else usage.num_disk_tokens,
         "ttft_ms": _milliseconds(recent.first_token_seconds),
         "status": recent.status,

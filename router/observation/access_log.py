@@ -35,7 +35,7 @@ def log_request(served: ServedRequest) -> None:
         sum(usage.num_prompt_tokens for usage in usages) if usages else None,
         sum(usage.num_cached_tokens for usage in usages) if usages else None,
         sum(usage.num_cross_user_tokens for usage in usages) if usages else None,
-        sum(usage.num_slower_tier_tokens - usage.num_disk_tokens for usage in usages) if usages else None,
+        sum(usage.num_host_tokens for usage in usages) if usages else None,
         sum(usage.num_disk_tokens for usage in usages) if usages else None,
         sum(prompt.num_output_tokens for prompt in served.prompts),
         None if decision is None else decision.replica_id,

@@ -389,8 +389,8 @@ class _ModelSeries:
         self.unattributed_tokens.value += cached - own - cross_user
         self.cached_tokens.value += cached
         self.cross_user_tokens.value += cross_user
-        self.device_tokens.value += cached - usage.num_slower_tier_tokens
-        self.host_tokens.value += usage.num_slower_tier_tokens - usage.num_disk_tokens
+        self.device_tokens.value += usage.num_device_tokens
+        self.host_tokens.value += usage.num_host_tokens
         self.disk_tokens.value += usage.num_disk_tokens
 
 

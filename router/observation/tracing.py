@@ -117,6 +117,8 @@ def _outcome(served: ServedRequest) -> Attributes:
             usage.num_written_tokens for usage in usages
         )
         attributes["kvasir.cross_user_tokens"] = sum(usage.num_cross_user_tokens for usage in usages)
+        attributes["kvasir.host_tokens"] = sum(usage.num_host_tokens for usage in usages)
+        attributes["kvasir.disk_tokens"] = sum(usage.num_disk_tokens for usage in usages)
     return attributes
 
 

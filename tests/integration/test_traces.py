@@ -85,6 +85,8 @@ def test_a_streamed_chat_is_one_connected_trace_from_the_client_to_the_engine(
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.cache_creation.input_tokens": usage["prompt_tokens_details"]["cache_write_tokens"],
         "kvasir.cross_user_tokens": 0,
+        "kvasir.host_tokens": 0,
+        "kvasir.disk_tokens": 0,
         "kvasir.request_id": "my-request",
         "kvasir.tenant": "default",
     }
