@@ -22,12 +22,9 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import StepFrame, Submit, UserTag
 from replicas.protocol.pulls import PullHint
-from replicas.scheduling.lower_tiers import PATIENCE, UNMEASURED_TOKEN_SECONDS
+from replicas.scheduling.lower_tiers import MIN_PATIENCE_SECONDS, PATIENCE, UNMEASURED_TOKEN_SECONDS
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.vllm_engine.chunk_chain import ChunkChain
-
-COPY_SECONDS = 0.1
-"""How long a request waits at least for a chunk that is on its way into host memory."""
 
 RESET_SECONDS = 1.0
 """How long a reset waits for the disk to end what it does."""
@@ -102,7 +99,7 @@ class LowerTier:
         )
         chain.read, chain.transfer = frozenset(plan.to_read), plan.transfer
         patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
-        chain.waits_until = time.monotonic() + max(COPY_SECONDS, patience)
+        chain.waits_until = time.monotonic() + max(MIN_PATIENCE_SECONDS, patience)
         return chain
 
     def started(self, request_id: str) -> None:

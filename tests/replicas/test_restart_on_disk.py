@@ -44,9 +44,11 @@ def journal_bytes(folder: Path) -> int:
 
 
 @asynccontextmanager
-async def replica(redis_url: str, folder: Path) -> AsyncIterator[tuple[Process, ReplicaRecord, RouterClient]]:
+async def replica(
+    redis_url: str, folder: Path, **changes: object
+) -> AsyncIterator[tuple[Process, ReplicaRecord, RouterClient]]:
     """One that is ready, by its own record in Redis."""
-    flags = {
+    flags: dict[str, object] = {
         "replica-id": REPLICA,
         "engine": "torch",
         "device": "cpu",
@@ -60,6 +62,7 @@ async def replica(redis_url: str, folder: Path) -> AsyncIterator[tuple[Process, 
         "kv-folder": folder,
         "lease-seconds": 2,
         "heartbeat-seconds": 0.2,
+        **{name.replace("_", "-"): value for name, value in changes.items()},
     }
     process = await asyncio.create_subprocess_exec(
         sys.executable,
