@@ -88,6 +88,7 @@ class DispatchedFleet:
             self.table.update_load,
             on_lost=lambda client: self.table.remove_replica(client.replica_id),
             stall_seconds=self.stall_seconds,
+            epoch=replica.epoch,
         )
         self.clients[replica.replica_id] = client
         self.table.add_replica(replica.replica_id, replica.card, CARD.block_size)

@@ -178,6 +178,9 @@ class ScriptedReplica:
     async def list_blocks(self, request: bytes, context: object) -> AsyncIterator[BlockList]:
         yield BlockList(b"")
 
+    async def pull(self, request: bytes, context: Any) -> None:
+        """It has nothing to pull."""
+
     async def begin_drain(self, request: bytes, context: object) -> Nothing:
         raise NotImplementedError
 

@@ -1,16 +1,20 @@
 """One generation through dispatch, over real gRPC and a real routing table: tokens, reservations, ends."""
 
 import asyncio
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from replicas.protocol.frames import RefusalCode, TokenDelta, UserTag
-from replicas.protocol.status import Adapter, ReplicaId
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.status import Adapter, Epoch, ReplicaId
 from router.dispatch.generation_run import GenerationRun
 from router.dispatch.retries import RetryPolicy
 from router.errors import (
     NoReplicaAvailable,
 )
+from router.routing.decision import Decision
 from tests.router.dispatched_fleet import (
     GENERATION,
     PROMPT,
@@ -238,3 +242,27 @@ async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(flee
         await fleet.add(name, adapter)
     with pytest.raises(NoReplicaAvailable, match="sql"):
         await generate(fleet, ADAPTED)
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_hinted"), [("r1", True), ("draining", False), ("gone", False), (None, False)]
+)
+async def test_a_submit_says_where_to_pull_from_if_that_peer_is_there(
+    fleet: DispatchedFleet, peer: str | None, is_hinted: bool
+) -> None:
+    await fleet.add("r0")
+    others = [await fleet.add(other) for other in ("r1", "draining")]
+    for other in others:
+        fleet.table.set_draining(other.replica_id)
+    fleet.clients[ReplicaId("draining")].is_draining = True
+    decide = fleet.table._policy
+
+    def deciding(*arguments: Any) -> Decision:
+        source = None if peer is None else ReplicaId(peer)
+        return structs.replace(decide(*arguments), pull_from=source, overlap_tokens=96)
+
+    fleet.table._policy = deciding
+    await generate(fleet)
+    (submit,) = fleet.replicas[ReplicaId("r0")].submits
+    hint = PullHint(ReplicaId("r1"), Epoch("e0"), others[0].address, 96)
+    assert submit.pull == (hint if is_hinted else None)

@@ -9,7 +9,7 @@ from hypothesis import given
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, Reach
 from router.routing.cost import CostParameters, FleetRates, cost_of
-from router.routing.decision import Decision, decide
+from router.routing.decision import Decision, Replicas, decide
 from router.routing.levels import Overlaps, Slots, View
 from router.routing.load import ReplicaLoad
 from tests.router.routing.fleets import BLOCK_SIZE, fleet, ready, request
@@ -161,3 +161,15 @@ def test_what_is_only_predicted_is_not_pulled() -> None:
     replicas = ready(fleet(2, r0=busy, r1=FAST))
     decision = decide(request(), replicas, overlaps, PARAMETERS, random.Random(1))
     assert decision.pull_from is None
+
+
+@pytest.mark.parametrize(("layouts", "source"), [("aa", "r0"), ("ab", None), ("a", None), ("", None)])
+def test_only_who_lays_out_its_kv_alike_is_pulled_from(layouts: str, source: str | None) -> None:
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, host_seconds_per_token=5e-6)
+    loads = fleet(2, r0=busy, r1=FAST)
+    overlaps = Overlaps(Slots({ReplicaId("r0"): 1}), [(400, 1)], lambda view: [(400, 1)])
+    replicas = Replicas(loads, loads.__getitem__, dict(zip(sorted(loads), layouts, strict=False)))
+    for each in (replicas, replicas.without([ReplicaId("r2")])):
+        decision = decide(request(), each, overlaps, PARAMETERS, random.Random(1))
+        assert (decision.replica_id, decision.pull_from) == ("r1", source)
+        assert decision.overlap_tokens == (400 * BLOCK_SIZE if source else 0)

@@ -1,0 +1,309 @@
+"""Pulling from peers that follow a script, over real gRPC: what is believed, bounded, and what it costs."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from replicas.kvstore import pull as pull_module
+from replicas.kvstore.incoming import ChunkKind, Ending, Wanted
+from replicas.kvstore.peers import MAX_PEERS, Peers
+from replicas.kvstore.pull import MAX_TRANSFERS, Pulled, Puller
+from replicas.protocol.pulls import PullHint, PullPart, PullRequest
+from replicas.protocol.service import path
+from replicas.protocol.status import Epoch, ReplicaId
+from replicas.protocol.tier_figures import MoveFailure
+from replicas.protocol.wire import decode_pull_request, encode
+from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, SLOT_BYTES, image, slots
+from tests.replicas.kvstore.chunk_names import name
+
+KIND = ChunkKind(LAYOUT.digest(), 128, 4, PAYLOAD_BYTES, SLOT_BYTES)
+Answer = Callable[[PullRequest, Any], Iterator[PullPart | bytes]]
+
+
+@dataclass
+class ScriptedPeer:
+    answer: Answer
+    address: str = ""
+    num_calls: int = 0
+    requests: list[PullRequest] = field(default_factory=list)
+
+    def serve(self, encoded: bytes, context: Any) -> Iterator[PullPart | bytes]:
+        self.num_calls += 1
+        self.requests.append(decode_pull_request(encoded))
+        yield from self.answer(self.requests[-1], context)
+
+    @property
+    def hint(self) -> PullHint:
+        return PullHint(ReplicaId("r1"), Epoch("e1"), self.address, 1024)
+
+
+@contextlib.contextmanager
+def scripted(answer: Answer) -> Iterator[ScriptedPeer]:
+    peer = ScriptedPeer(answer)
+    server = grpc.server(ThreadPoolExecutor(24))
+    handler = grpc.unary_stream_rpc_method_handler(
+        peer.serve, response_serializer=lambda part: part if isinstance(part, bytes) else encode(part)
+    )
+    service, _, method = path("Pull").removeprefix("/").partition("/")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    peer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield peer
+    finally:
+        server.stop(0).wait()
+
+
+class Clock:
+    """Real time, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.more = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.more
+
+
+@contextlib.contextmanager
+def pulling(clock: Clock | None = None) -> Iterator[Puller]:
+    clock = clock or Clock()
+    puller = Puller(KIND, Peers(key=None, tls=None, clock=clock), bytes_per_second=1e9, clock=clock)
+    try:
+        yield puller
+    finally:
+        assert puller.close(10.0)
+
+
+def wanted(*paths: str) -> list[Wanted]:
+    memory = slots(len(paths))
+    return [Wanted(name(each), number, memory[number]) for number, each in enumerate(paths)]
+
+
+def settle(puller: Puller) -> list[Pulled]:
+    found: list[Pulled] = []
+    while puller.is_busy:
+        puller.wait(0.05)
+        found += puller.take_finished()
+    return found
+
+
+def sends(*paths: str) -> Answer:
+    def answer(request: PullRequest, context: Any) -> Iterator[PullPart]:
+        for index, each in enumerate(paths):
+            whole = bytes(image(each))
+            yield PullPart(index, whole[:5000])
+            yield PullPart(index, whole[5000:])
+
+    return answer
+
+
+def test_chunks_come_with_their_headers_and_are_asked_for_once() -> None:
+    with scripted(sends("a", "ab")) as peer, pulling() as puller:
+        chunks = wanted("a", "ab")
+        number = puller.pull(peer.hint, chunks)
+        found = settle(puller)
+        assert [(each.ending, each.transfer, each.key, each.slot) for each in found] == [
+            (Ending.FILLED, number, chunk.name.key, chunk.slot) for chunk in chunks
+        ]
+        assert [each.header.name for each in found if each.header] == [name("a"), name("ab")]
+        assert puller.take_failures() == []
+        (request,) = peer.requests
+        assert request == PullRequest(Epoch("e1"), LAYOUT.digest(), tuple(chunk.name.key for chunk in chunks))
+        assert puller.may_pull(peer.hint)
+
+
+def test_a_peer_that_has_not_all_is_no_liar() -> None:
+    with scripted(sends("a")) as peer, pulling() as puller:
+        puller.pull(peer.hint, wanted("a", "ab", "abc"))
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED, Ending.FAILED, Ending.FAILED]
+        assert puller.take_failures() == [MoveFailure.MISSING]
+        assert puller.may_pull(peer.hint)
+
+
+def garbage(request: PullRequest, context: Any) -> Iterator[bytes]:
+    yield b"\xc1 this is not msgpack"
+
+
+def too_large(request: PullRequest, context: Any) -> Iterator[bytes]:
+    yield encode([0, bytes(3 << 20)])
+
+
+def refuses(request: PullRequest, context: Any) -> Iterator[PullPart]:
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+    yield PullPart(0, b"x")
+
+
+def half(request: PullRequest, context: Any) -> Iterator[PullPart]:
+    yield PullPart(0, bytes(image("a"))[:6000])
+
+
+def endless(request: PullRequest, context: Any) -> Iterator[PullPart]:
+    yield from sends("a")(request, context)
+    while True:
+        yield PullPart(0, bytes(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reasons"),
+    [
+        (sends("b"), {MoveFailure.DAMAGED}),
+        (half, {MoveFailure.DAMAGED}),
+        (endless, {MoveFailure.DAMAGED}),
+        (refuses, {MoveFailure.REFUSED}),
+        (garbage, set(MoveFailure)),
+        (too_large, set(MoveFailure)),
+    ],
+    ids=["another chunk", "half", "endless", "refuses", "garbage", "too large"],
+)
+def test_a_peer_that_lies_is_left_alone_for_a_while(answer: Answer, reasons: set[MoveFailure]) -> None:
+    clock = Clock()
+    with scripted(answer) as peer, pulling(clock) as puller:
+        puller.pull(peer.hint, wanted("a"))
+        (found,) = settle(puller)
+        assert found.ending is (Ending.FILLED if answer is endless else Ending.FAILED)
+        (failure,) = puller.take_failures()
+        assert failure in reasons
+        assert not puller.may_pull(peer.hint)
+        clock.more += 2.0
+        assert puller.may_pull(peer.hint)
+
+
+def test_a_peer_that_stalls_costs_its_deadline() -> None:
+    over = threading.Event()
+
+    def stalls(request: PullRequest, context: Any) -> Iterator[PullPart]:
+        yield PullPart(0, bytes(image("a"))[:100])
+        over.wait(30)
+
+    with scripted(stalls) as peer, pulling() as puller:
+        puller.pull(peer.hint, wanted("a", "ab"))
+        assert [each.ending for each in settle(puller)] == [Ending.FAILED] * 2
+        assert puller.take_failures() == [MoveFailure.LATE]
+        assert not puller.may_pull(peer.hint)
+        over.set()
+
+
+def test_a_peer_that_vanishes_in_the_middle_is_a_miss() -> None:
+    began = threading.Event()
+
+    def vanishes(request: PullRequest, context: Any) -> Iterator[PullPart]:
+        yield from sends("a")(request, context)
+        began.set()
+        context.cancel()
+        time.sleep(0.05)
+
+    with scripted(vanishes) as peer, pulling() as puller:
+        puller.pull(peer.hint, wanted("a", "ab"))
+        assert [each.ending for each in settle(puller)][-1] is Ending.FAILED
+        (failure,) = puller.take_failures()
+        assert failure in (MoveFailure.UNREACHABLE, MoveFailure.REFUSED)
+
+
+def test_nobody_there_is_a_miss() -> None:
+    with scripted(sends("a")) as peer:
+        hint = peer.hint
+    with pulling() as puller:
+        puller.pull(hint, wanted("a"))
+        assert [each.ending for each in settle(puller)] == [Ending.FAILED]
+        assert puller.take_failures() == [MoveFailure.UNREACHABLE]
+
+
+def test_a_slot_in_which_a_thread_hangs_comes_back_when_the_thread_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, may_go_on, hangs = Clock(), threading.Event(), threading.Event()
+
+    def stuck(*arguments: Any) -> Iterator[Any]:
+        hangs.set()
+        may_go_on.wait(30)
+        yield from ()
+
+    monkeypatch.setattr(pull_module, "incoming", stuck)
+    with scripted(sends("a")) as peer, pulling(clock) as puller:
+        number = puller.pull(peer.hint, wanted("a"))
+        assert hangs.wait(30)
+        assert puller.take_finished() == []
+        clock.more += 10.0
+        (overdue,) = puller.take_finished()
+        assert (overdue.ending, overdue.transfer) == (Ending.OVERDUE, number)
+        assert puller.take_finished() == []
+        assert puller.is_busy
+        may_go_on.set()
+        (returned,) = settle(puller)
+        assert (returned.ending, returned.slot) == (Ending.RETURNED, overdue.slot)
+        assert puller.take_failures() == [MoveFailure.LATE]
+
+
+def test_what_is_under_way_is_bounded_and_what_waits_too_long_fails() -> None:
+    clock, may_go_on = Clock(), threading.Event()
+
+    def waits(request: PullRequest, context: Any) -> Iterator[PullPart]:
+        may_go_on.wait(30)
+        yield from sends("a")(request, context)
+
+    with scripted(waits) as peer, pulling(clock) as puller:
+        for _ in range(MAX_TRANSFERS):
+            assert puller.may_pull(peer.hint)
+            puller.pull(peer.hint, wanted("a"))
+        assert not puller.may_pull(peer.hint)
+        while peer.num_calls < pull_module.NUM_THREADS:
+            time.sleep(0.01)
+        assert puller.backlog_seconds > 0
+        clock.more += 1.5
+        late = puller.take_finished()
+        assert [each.ending for each in late] == [Ending.FAILED] * (MAX_TRANSFERS - pull_module.NUM_THREADS)
+        may_go_on.set()
+        settle(puller)
+        assert peer.num_calls == pull_module.NUM_THREADS
+        assert puller.backlog_seconds == 0
+
+
+def test_the_end_waits_for_no_peer() -> None:
+    may_go_on, began = threading.Event(), threading.Event()
+
+    def waits(request: PullRequest, context: Any) -> Iterator[PullPart]:
+        began.set()
+        may_go_on.wait(30)
+        yield from ()
+
+    with scripted(waits) as peer, pulling() as puller:
+        puller.pull(peer.hint, wanted("a"))
+        assert began.wait(30)
+        assert puller.close(10.0)
+        assert not puller.may_pull(peer.hint)
+        assert [each.ending for each in puller.take_finished()] == [Ending.FAILED]
+        may_go_on.set()
+
+
+def test_speed_is_what_was_set_and_then_what_pulls_show() -> None:
+    with scripted(sends("a")) as peer, pulling() as puller:
+        assert puller.seconds_per_byte == 1e-9
+        for _ in range(1 + (1 << 20) // SLOT_BYTES):
+            puller.pull(peer.hint, wanted("a"))
+            settle(puller)
+        assert puller.seconds_per_byte > 1e-9
+
+
+def test_connections_are_few_and_closed_when_idle() -> None:
+    clock = Clock()
+    with contextlib.ExitStack() as stack:
+        peers = Peers(key=None, tls=None, clock=clock)
+        some = [stack.enter_context(scripted(sends("a"))) for _ in range(MAX_PEERS + 3)]
+        request = PullRequest(Epoch("e1"), LAYOUT.digest(), (name("a").key,))
+        for peer in some:
+            with peers.call(peer.hint, request, 10.0) as (parts, _):
+                assert len(list(parts)) == 2
+        assert peers.num_connections == MAX_PEERS
+        peers.close_idle()
+        assert peers.num_connections == MAX_PEERS
+        clock.more += 100.0
+        peers.close_idle()
+        assert peers.num_connections == 0
+        peers.close()
