@@ -37,6 +37,11 @@ RAISED_AT_REST = frozenset(
         "replica_cached_blocks",
         "replica_index_hashes",
         "replica_resident_hashes",
+        "replica_tier_chunks",
+        "replica_tier_bytes",
+        "replica_tier_bytes_limit",
+        "replica_disk_write_budget_ratio",
+        "replica_disk_other_bytes",
         # the latest value of a time
         "router_event_loop_lag_seconds",
         "router_index_lag_seconds",
