@@ -30,8 +30,10 @@ GAUGES = (
     "replica_total_blocks",
 )
 COUNTERS = ("replica_prompt_tokens_total", "replica_cached_tokens_total", "replica_cross_user_tokens_total")
+TIER_COUNTERS = tuple(f'replica_cached_tokens_by_tier_total{{tier="{tier}"}}' for tier in ("host", "disk"))
+"""Zero where the replica does not have them."""
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
 class ClusterSamples:
@@ -70,7 +72,7 @@ class ClusterSamples:
             return None
         increases = (
             sum(int(self._last[name][counter] - self._first[name][counter]) for name in self._last)
-            for counter in COUNTERS
+            for counter in (*COUNTERS, *TIER_COUNTERS)
         )
         return EngineTotals(*increases)
 
@@ -98,7 +100,7 @@ class ClusterSamples:
             return
         if not all(counter in values for counter in COUNTERS):
             return
-        counters = {counter: values[counter] for counter in COUNTERS}
+        counters = {counter: values.get(counter, 0.0) for counter in (*COUNTERS, *TIER_COUNTERS)}
         self._first.setdefault(name, counters)
         before = self._latest.get(name, counters)
         self._has_restarted |= any(counters[counter] < before[counter] for counter in COUNTERS)
@@ -122,13 +124,15 @@ def _targets(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Values by name, summed over labels."""
+    """Values by name, summed over labels; and those that have labels by name and labels, too."""
     values: dict[str, float] = {}
-    for name, number in _SAMPLE.findall(text):
+    for name, labels, number in _SAMPLE.findall(text):
         try:
-            values[name] = values.get(name, 0.0) + float(number)
+            value = float(number)
         except ValueError:
             continue
+        for each in {name, name + labels}:
+            values[each] = values.get(each, 0.0) + value
     return values
 
 

@@ -238,6 +238,18 @@ def _reconciliation(records: Sequence[RequestRecord], totals: EngineTotals | Non
                 sum(each.num_cross_user_tokens or 0 for each in measured),
                 totals.num_cross_user_tokens,
             ),
+            *(
+                each
+                for each in (
+                    Reconciled(
+                        "host memory's", sum(r.num_host_tokens or 0 for r in measured), totals.num_host_tokens
+                    ),
+                    Reconciled(
+                        "disk's", sum(r.num_disk_tokens or 0 for r in measured), totals.num_disk_tokens
+                    ),
+                )
+                if each.num_of_records or each.num_of_engines
+            ),
         ),
         silent=dict(Counter(record.error or "answered" for record in silent).most_common()),
         num_silent_prompt_tokens=sum(record.num_input_tokens for record in silent),

@@ -79,6 +79,8 @@ class EngineTotals:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_cross_user_tokens: int
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

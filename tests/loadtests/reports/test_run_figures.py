@@ -140,6 +140,15 @@ def test_sums_over_all_requests_warm_up_included_are_held_against_the_engines(se
     assert figures.reconciliation.verdict == "Requests and engines count the same, to the token."
 
 
+def test_tokens_from_below_the_device_are_held_against_the_engines_too() -> None:
+    whole = record(num_cached_tokens=40, num_cross_user_tokens=10, num_host_tokens=24, num_disk_tokens=8)
+    totals = replace(totals_of((whole,)), num_host_tokens=24, num_disk_tokens=9)
+    found = figures_of(Run(run_info(), (whole,), (), totals), SLO).reconciliation
+    assert found is not None
+    assert [each.difference for each in found.sums] == [0, 0, 0, 0, 1]
+    assert "+1 disk's tokens" in found.verdict
+
+
 def test_a_difference_is_said_to_the_token_and_with_what_explains_it() -> None:
     whole = record(num_cross_user_tokens=10)
     lost = record(num_cached_tokens=None, error="timed out")

@@ -34,6 +34,8 @@ INFO = RunInfo(
     started_at="2026-01-02T03:04:05+00:00",
     warmup_seconds=5.0,
     notes=("a", "</script>"),
+    cluster="RAM and disk",
+    kill_seconds=(30.0, 45.5),
 )
 FULL = RequestRecord(
     arrival_seconds=1.25,
@@ -52,11 +54,13 @@ FULL = RequestRecord(
     reason="overlap",
     num_own_tokens=30,
     num_other_tenant_tokens=0,
+    num_host_tokens=9,
+    num_disk_tokens=5,
     itl_seconds=(0.01, 1e-9),
     request_id="r",
 )
 BARE = RequestRecord(arrival_seconds=2, num_input_tokens=1, error="timed out")
-RUN = Run(INFO, (FULL, BARE), (LoadSample(1.0, "a", 1, 2, 3, 4, 5, 6),), EngineTotals(101, 40, 10))
+RUN = Run(INFO, (FULL, BARE), (LoadSample(1.0, "a", 1, 2, 3, 4, 5, 6),), EngineTotals(101, 40, 10, 9, 5))
 EMPTY = Run(INFO, (), (), None)
 
 
