@@ -51,6 +51,7 @@ yes
 tls_certificate: /etc/kvasir/tls/tls.crt
 tls_key: /etc/kvasir/tls/tls.key
 tls_client_ca: /etc/kvasir/tls/ca.crt
+tls_peer_name: {{ .Values.mtls.replicaName }}
 {{- end -}}
 {{- end -}}
 

@@ -55,6 +55,13 @@ runtimeClassName: {{ . }}
 {{- end -}}
 {{- end -}}
 
+{{/* Whether replicas of any pool pull KV from each other. */}}
+{{- define "kvasir.pulls" -}}
+{{- range $pool := include "kvasir.pools" . | fromYaml -}}
+{{- if $pool.settings.pull_bytes_per_second -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Size of a volume for KV: the KV, a twentieth for the file system, what KV leaves free, and a gibibyte. */}}
 {{- define "kvasir.kvVolumeSize" -}}
 {{- $disk := include "kvasir.mebibytes" .kv.disk | int64 -}}
@@ -132,6 +139,9 @@ resources:
 {{- fail (printf "pool %s: kv.disk needs kv.memory, through which KV goes to the disk and back" .name) -}}
 {{- else if and $kv.memory (eq .pool.engine "simulated") -}}
 {{- fail (printf "pool %s: kv.memory is for the engines torch and vllm, not for simulated" .name) -}}
+{{- end -}}
+{{- if and .pool.settings.pull_bytes_per_second (not $kv.memory) -}}
+{{- fail (printf "pool %s: settings.pull_bytes_per_second needs kv.memory, into which KV is pulled" .name) -}}
 {{- end -}}
 {{- if $kv.memory -}}
 {{- range $kind := list "requests" "limits" -}}

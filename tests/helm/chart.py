@@ -80,6 +80,10 @@ TOGGLES: dict[str, Values] = {
         "poolDefaults": {"model": {"source": "hub", "repository": "Qwen/Qwen3-8B", "cacheSize": "40Gi"}}
     },
     "KV in memory": {"poolDefaults": {"kv": {"memory": "512Mi"}}},
+    "mTLS, KV pulled by peers": {
+        "poolDefaults": {"kv": {"memory": "1Gi"}, "settings": {"pull_bytes_per_second": 10**9}},
+        "mtls": {"enabled": True, "replicaName": "replica.example"},
+    },
     "KV on the node": {"poolDefaults": {"kv": {"memory": "64Gi", "disk": "500Gi"}}},
     "KV in a folder of the node": {
         "poolDefaults": {"kv": {"memory": "64Gi", "disk": "2Ti", "volume": "hostPath", "hostPath": "/srv/kv"}}

@@ -27,7 +27,7 @@ from tests.helm.chart_programs import (
     router_config,
 )
 
-OWN_CA = ["mTLS", "mTLS, KubeRay"]
+OWN_CA = ["mTLS", "mTLS, KubeRay", "mTLS, KV pulled by peers"]
 BY_CERT_MANAGER = [*OWN_CA, "mTLS, given issuer"]
 WITH_TLS = [*BY_CERT_MANAGER, "mTLS, given secrets"]
 KEYS = {"ca.crt", "tls.crt", "tls.key"}
@@ -86,7 +86,8 @@ def test_each_side_has_its_certificate_where_its_settings_say(case: str) -> None
 def test_routers_expect_the_name_that_replicas_have_and_neither_side_can_pose_as_the_other(case: str) -> None:
     replica, router = certificate("replica", case), certificate("router", case)
     assert replica["dnsNames"] == [router_config(case).replica_tls_name]
-    assert "server auth" in replica["usages"] and "client auth" not in replica["usages"]
+    assert "server auth" in replica["usages"]
+    assert ("client auth" in replica["usages"]) == ("pulled" in case), "only who pulls calls replicas"
     assert "client auth" in router["usages"] and "server auth" not in router["usages"]
     assert not set(router["dnsNames"]) & set(replica["dnsNames"])
 

@@ -24,7 +24,7 @@ CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 ROUTER_PORTS = {"admin_host", "admin_port", "admin_socket", "allowed_hosts", "processes"}
 """The chart sets the first two; the others are for machines, where pods are for themselves."""
 
-REPLICA_TLS = {"tls_certificate", "tls_key", "tls_client_ca", "health_socket"}
+REPLICA_TLS = {"tls_certificate", "tls_key", "tls_client_ca", "tls_peer_name", "health_socket"}
 ROUTER_TLS = {"replica_tls_ca", "replica_tls_certificate", "replica_tls_key", "replica_tls_name"}
 """What `mtls` sets."""
 
@@ -160,6 +160,10 @@ HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
             "pool a: settings.engine_args is for the engine vllm, not for torch",
         ),
         ({"pools": {"a": {"kv": {"disk": "1Ti"}}}}, "pool a: kv.disk needs kv.memory, through which KV goes"),
+        (
+            {"pools": {"a": {"settings": {"pull_bytes_per_second": 1e9}}}},
+            "pool a: settings.pull_bytes_per_second needs kv.memory, into which KV is pulled",
+        ),
         (
             {"pools": {"a": {"engine": "simulated", "kv": {"memory": "1Gi"}}}},
             "pool a: kv.memory is for the engines torch and vllm, not for simulated",

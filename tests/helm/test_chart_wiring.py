@@ -281,6 +281,19 @@ def test_only_routers_reach_replicas_and_only_routers_and_replicas_reach_redis(c
     assert reachable_from("test", objects) == {"router": {"http"}, "replica": set(), "redis": set()}
 
 
+def test_replicas_reach_each_other_only_where_they_pull_kv() -> None:
+    objects = rendered("mTLS, KV pulled by peers")
+    assert reachable_from("replica", objects)["replica"] == {"grpc"}
+    assert reachable_from("redis", objects)["replica"] == set()
+    (config,) = replica_configs("mTLS, KV pulled by peers")
+    assert (config.pull_bytes_per_second, config.tls_peer_name) == (1e9, "replica.example")
+    assert reachable_from("replica", rendered("KV in memory"))["replica"] == set()
+    usages = {
+        item["metadata"]["name"]: item["spec"].get("usages") for item in of_kind("Certificate", objects)
+    }
+    assert usages["demo-kvasir-replica-tls"] == ["digital signature", "server auth", "client auth"]
+
+
 def test_where_few_may_reach_the_routers_helm_test_still_may() -> None:
     objects = rendered("ways in")
     assert reachable_from("test", objects)["router"] == {"http"}
