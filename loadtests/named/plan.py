@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
+from cluster.sizes import size as size_in_bytes
 from loadtests.arguments import count, positive, seed
 from loadtests.load.options import HAVE_OPTIONS, LoadOptions, OptionsError
 from loadtests.named.named_tests import (
@@ -127,6 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
     add("--seed", type=seed, default=1, metavar="N", help="seed of the first round (default: 1)")
     add("--cache-tokens", type=count, metavar="N", help="tokens that the cache of one replica holds")
+    add("--ram", type=size_in_bytes, metavar="SIZE", help="host memory for KV below the device, a replica")
+    add("--disk", type=size_in_bytes, metavar="SIZE", help="disk for KV below that, a replica")
     add(
         "--set",
         action="append",
@@ -152,6 +155,8 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     test = NAMED_TESTS[arguments.name]
     if arguments.engine is None:
         arguments.engine = test.engine
+    if test.arms and (arguments.ram or arguments.disk):
+        raise LoadtestError(f"{arguments.name} compares clusters with and without --ram and --disk by itself")
     size = _size(arguments, test)
     plan = LoadtestPlan(
         name=arguments.name,
@@ -255,9 +260,9 @@ def _cluster_words(arguments: argparse.Namespace, size: Size) -> tuple[str, ...]
     # One block more: the null block holds nothing.
     settings.setdefault("num_blocks", str(size.cache_tokens // replica.tokens_per_block + 1))
     words = ["--engine", arguments.engine, "--replicas", str(size.num_replicas)]
-    for option in ("model", "model_name"):
+    for option in ("model", "model_name", "ram", "disk"):
         if (value := getattr(arguments, option)) is not None:
-            words += [f"--{option.replace('_', '-')}", value]
+            words += [f"--{option.replace('_', '-')}", str(value)]
     return (*words, *(f"--set={name}={value}" for name, value in settings.items()))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.load.cluster_samples import COUNTERS, GAUGES, ClusterSamples
+from loadtests.load.cluster_samples import COUNTERS, GAUGES, ClusterSamples, parse_metrics
 from loadtests.reports.run_file import EngineTotals
 
 Serve = Callable[[], "Replica"]
@@ -62,6 +62,11 @@ def write_targets(file: Path, **addresses: str) -> str:
         groups.append({"targets": [address], "labels": {"job": "kvasir-replica", "replica": name}})
     file.write_text(json.dumps(groups))
     return str(file)
+
+
+def test_metrics_are_read_summed_over_labels_and_by_each() -> None:
+    values = parse_metrics('a_total{tier="host"} 3\na_total{tier="disk"} 4\nb 5\nc nothing\n')
+    assert values == {"a_total": 7.0, 'a_total{tier="host"}': 3.0, 'a_total{tier="disk"}': 4.0, "b": 5.0}
 
 
 @pytest.mark.parametrize("is_file", [True, False])

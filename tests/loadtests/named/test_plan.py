@@ -69,6 +69,14 @@ def test_every_named_test_makes_a_workload_that_the_load_generator_takes(
     assert f"--test-name={name}" in command
 
 
+def test_memory_below_the_devices_is_what_the_cluster_is_told() -> None:
+    words = plan("cross-user", "--engine", "torch", "--ram", "2MiB", "--disk", "1GiB").cluster_words
+    assert words[words.index("--ram") + 1] == str(2 << 20)
+    assert words[words.index("--disk") + 1] == str(1 << 30)
+    with pytest.raises(LoadtestError, match="by itself"):
+        plan("long-memory", "--ram", "2MiB")
+
+
 def test_the_prefixes_of_long_memory_are_ten_times_what_the_devices_hold() -> None:
     found = plan("long-memory")
     size = found.size
