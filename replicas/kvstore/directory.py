@@ -136,6 +136,8 @@ class Directory:
         self._to_write_leased: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_once: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_reused: OrderedDict[BlockHash, None] = OrderedDict()
+        self._to_write_early: OrderedDict[BlockHash, None] = OrderedDict()
+        """In host memory, in the order in which they came there; some of them have a file by now."""
         """Cold chunks without a file, by whether they were used again since they were made."""
         self._free_slots = list(range(host_chunks - 1, -1, -1))
         self._quarantined: set[int] = set()
@@ -324,6 +326,8 @@ class Directory:
         self._events.append(BlockStored((key,), chunk.name.last_block, tier=Tier.HOST))
         if key in self._cold or self.leases.wants_file(key):
             self._note_to_write(chunk)
+        elif self.max_disk_chunks and not chunk.has_file:
+            self._to_write_early[key] = None
 
     def given_up(self, key: BlockHash, *, may_still_be_written: bool = False) -> None:
         """The slot was not filled. One that may still be written to is no chunk's until `give_back`."""
@@ -361,16 +365,37 @@ class Directory:
             chunk = self._first_unwritten(self._chunks[key])
             if self.num_on_disk == self.max_disk_chunks:
                 self._evict_file()
-            self._forget_to_write(chunk)
-            self._removals.pop(chunk.name.key, None)
-            chunk.is_writing = True
-            self._shelve_file(chunk)
-            for before in self._chain_before(chunk):
-                if before.has_file:
-                    self._shelve_file(before)
-            assert chunk.slot is not None
-            writes.append(Write(chunk.name, chunk.slot))
+            writes.append(self._begin_write(chunk))
         return writes
+
+    def take_early_writes(self, now: float, max_writes: int) -> list[Write]:
+        """What may be written before it becomes cold, the oldest first, where the disk has nothing else to
+        do: then a replica that is killed loses only what is newest. Each ends like those of `take_writes`.
+
+        None while the budget is short, and none in place of another file.
+        """
+        writes: list[Write] = []
+        while self._to_write_early and len(writes) < max_writes and self.num_on_disk < self.max_disk_chunks:
+            key = next(iter(self._to_write_early))
+            chunk = self._chunks[key]
+            if chunk.has_file or chunk.is_filling or chunk.has_failed:
+                del self._to_write_early[key]
+                continue
+            if self._write_budget.is_short(now) or not self._write_budget.take(now, self._chunk_bytes):
+                break
+            writes.append(self._begin_write(self._first_unwritten(chunk)))
+        return writes
+
+    def _begin_write(self, chunk: _Chunk) -> Write:
+        self._forget_to_write(chunk)
+        self._removals.pop(chunk.name.key, None)
+        chunk.is_writing = True
+        self._shelve_file(chunk)
+        for before in self._chain_before(chunk):
+            if before.has_file:
+                self._shelve_file(before)
+        assert chunk.slot is not None
+        return Write(chunk.name, chunk.slot)
 
     def written(self, key: BlockHash) -> None:
         chunk = self._chunks[key]
@@ -467,6 +492,7 @@ class Directory:
             table.clear()
         for waiting in (self._to_write_once, self._to_write_reused, self._to_write_leased):
             waiting.clear()
+        self._to_write_early.clear()
         self.leases.clear()
         self._events += [AllBlocksCleared(Tier.HOST), AllBlocksCleared(Tier.DISK)]
         return True
@@ -506,6 +532,7 @@ class Directory:
         for part in (self._hot, self._cold, self._owed):
             part.pop(chunk.name.key, None)
         self._forget_to_write(chunk)
+        self._to_write_early.pop(chunk.name.key, None)
         self._forget_if_nowhere(chunk, cause)
 
     def _warm_chain(self, chunk: _Chunk) -> None:

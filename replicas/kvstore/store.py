@@ -269,7 +269,7 @@ class ChunkStore:
         for name in self._disk.take_found():
             self.directory.adopt(name)
         self._disk.remove(self.directory.take_removals())
-        self._write(self._disk, MAX_WRITES - len(self._writes))
+        self._write(self._disk)
 
     @property
     def has_news(self) -> bool:
@@ -404,10 +404,14 @@ class ChunkStore:
         self._reads[job] = (key, slot)
         return True
 
-    def _write(self, disk: Disk, most: int) -> None:
+    def _write(self, disk: Disk) -> None:
+        most = MAX_WRITES - len(self._writes)
         if most <= 0 or not disk.can_write:
             return
-        writes = self.directory.take_writes(self._clock(), most)
+        now = self._clock()
+        writes = self.directory.take_writes(now, most)
+        if not self._reads and not self._writes and not writes:
+            writes = self.directory.take_early_writes(now, most)
         disk.remove(self.directory.take_removals())  # what goes makes the room for what comes
         for write in writes:
             sync = self.leases.is_to_be_synced(write.name.key)

@@ -284,3 +284,28 @@ def test_clearing_is_refused_while_anything_moves_and_removes_every_file() -> No
 def test_a_directory_without_room_is_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="slot of host memory"):
         Directory(host_chunks=sizes[0], disk_chunks=sizes[1], chunk_bytes=sizes[2])
+
+
+def test_what_is_hot_is_written_early_oldest_first_and_never_for_another_file() -> None:
+    directory = Directory(host_chunks=8, disk_chunks=2)
+    for path in ("a", "ab", "c"):
+        put(directory, path)
+    assert directory.take_writes(0.0, 4) == [], "nothing is cold"
+    assert [write.name.key for write in directory.take_early_writes(0.0, 1)] == [key("a")]
+    directory.written(key("a"))
+    assert [write.name.key for write in directory.take_early_writes(0.0, 4)] == [key("ab")]
+    directory.not_written(key("ab"))
+    assert [write.name.key for write in directory.take_early_writes(0.0, 4)] == [key("c")]
+    directory.written(key("c"))
+    put(directory, "d")
+    assert directory.take_early_writes(0.0, 4) == [], "there is no room but that of other files"
+    assert directory.num_to_write == 0
+
+
+def test_nothing_is_written_early_while_the_budget_is_short() -> None:
+    directory = Directory(host_chunks=8, disk_chunks=8, chunk_bytes=10, write_budget=WriteBudget(2.0))
+    for path in ("a", "b", "c"):
+        put(directory, path)
+    assert [write.name.key for write in directory.take_early_writes(0.0, 4)] == [key("a"), key("b")]
+    assert directory.take_early_writes(1.0, 4) == []
+    assert [write.name.key for write in directory.take_early_writes(100.0, 4)] == [key("c")]

@@ -239,6 +239,17 @@ class Tiers(RuleBasedStateMachine):
         self.remove_files()
         assert leased_files <= self.files.keys()
 
+    @rule(max_writes=st.integers(1, 3))
+    def begin_early_writes(self, max_writes: int) -> None:
+        self.remove_files()
+        files = set(self.files)
+        for write in self.directory.take_early_writes(self.now, max_writes):
+            assert write.name.key not in self.writing
+            self.writing[write.name.key] = write
+            self.num_written += 1
+        self.remove_files()
+        assert set(self.files) == files, "a file has gone for one that could wait"
+
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), ends_well=st.booleans())
     def end_write(self, data: st.DataObject, ends_well: bool) -> None:

@@ -135,15 +135,18 @@ def test_a_file_that_fails_is_forgotten_and_not_asked_for_again(tmp_path: Path) 
         assert not file.exists()
 
 
-def test_what_becomes_cold_is_written_while_the_engine_goes_on(tmp_path: Path) -> None:
+def test_a_disk_that_has_nothing_else_to_do_writes_what_is_new(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        for path in ("a", "b", "c", "d"):
+        for path in ("a", "ab", "c"):
             put(store, path, ANNA)
+        store.poll()
         settle(store)
-        assert file_of(tmp_path, "a").exists() and not file_of(tmp_path, "d").exists()
-        put(store, "e", ANNA)
-        assert store.directory.place(key("a")) is Place.DISK
-        assert store.take_events()[-1] != AllBlocksCleared(Tier.DISK)
+        assert all(file_of(tmp_path, path).exists() for path in ("a", "ab", "c"))
+        assert [store.directory.place(key(path)) for path in ("a", "ab", "c")] == [Place.HOST] * 3
+        for path in ("d", "e"):
+            put(store, path, ANNA)
+        places = [store.directory.place(key(path)) for path in ("a", "ab", "c")]
+        assert sorted(place.value for place in places if place) == ["disk", "host", "host"]
 
 
 def test_without_a_disk_nothing_ends_by_itself() -> None:
