@@ -25,7 +25,7 @@ from replicas.kvstore.layout import ChunkHeader
 from replicas.kvstore.peers import IDLE_SECONDS, Peers
 from replicas.kvstore.transfer_speed import TransferSpeed
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.pulls import MAX_PULLED_CHUNKS, PullHint, PullRequest
+from replicas.protocol.pulls import MAX_PULL_SECONDS, MAX_PULLED_CHUNKS, PullHint, PullRequest
 from replicas.protocol.tier_figures import MoveFailure
 from replicas.protocol.ways import PULL_MOVE_SECONDS
 
@@ -114,7 +114,7 @@ class Puller:
             self._last_number += 1
             num_bytes = len(chunks) * self.kind.image_bytes + self._num_bytes_left
             seconds = PULL_MOVE_SECONDS + num_bytes * self.seconds_per_byte
-            ends_at = self._clock() + max(MIN_SECONDS, PATIENCE * seconds)
+            ends_at = self._clock() + min(MAX_PULL_SECONDS, max(MIN_SECONDS, PATIENCE * seconds))
             transfer = _Transfer(self._last_number, peer, chunks, ends_at)
             self._transfers[transfer.number] = transfer
             self._waiting.append(transfer)

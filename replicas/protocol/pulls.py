@@ -15,6 +15,9 @@ from replicas.protocol.status import Epoch, ReplicaId
 MAX_PULLED_CHUNKS = 1024
 """In one pull."""
 
+MAX_PULL_SECONDS = 60.0
+"""A pull has a deadline, and none that is further away."""
+
 MAX_PART_BYTES = 1 << 20
 
 
