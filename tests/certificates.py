@@ -39,6 +39,10 @@ class Authority:
     def replica(self, name: str = REPLICA_NAME) -> Pair:
         return self._issue("serverAuth", name)
 
+    def pulling_replica(self) -> Pair:
+        """For one that calls others, too."""
+        return self._issue("serverAuth,clientAuth", REPLICA_NAME)
+
     def router(self) -> Pair:
         return self._issue("clientAuth", "kvasir-router")
 

@@ -197,7 +197,7 @@ def usage_of(
 ) -> dict[str, Any]:
     """OpenAI's `usage`; the cache's share of it is always there, and exact. `details` are more of it."""
     num_prompt_tokens = num_cached_tokens = num_written_tokens = num_cross_user_tokens = 0
-    num_host_tokens = num_disk_tokens = 0
+    num_host_tokens = num_disk_tokens = num_pulled_tokens = 0
     for prompt in prompts:
         num_prompt_tokens += prompt.num_prompt_tokens
         num_cached_tokens += prompt.num_cached_tokens
@@ -205,6 +205,7 @@ def usage_of(
         num_cross_user_tokens += prompt.num_cross_user_tokens
         num_host_tokens += prompt.num_host_tokens
         num_disk_tokens += prompt.num_disk_tokens
+        num_pulled_tokens += prompt.num_pulled_tokens
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
@@ -216,6 +217,7 @@ def usage_of(
             "device_cached_tokens": num_cached_tokens - num_host_tokens - num_disk_tokens,
             "host_cached_tokens": num_host_tokens,
             "disk_cached_tokens": num_disk_tokens,
+            "pulled_cached_tokens": num_pulled_tokens,
             **(details or {}),
         },
     }

@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch, ReplicaId
+from tests.certificates import REPLICA_NAME, Authority
 from tests.replicas.router_client import RouterClient, submit
 from tests.replicas.whole_replica import config
 
@@ -70,12 +72,18 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(redis_url: str, number: int, **settings: Any) -> AsyncIterator[Peer]:
+async def peer(
+    redis_url: str, number: int, credentials: grpc.ChannelCredentials | None = None, **settings: Any
+) -> AsyncIterator[Peer]:
     with_defaults = {"replica_id": f"r{number}", "pull_bytes_per_second": 1e9, **TIERS, **settings}
     host = ReplicaHost(config(redis_url, **with_defaults))
     await host.start()
     try:
-        async with grpc.aio.insecure_channel(host.address) as channel:
+        channel = grpc.aio.insecure_channel(host.address)
+        if credentials is not None:
+            named = [("grpc.ssl_target_name_override", REPLICA_NAME)]
+            channel = grpc.aio.secure_channel(host.address, credentials, options=named)
+        async with channel:
             metadata = None
             if "secret" in with_defaults:
                 caller = Caller(KEY, Role.ROUTER, Audience(ReplicaId(f"r{number}"), host.epoch))
@@ -194,3 +202,23 @@ async def test_who_is_no_replica_may_not_pull_and_a_replica_nothing_else(redis_u
             assert await code(Role.REPLICA, "Pull", stream) is grpc.StatusCode.INVALID_ARGUMENT
             for method, call in (("Describe", unary), ("Drain", unary), ("ListBlocks", stream)):
                 assert await code(Role.REPLICA, method, call) is denied
+
+
+def of_router(ca: Authority) -> grpc.ChannelCredentials:
+    router = ca.router()
+    files = (ca.certificate, router.key, router.certificate)
+    return grpc.ssl_channel_credentials(*(Path(each).read_bytes() for each in files))
+
+
+@pytest.mark.parametrize("may_call", [True, False])
+async def test_with_tls_replicas_show_each_other_their_certificates(
+    redis_url: str, ca: Authority, may_call: bool
+) -> None:
+    own = ca.pulling_replica() if may_call else ca.replica()
+    credentials = of_router(ca)
+    settings = {"tls_certificate": own.certificate, "tls_key": own.key, "tls_client_ca": ca.certificate}
+    async with two(redis_url, credentials=credentials, secret=SECRET, **settings) as (there, here):
+        expected, _ = await there.ask(1)
+        answer, usage = await here.ask(1, there.hint())
+        assert answer == expected
+        assert usage.num_pulled_tokens == (128 * NUM_CHUNKS if may_call else 0)

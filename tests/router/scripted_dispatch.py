@@ -31,6 +31,7 @@ def says(
     num_cross_user_tokens: int = 0,
     num_slower_tier_tokens: int = 0,
     num_disk_tokens: int = 0,
+    num_pulled_tokens: int = 0,
 ) -> Script:
     """Every choice gets one token per batch, then ends."""
 
@@ -42,6 +43,7 @@ def says(
             num_cross_user_tokens,
             num_slower_tier_tokens=num_slower_tier_tokens,
             num_disk_tokens=num_disk_tokens,
+            num_pulled_tokens=num_pulled_tokens,
         )
         limited = list(token_ids)[: generation.sampling.max_tokens]
         return [

@@ -215,7 +215,11 @@ async def test_every_kind_of_answer_says_from_which_tiers_the_cached_tokens_came
     server: HttpServer, openai: AsyncOpenAI, route: str, stream: bool, slower: int, disk: int
 ) -> None:
     server.dispatcher.script = says(
-        [END], num_cached_tokens=32, num_slower_tier_tokens=slower, num_disk_tokens=disk
+        [END],
+        num_cached_tokens=32,
+        num_slower_tier_tokens=slower,
+        num_disk_tokens=disk,
+        num_pulled_tokens=slower - disk,
     )
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     if route == "chat":
@@ -228,6 +232,7 @@ async def test_every_kind_of_answer_says_from_which_tiers_the_cached_tokens_came
     by_tier = (details.device_cached_tokens, details.host_cached_tokens, details.disk_cached_tokens)
     assert by_tier == (num_prompts * (32 - slower), num_prompts * (slower - disk), num_prompts * disk)
     assert sum(by_tier) == details.cached_tokens == num_prompts * 32
+    assert details.pulled_cached_tokens == details.host_cached_tokens
 
 
 async def test_a_user_is_known_by_either_field_and_to_nobody_by_name(
