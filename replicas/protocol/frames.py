@@ -205,7 +205,9 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
 
     @property
     def num_host_tokens(self) -> int:
-        """Of the cached ones; with those of the device and of the disk they are all of them."""
+        """Of the cached ones, those from a peer among them; with those of the device and of the disk they
+        are all of them.
+        """
         return self.num_slower_tier_tokens - self.num_disk_tokens
 
 

@@ -24,6 +24,7 @@ from replicas.engine_process.parent import EngineProcess
 from replicas.errors import EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import FinishReason, StepFrame
+from replicas.protocol.pulls import PullHint
 from tests.examples import examples
 from tests.replicas.builders import engine_request
 from tests.replicas.engine_contract import EngineContract, run
@@ -95,7 +96,8 @@ class TestVllmEngineInAProcess:
 @given(data=st.data())
 @few
 def test_every_field_of_every_message_survives_the_pipe(kind: type, data: st.DataObject) -> None:
-    special = {ReplicaConfig: st.just(config(engine="vllm", engine_args={"seed": 1}, port=9))}
+    whole = config(engine="vllm", engine_args={"seed": 1}, port=9)
+    special = {ReplicaConfig: st.just(whole), PullHint: st.just(PullHint("r-1", "e1", "host-1:80", 7))}
     message = data.draw(filled(kind, special))
     decoder = parent.QUESTIONS if kind in get_args(parent.ToChild) else parent.ANSWERS
     assert decoder.decode(parent.ENCODER.encode(message)) == message
