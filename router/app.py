@@ -15,6 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.access import admin_access
+from router.api.cached_requests import with_caches
+from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.door import Door
@@ -32,6 +34,7 @@ from router.api.openai_shared import (
 )
 from router.api.page import PageRoutes
 from router.api.serving import GenerationEndpoint, Prepare
+from router.caches.record import CacheKind
 from router.errors import RouterError
 
 
@@ -46,8 +49,8 @@ class Apps:
 def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
     """With a fleet there is a page that shows it."""
     prepares: Mapping[str, Prepare] = {
-        "/v1/chat/completions": prepare_chat,
-        "/v1/completions": prepare_completion,
+        "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
+        "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
     }
     access = admin_access(context.config)
     plain = ControlRoutes(context)
@@ -65,9 +68,10 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         return Door(app, host=host, allowed_hosts=config.allowed_hosts, count=context.metrics.count_refusal)
 
     common = plain.health_routes()
+    clients = [*plain.routes(), *CacheRoutes(context).routes()]
     if not config.has_admin_listener:
-        return Apps(behind_door(_app([*common, *plain.routes(), *admin], hot), config.host), None)
-    main = _app([*common, *plain.routes(), *plain.index_routes()], hot)
+        return Apps(behind_door(_app([*common, *clients, *admin], hot), config.host), None)
+    main = _app([*common, *clients, *plain.index_routes()], hot)
     admin_host = None if config.admin_port is None else config.admin_host
     return Apps(behind_door(main, config.host), behind_door(_app([*common, *admin], {}), admin_host))
 

@@ -25,6 +25,8 @@ from replicas.protocol.status import ModelCard, ReplicaId, TokenizerBundle
 from router.api.context import ApiContext
 from router.api.prepared import Bounds
 from router.app import Apps, create_apps
+from router.caches.bounds import CacheBounds
+from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.overdue import OverdueWatch
@@ -110,11 +112,13 @@ class Router:
             metrics=metrics,
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
+            caches=_open_caches(config, secret),
             tracing=self._tracing,
             bounds=bounds or Bounds(),
         )
         if config.log_requests:
             context.observers.append(log_request)
+        self._caches = context.caches
         self._offload, self.connections = context.offload, context.connections
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
@@ -136,6 +140,8 @@ class Router:
                 if self._tls is not None:
                     tasks.create_task(self._tls.follow(), name="TLS files")
         finally:
+            if self._caches is not None:
+                await self._caches.close()
             await self._offload.close()
 
     async def close(self) -> None:
@@ -205,6 +211,19 @@ def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:
         )
         return None
     return LeaseSeal(secret)
+
+
+def _open_caches(config: RouterConfig, secret: ClusterSecret | None) -> NamedCaches | None:
+    """None without a secret: prompts lie in Redis encrypted or not at all."""
+    if secret is None or not config.max_caches:
+        return None
+    bounds = CacheBounds(
+        num_caches=config.max_caches,
+        bytes_per_cache=config.max_cache_bytes,
+        num_bytes=config.all_caches_bytes,
+        memory_bytes=config.cache_memory_bytes,
+    )
+    return NamedCaches(config.redis_url, secret, bounds)
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

@@ -26,6 +26,7 @@ AT_LEAST_ONE = (
     "max_choices",
     "max_prompts",
     "index_stride",
+    "max_cache_bytes",
 )
 ADMIN_ACCESS = ("loopback", "everyone", "nobody")
 
@@ -128,6 +129,14 @@ class RouterConfig:
     )
     max_choices: int = setting(16, help="maximum number of choices (n) per prompt")
     max_prompts: int = setting(128, help="maximum number of prompts in one completions request")
+    max_caches: int = setting(1024, help="maximum number of named caches in the cluster; 0 refuses them")
+    max_cache_bytes: int = setting(2**20, help="maximum size of what a named cache begins with, as JSON")
+    all_caches_bytes: int = setting(
+        64 * 2**20, help="room in Redis for all named caches; beyond it, new ones get 429"
+    )
+    cache_memory_bytes: int = setting(
+        32 * 2**20, help="memory for the named caches that were used lately, per router"
+    )
     client_priority: bool = setting(
         False,
         help="whether a request's priority counts (lower goes first); by default it is ignored, "
@@ -193,6 +202,9 @@ class RouterConfig:
             "max_waiting_bytes",
             "tokenizer_cache_bytes",
             "hash_cache_bytes",
+            "max_caches",
+            "all_caches_bytes",
+            "cache_memory_bytes",
             "drain_seconds",
         ):
             if getattr(self, name) < 0:

@@ -4,6 +4,9 @@
     ├── InvalidRequest            the client's request is wrong: message, parameter, code
     │   └── ContextLengthExceeded
     ├── UnknownModel              no replica serves that model
+    ├── CacheGone                 there is no such named cache: why, since when
+    ├── CachesFull                there are as many named caches as there may be
+    ├── CachesUnavailable         named caches cannot be reached now; try again
     ├── BodyTooLarge
     ├── BodiesFull                all bodies that are read take too much memory; try again
     ├── UploadTooSlow             the body did not arrive in time
@@ -90,6 +93,26 @@ class ContextLengthExceeded(InvalidRequest):
 
 class UnknownModel(RouterError):
     kind = ErrorKind.UNKNOWN_MODEL
+
+
+class CacheGone(RouterError):
+    """`code` is a stable word for why."""
+
+    kind = ErrorKind.INVALID
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CachesFull(RouterError):
+    kind = ErrorKind.OVERLOADED
+    retry_after_seconds = 60.0
+
+
+class CachesUnavailable(RouterError):
+    kind = ErrorKind.OVERLOADED
+    retry_after_seconds = 2.0
 
 
 class BodyTooLarge(RouterError):

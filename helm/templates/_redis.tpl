@@ -1,10 +1,10 @@
-{{/* Who the built-in Redis lets in: dict user → password. Routers read, and take ids of replicas that are gone from
-the list; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; no user may change the
+{{/* Who the built-in Redis lets in: dict user → password. Routers read, take ids of replicas that are gone from
+the list, and keep named caches; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; no user may change the
 server, or empty it. */}}
 {{- define "kvasir.redisAccess" -}}
 user default off
 {{- with .router }}
-user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info
+user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info (resetchannels ~kvasir-caches:* +@read +set +del +zadd +zrem +zremrangebyscore +pexpire +watch)
 {{- end }}
 {{- with .replica }}
 user replica on >{{ . }} resetchannels ~kvasir:* +@read +@write +@connection +@transaction +eval +evalsha +script|load -@dangerous +info

@@ -20,6 +20,7 @@ class Purpose(Enum):
     LEASES = b"signatures of leases"
     CALLS = b"tokens of gRPC calls"
     CHECK = b"check value"
+    CACHES = b"encryption of named caches"
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:

@@ -17,6 +17,7 @@ from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.http import read_body
 from router.api.prepared import Bounds
+from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.dispatch.inflight import Listener
@@ -77,6 +78,8 @@ class ApiContext:
     clock: Callable[[], float] = time.perf_counter
     observers: list[Observer] = field(default_factory=list)
     """Told of each request to a route that generates, at its end."""
+    caches: NamedCaches | None = None
+    """To be closed with the router; None without a cluster secret."""
     tracing: Tracing = field(default_factory=Tracing)
     in_flight: InFlight = field(init=False)
     """Counts requests while they are served."""
@@ -114,6 +117,8 @@ class ApiContext:
         self.metrics.watch(lambda parts: parts.read_in_flight(self.in_flight.num))
         self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
         self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
+        if (caches := self.caches) is not None:
+            self.metrics.watch(lambda parts: parts.read_caches(caches.statistics()))
         self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:

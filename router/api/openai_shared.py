@@ -15,6 +15,9 @@ from replicas.protocol.frames import PromptUsage
 from router.errors import (
     BodiesFull,
     BodyTooLarge,
+    CacheGone,
+    CachesFull,
+    CachesUnavailable,
     GenerationFailed,
     InvalidRequest,
     NoReplicaAvailable,
@@ -87,6 +90,14 @@ def http_error(error: RouterError) -> HttpError:
             )
         case UnknownModel():
             return HttpError(404, error.message, "invalid_request_error", "model", "model_not_found")
+        case CacheGone():
+            return HttpError(404, error.message, "invalid_request_error", "cache", error.code)
+        case CachesFull():
+            return HttpError(429, error.message, "requests", None, "caches_full", error.retry_after_seconds)
+        case CachesUnavailable():
+            return HttpError(
+                503, error.message, "server_error", None, "caches_unavailable", error.retry_after_seconds
+            )
         case BodyTooLarge():
             return HttpError(413, error.message, "invalid_request_error", None, "request_too_large")
         case BodiesFull():

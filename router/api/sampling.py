@@ -55,6 +55,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: str | None = None
+    cache: str | None = None
+    """A named cache, which has its place taken before a request is read here."""
     cache_salt: str | None = None
     priority: int | None = None
     safety_identifier: str | None = None
@@ -95,6 +97,8 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
         raise InvalidRequest(
             "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
         )
+    if request.cache is not None:
+        raise InvalidRequest("The field 'cache' must be written without escapes.", parameter="cache")
     check_salt(request.cache_salt)
     check_caching(request.prompt_cache_retention, request.prompt_cache_options)
     stop_strings(request.stop)

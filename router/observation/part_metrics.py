@@ -7,6 +7,7 @@ that part lives.
 from collections.abc import Mapping
 
 from replicas.protocol.status import ReplicaId
+from router.caches.named_caches import CacheStatistics
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.fleet.index_mirror import MirrorStatistics
 from router.fleet.membership import MembershipStatistics
@@ -57,6 +58,7 @@ class PartMetrics:
         self._dropped_spans = self._counter(
             "router_dropped_spans_total", "Spans that were dropped because no collector accepted them"
         )
+        self._declare_caches()
         self._declare_offload()
         self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
         self._hash_hits = self._counter(
@@ -68,6 +70,32 @@ class PartMetrics:
         self._declare_dispatch()
         self._declare_fleet()
         self._declare_models()
+
+    def _declare_caches(self) -> None:
+        self._caches_created = self._counter(
+            "router_named_caches_created_total", "Named caches that were created through this router"
+        )
+        self._cache_uses = self._counter(
+            "router_named_cache_uses_total",
+            "Uses of named caches by where this router found them: memory or redis",
+            "source",
+        )
+        self._cache_refusals = self._counter(
+            "router_named_cache_refusals_total",
+            "Requests about named caches that were refused: not_found, expired, deleted, lost, full "
+            "or unavailable",
+            "reason",
+        )
+        self._caches_not_ours = self._counter(
+            "router_named_caches_not_ours_total",
+            "Values of named caches in Redis that were changed or sealed under another secret",
+        )
+        self._caches_remembered = self._gauge(
+            "router_named_caches_remembered", "Named caches in this router's memory"
+        )
+        self._cache_memory = self._gauge(
+            "router_named_cache_memory_bytes", "Memory of the named caches that this router has used lately"
+        )
 
     def _declare_offload(self) -> None:
         self._large_working = self._gauge(
@@ -217,6 +245,16 @@ class PartMetrics:
         self._body_bytes.of().value = statistics.num_bytes
         self._max_body_bytes.of().value = statistics.max_bytes
         self._refused_bodies.of().value = statistics.num_refused
+
+    def read_caches(self, statistics: CacheStatistics) -> None:
+        self._caches_created.of().value = statistics.num_created
+        for source, number in statistics.num_uses.items():
+            self._cache_uses.of(source).value = number
+        for reason, number in statistics.num_refused.items():
+            self._cache_refusals.of(reason).value = number
+        self._caches_not_ours.of().value = statistics.num_not_ours
+        self._caches_remembered.of().value = statistics.num_remembered
+        self._cache_memory.of().value = statistics.num_bytes
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds

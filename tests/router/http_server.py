@@ -16,6 +16,7 @@ from router.api.context import ApiContext
 from router.api.live import LiveFleet
 from router.api.prepared import Bounds
 from router.app import create_apps
+from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
 from router.http_protocol import protocol_of
 from router.limits.connections import Connections
@@ -62,6 +63,7 @@ async def http_server(
     drain_seconds: int = 2,
     catalog: ModelCatalog | None = None,
     bounds: Bounds | None = None,
+    caches: NamedCaches | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
@@ -73,6 +75,7 @@ async def http_server(
         num_replicas=lambda model: 1 if model == tiny_model.MODEL else 0,
         rng=random.Random(0),
         bounds=bounds or Bounds(),
+        caches=caches,
     )
     apps = create_apps(context, fleet)
     try:

@@ -1,0 +1,69 @@
+"""Requests that begin with a named cache: prepared as if the client had sent all of it, with a lease.
+
+Owns what a named cache does to a request. The rest of the router sees one request like any other.
+"""
+
+import dataclasses
+import math
+
+import msgspec
+
+from replicas.protocol.prefix_leases import MAX_LEASES
+from router.api.api_request import ApiRequest
+from router.api.cache_body import check_use, named_in, spliced
+from router.api.context import ApiContext
+from router.api.serving import Prepare
+from router.caches.named_caches import NamedCaches
+from router.caches.record import CacheKind, CacheRecord
+from router.errors import InvalidRequest, about_model
+from router.generation import DEFAULT_TENANT
+from router.keeping import Keep, leases_of
+
+TENANT = DEFAULT_TENANT
+"""Whose caches a client sees: there is one tenant."""
+
+
+def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
+    """`prepare` for bodies that may name a cache."""
+
+    async def prepare_with_cache(context: ApiContext, body: bytes, address: str | None) -> ApiRequest:
+        """Raises what `prepare` does, CacheGone and CachesUnavailable."""
+        use = named_in(body)
+        if use is None:
+            return await prepare(context, body, address)
+        with about_model(use.model):
+            caches = open_caches(context)
+            assert use.cache is not None
+            record, content = await caches.use(use.cache, TENANT)
+            check_use(use, kind, record, content)
+            body = spliced(body, use, kind, content, context.config.max_body_bytes)
+        request = await prepare(context, body, address)
+        keep_beginning(request, record, context.wall_clock())
+        return request
+
+    return prepare_with_cache
+
+
+def open_caches(context: ApiContext) -> NamedCaches:
+    """Raises InvalidRequest where there are none."""
+    if context.caches is None:
+        raise InvalidRequest(
+            "There are no named caches here: they need a cluster secret (secret_file), and max_caches.",
+            parameter="cache",
+            code="caches_not_available",
+        )
+    return context.caches
+
+
+def keep_beginning(request: ApiRequest, record: CacheRecord, now: float) -> None:
+    """Ask for a lease on what the cache stands for, until it expires."""
+    seconds = max(1, math.ceil(record.seconds_left(now)))
+    for prompt in request.prompts:
+        generation = prompt.generation
+        keep = Keep(seconds, record.num_tokens)
+        leases = (
+            *generation.submit.leases,
+            *leases_of([keep], len(generation.token_ids), request.model.card.block_size),
+        )
+        submit = msgspec.structs.replace(generation.submit, leases=leases[:MAX_LEASES])
+        prompt.generation = dataclasses.replace(generation, submit=submit)

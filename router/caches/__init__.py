@@ -1,0 +1,1 @@
+"""Named caches: beginnings of prompts that clients have named, kept in Redis under the cluster secret."""

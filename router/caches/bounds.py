@@ -1,0 +1,25 @@
+"""CacheBounds: how many named caches there may be, and how large.
+
+Plain data.
+"""
+
+from dataclasses import dataclass
+
+MAX_TTL_SECONDS = 86_400
+DEFAULT_TTL_SECONDS = 3600
+GONE_SECONDS = 86_400
+"""For so long it is known when and why a cache went."""
+MAX_NAME_CHARACTERS = 128
+MAX_PAGE = 100
+DEFAULT_PAGE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBounds:
+    """`num_caches` and `num_bytes` count those that have not expired, of all routers; `bytes_per_cache` is
+    for what a client has sent as its beginning; `memory_bytes` is what each router remembers."""
+
+    num_caches: int = 1024
+    bytes_per_cache: int = 2**20
+    num_bytes: int = 64 * 2**20
+    memory_bytes: int = 32 * 2**20

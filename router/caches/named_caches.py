@@ -1,0 +1,235 @@
+"""NamedCaches: the named caches of a cluster, as one router knows them.
+
+Owns how long a request may wait for Redis, and what is believed without it: a cache that this router has used
+lately is good until it expires, and looked up again after RECHECK_SECONDS while Redis answers. A cache of
+another tenant is as good as none. Counts what became of each use.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from redis.exceptions import RedisError
+
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.caches.bounds import CacheBounds
+from router.caches.memory import CacheMemory, Remembered
+from router.caches.record import CacheContent, CacheRecord, Gone, LeaseOutcome, gone_words, is_cache_id
+from router.caches.store import CacheStore, StoreFull
+from router.errors import CacheGone, CachesFull, CachesUnavailable
+
+REDIS_SECONDS = 1.0
+RECHECK_SECONDS = 2.0
+REST_SECONDS = 2.0
+"""After Redis has failed it is not asked on the way of a request for so long."""
+NUM_LOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """`num_uses` by whether Redis was asked; `num_refused` by why. The last two are this router's memory."""
+
+    num_created: int
+    num_uses: dict[str, int]
+    num_refused: dict[str, int]
+    num_not_ours: int
+    num_remembered: int
+    num_bytes: int
+
+
+class Page(NamedTuple):
+    records: list[CacheRecord]
+    has_more: bool
+
+
+class NamedCaches:
+    """For one event loop. `close()` when no request is left."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        secret: ClusterSecret,
+        bounds: CacheBounds | None = None,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.bounds = bounds or CacheBounds()
+        self._store = CacheStore(redis_url, secret, self.bounds)
+        self._memory = CacheMemory(self.bounds.memory_bytes)
+        self._wall_clock, self._clock = wall_clock, clock
+        self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
+        self._resting_until = 0.0
+        self._num_created = 0
+        self._num_uses = {"memory": 0, "redis": 0}
+        self._num_refused = Counter({each.value: 0 for each in Gone} | {"full": 0, "unavailable": 0})
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def create(self, record: CacheRecord, content: CacheContent) -> None:
+        """Raises CachesFull or CachesUnavailable."""
+        try:
+            async with self._asking():
+                await self._store.add(record, content, self._wall_clock())
+        except StoreFull as error:
+            self._num_refused["full"] += 1
+            raise CachesFull(f"{error} Delete some, or wait until some expire.") from error
+        self._num_created += 1
+        self._memory.put(record, content, self._clock())
+
+    async def use(self, cache_id: str, tenant: str) -> tuple[CacheRecord, CacheContent]:
+        """Raises CacheGone, or CachesUnavailable for one that this router does not know."""
+        known = self._memory.use(cache_id)
+        if known is None or not self._is_fresh(known):
+            source, known = "redis", await self._look_again(cache_id, tenant)
+        else:
+            source = "memory"
+        if known.record.tenant != tenant:
+            raise self._gone(cache_id, None)
+        if known.record.is_gone(self._wall_clock()):
+            raise self._gone(cache_id, known.record)
+        self._num_uses[source] += 1
+        return known.record, known.content
+
+    async def look(self, cache_id: str, tenant: str) -> CacheRecord:
+        """As Redis has it. Raises CacheGone or CachesUnavailable."""
+        async with self._asking():
+            return self._there(cache_id, tenant, await self._record(cache_id))
+
+    async def extend(
+        self, cache_id: str, tenant: str, *, ttl: int | None = None, name: str | None = None
+    ) -> CacheRecord:
+        """Let it live `ttl` seconds from now, rename it, or both. Raises CacheGone or CachesUnavailable."""
+        now = self._wall_clock()
+
+        def changed(record: CacheRecord) -> CacheRecord:
+            if ttl is not None:
+                record = msgspec.structs.replace(record, ttl=ttl, expires=now + ttl)
+            return record if name is None else msgspec.structs.replace(record, name=name)
+
+        return await self._change(cache_id, tenant, changed)
+
+    async def note_lease(self, cache_id: str, tenant: str, lease: LeaseOutcome) -> CacheRecord:
+        """Raises CacheGone or CachesUnavailable."""
+        return await self._change(
+            cache_id, tenant, lambda record: msgspec.structs.replace(record, lease=lease)
+        )
+
+    async def delete(self, cache_id: str, tenant: str) -> CacheRecord:
+        """Raises CacheGone or CachesUnavailable."""
+        now = self._wall_clock()
+        return await self._change(
+            cache_id, tenant, lambda record: msgspec.structs.replace(record, deleted=now)
+        )
+
+    async def page(self, tenant: str, limit: int, after: str | None) -> Page:
+        """The tenant's, the newest first; those that come after one, which may have gone meanwhile. Raises
+        CacheGone for one of which nothing is known, and CachesUnavailable."""
+        now = self._wall_clock()
+        async with self._asking():
+            entries = await self._store.entries(now)
+            if after is not None:
+                last = await self._record(after)
+                if last is None or last.tenant != tenant:
+                    raise self._gone(after, None)
+                place = (int(last.created * 1000), last.cache_id)
+                entries = [entry for entry in entries if entry[:2] < place]
+            found: list[CacheRecord] = []
+            for start in range(0, len(entries), limit + 1):
+                ids = [entry.cache_id for entry in entries[start : start + limit + 1]]
+                records = await self._store.records(ids)
+                found += [each for each in records if each.tenant == tenant and not each.is_gone(now)]
+                if len(found) > limit:
+                    break
+        return Page(found[:limit], len(found) > limit)
+
+    def statistics(self) -> CacheStatistics:
+        return CacheStatistics(
+            num_created=self._num_created,
+            num_uses=dict(self._num_uses),
+            num_refused=dict(self._num_refused),
+            num_not_ours=self._store.num_not_ours,
+            num_remembered=len(self._memory),
+            num_bytes=self._memory.num_bytes,
+        )
+
+    def _is_fresh(self, known: Remembered) -> bool:
+        """Or as fresh as can be."""
+        now = self._clock()
+        return now - known.checked_at < RECHECK_SECONDS or now < self._resting_until
+
+    async def _look_again(self, cache_id: str, tenant: str) -> Remembered:
+        """One at a time for each cache; who waited finds what the one before it has found."""
+        if self._clock() < self._resting_until:
+            raise self._unavailable()
+        is_known = self._memory.use(cache_id) is not None
+        try:
+            async with self._asking(is_needed=not is_known), self._locks[hash(cache_id) % NUM_LOCKS]:
+                known = self._memory.use(cache_id)
+                if known is not None and self._is_fresh(known):
+                    return known
+                record = self._there(cache_id, tenant, await self._record(cache_id))
+                content = known.content if known is not None else await self._store.content(cache_id)
+                if content is None:
+                    raise self._gone(cache_id, record)
+        except CachesUnavailable:
+            known = self._memory.use(cache_id)
+            if known is None:
+                raise
+            return known
+        self._memory.put(record, content, self._clock())
+        return Remembered(record, content, self._clock())
+
+    async def _change(
+        self, cache_id: str, tenant: str, changed: Callable[[CacheRecord], CacheRecord]
+    ) -> CacheRecord:
+        def change(record: CacheRecord) -> CacheRecord:
+            return changed(self._there(cache_id, tenant, record))
+
+        async with self._asking():
+            record = None
+            if is_cache_id(cache_id):
+                record = await self._store.change(cache_id, change, self._wall_clock())
+            if record is None:
+                raise self._gone(cache_id, None)
+        known = self._memory.use(cache_id)
+        if known is not None:
+            self._memory.put(record, known.content, self._clock())
+        return record
+
+    async def _record(self, cache_id: str) -> CacheRecord | None:
+        return await self._store.record(cache_id) if is_cache_id(cache_id) else None
+
+    def _there(self, cache_id: str, tenant: str, record: CacheRecord | None) -> CacheRecord:
+        if record is None or record.tenant != tenant:
+            self._memory.drop(cache_id)
+            raise self._gone(cache_id, None)
+        if record.is_gone(self._wall_clock()):
+            self._memory.drop(cache_id)
+            raise self._gone(cache_id, record)
+        return record
+
+    def _gone(self, cache_id: str, record: CacheRecord | None) -> CacheGone:
+        why, words = gone_words(cache_id, record, self._wall_clock())
+        self._num_refused[why.value] += 1
+        return CacheGone(words, f"cache_{why.value}")
+
+    def _unavailable(self, *, is_refusal: bool = True) -> CachesUnavailable:
+        self._num_refused["unavailable"] += is_refusal
+        return CachesUnavailable("Named caches cannot be reached at the moment. Try again shortly.")
+
+    @asynccontextmanager
+    async def _asking(self, *, is_needed: bool = True) -> AsyncIterator[None]:
+        """Redis, for as long as a client can be made to wait. Raises CachesUnavailable."""
+        try:
+            async with asyncio.timeout(REDIS_SECONDS):
+                yield
+        except (RedisError, OSError) as error:  # a TimeoutError is one
+            self._resting_until = self._clock() + REST_SECONDS
+            raise self._unavailable(is_refusal=is_needed) from error

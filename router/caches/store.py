@@ -1,0 +1,199 @@
+"""CacheStore: named caches in Redis, sealed, under keys that replicas may not even read.
+
+Owns the keys and what happens to them together. For each cache a record and its content, which Redis forgets
+by itself; and one sorted set by expiry, which counts them::
+
+    kvasir-caches:record:ID     sealed CacheRecord; known for a day after the cache is gone
+    kvasir-caches:content:ID    sealed CacheContent, until the cache expires
+    kvasir-caches:index         {created in ms}:ID:{bytes} → expiry in ms
+
+What cannot be opened is as good as missing, and counted. Changes go by WATCH: of two at a time one sees the
+other's, so that nothing is deleted and extended. All methods raise RedisError or OSError; how long they may
+take is the caller's to say.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import WatchError
+
+from replicas.process.plain_redis import plain_redis
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.caches.bounds import CacheBounds
+from router.caches.record import CacheContent, CacheRecord, is_cache_id
+from router.caches.sealing import CacheSeal, NotOurs
+
+PREFIX = "kvasir-caches:"
+INDEX_KEY = PREFIX + "index"
+MAX_TRIES = 16
+
+Sealed = TypeVar("Sealed", CacheRecord, CacheContent)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class StoreFull(Exception):
+    """The sentence says of what there are too many."""
+
+
+class Entry(NamedTuple):
+    """What the index says of one cache, in the order of creation."""
+
+    created_ms: int
+    cache_id: str
+    num_bytes: int
+
+
+class CacheStore:
+    def __init__(self, redis_url: str, secret: ClusterSecret, bounds: CacheBounds) -> None:
+        self._redis = plain_redis(redis_url)
+        self._secret = secret
+        self._bounds = bounds
+        self._sealing: CacheSeal | None = None
+        self.num_not_ours = 0
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def add(self, record: CacheRecord, content: CacheContent, now: float) -> None:
+        """Raises StoreFull."""
+        seal = await self._seal()
+        records, contents = record_key(record.cache_id), content_key(record.cache_id)
+        sealed = seal.seal(records, _encode(record)), seal.seal(contents, _encode(content))
+        for _ in range(MAX_TRIES):
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                await pipeline.watch(INDEX_KEY)
+                members = await _answer(pipeline.zrangebyscore(INDEX_KEY, int(now * 1000), "+inf"))
+                self._check_room(record, members)
+                pipeline.multi()  # type: ignore[no-untyped-call]
+                pipeline.zremrangebyscore(INDEX_KEY, "-inf", int(now * 1000))
+                pipeline.set(records, sealed[0], px=_ms(record.known_seconds(now)))
+                pipeline.set(contents, sealed[1], px=_ms(record.seconds_left(now)))
+                pipeline.zadd(INDEX_KEY, {_member(record): int(record.expires * 1000)})
+                try:
+                    await pipeline.execute()
+                    return
+                except WatchError:
+                    continue
+        raise RedisConnectionError("too many caches are being created at once")
+
+    async def record(self, cache_id: str) -> CacheRecord | None:
+        key = record_key(cache_id)
+        return await self._opened(key, await _answer(self._redis.get(key)), CacheRecord)
+
+    async def content(self, cache_id: str) -> CacheContent | None:
+        key = content_key(cache_id)
+        return await self._opened(key, await _answer(self._redis.get(key)), CacheContent)
+
+    async def records(self, cache_ids: list[str]) -> list[CacheRecord]:
+        """Those that there are."""
+        if not cache_ids:
+            return []
+        keys = [record_key(cache_id) for cache_id in cache_ids]
+        values = await _answer(self._redis.mget(keys))
+        opened = [
+            await self._opened(key, value, CacheRecord) for key, value in zip(keys, values, strict=True)
+        ]
+        return [record for record in opened if record is not None]
+
+    async def entries(self, now: float) -> list[Entry]:
+        """Of all caches that have not expired, the newest first."""
+        members = await _answer(self._redis.zrangebyscore(INDEX_KEY, int(now * 1000), "+inf"))
+        return sorted(_entries(members), reverse=True)
+
+    async def change(
+        self, cache_id: str, change: Callable[[CacheRecord], CacheRecord], now: float
+    ) -> CacheRecord | None:
+        """`change` may raise, and may be called again. None: there is no such record."""
+        seal = await self._seal()
+        records, contents = record_key(cache_id), content_key(cache_id)
+        for _ in range(MAX_TRIES):
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                await pipeline.watch(records)
+                known = await self._opened(records, await pipeline.get(records), CacheRecord)
+                if known is None:
+                    return None
+                changed = change(known)
+                pipeline.multi()  # type: ignore[no-untyped-call]
+                sealed = seal.seal(records, _encode(changed))
+                pipeline.set(records, sealed, px=_ms(changed.known_seconds(now)))
+                if changed.is_gone(now):
+                    pipeline.delete(contents)
+                    pipeline.zrem(INDEX_KEY, _member(changed))
+                else:
+                    pipeline.pexpire(contents, _ms(changed.seconds_left(now)))
+                    pipeline.zadd(INDEX_KEY, {_member(changed): int(changed.expires * 1000)})
+                try:
+                    await pipeline.execute()
+                    return changed
+                except WatchError:
+                    continue
+        raise RedisConnectionError("this cache is being changed too often at once")
+
+    async def _seal(self) -> CacheSeal:
+        if self._sealing is None:
+            self._sealing = await asyncio.to_thread(CacheSeal, self._secret)
+        return self._sealing
+
+    async def _opened(self, key: str, sealed: object, kind: type[Sealed]) -> Sealed | None:
+        if sealed is None:
+            return None
+        seal = await self._seal()
+        try:
+            if not isinstance(sealed, bytes):
+                raise NotOurs("it is no text")
+            opened = msgspec.msgpack.decode(seal.open(key, sealed), type=kind)
+            if isinstance(opened, CacheRecord) and record_key(opened.cache_id) != key:
+                raise NotOurs("it is another's")
+        except (NotOurs, ValueError, msgspec.MsgspecError):
+            self.num_not_ours += 1
+            return None
+        return opened
+
+    def _check_room(self, record: CacheRecord, members: list[bytes]) -> None:
+        bounds, entries = self._bounds, _entries(members)
+        if len(entries) >= bounds.num_caches:
+            raise StoreFull(f"There are {len(entries)} named caches, and no more than {bounds.num_caches}.")
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        if num_bytes + record.num_bytes > bounds.num_bytes:
+            raise StoreFull(
+                f"All named caches together may have {bounds.num_bytes} bytes, and have {num_bytes}."
+            )
+
+
+def record_key(cache_id: str) -> str:
+    return f"{PREFIX}record:{cache_id}"
+
+
+def content_key(cache_id: str) -> str:
+    return f"{PREFIX}content:{cache_id}"
+
+
+def _member(record: CacheRecord) -> str:
+    return f"{int(record.created * 1000)}:{record.cache_id}:{record.num_bytes}"
+
+
+def _entries(members: list[bytes]) -> list[Entry]:
+    """What is none of ours is passed over."""
+    entries: list[Entry] = []
+    for member in members:
+        created, _, rest = member.decode("ascii", "replace").partition(":")
+        cache_id, _, num_bytes = rest.partition(":")
+        if is_cache_id(cache_id) and _is_number(created) and _is_number(num_bytes):
+            entries.append(Entry(int(created), cache_id, int(num_bytes)))
+    return entries
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16
+
+
+def _ms(seconds: float) -> int:
+    return max(1, math.ceil(seconds * 1000))
+
+
+async def _answer(command: Any) -> Any:
+    return await command
