@@ -1,7 +1,8 @@
-"""Named caches on a whole path of real processes: made before everything is killed, used after it from disk."""
+"""Named caches on a whole path of real processes: made before all is killed, used after it from disk."""
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,11 +14,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 BEGINNING = [{"role": "system", "content": "Of what is kept by its name, ☂. " * 60}]
 PORT = free_port()
+METRICS_PORT = free_port()
 OTHER = f"http://127.0.0.1:{PORT}"
 
 
 @pytest.fixture(scope="module")
-def tiered_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def kv_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def tiered_stack(kv_folder: Path) -> Iterator[LocalStack]:
     """One replica of our own engine with memory below its cache, and two routers."""
     settings: dict[str, Any] = {
         "engine": "torch",
@@ -26,7 +33,8 @@ def tiered_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStac
         "num_blocks": 256,
         "host_kv_bytes": 16 * 2**20,
         "disk_kv_bytes": 64 * 2**20,
-        "kv_folder": str(tmp_path_factory.mktemp("kv")),
+        "metrics_port": METRICS_PORT,
+        "kv_folder": str(kv_folder),
     }
     with local_stack(num_replicas=1, replica_settings=settings) as stack:
         stack.start("router-2", python_command("router", {"port": PORT, **stack.shared}))
@@ -58,7 +66,27 @@ def wait_for(url: str) -> None:
     raise AssertionError(f"{url} is not ready")
 
 
-def test_one_made_before_everything_was_killed_is_used_after_it_from_disk(tiered_stack: LocalStack) -> None:
+def wait_until_on_disk(stack: LocalStack, kv_folder: Path, num_chunks: int) -> None:
+    """Its chunks, each with its name and the end of its lease in the journal."""
+
+    def is_there() -> bool:
+        (journal,) = kv_folder.rglob("journal.log")
+        return num_on_disk() >= num_chunks and journal.stat().st_size >= 128 * num_chunks
+
+    stack.poll(is_there, "the disk")
+
+
+def num_on_disk() -> float:
+    text = httpx.get(f"http://127.0.0.1:{METRICS_PORT}/metrics").text
+    values = [
+        line.split()[1] for line in text.splitlines() if line.startswith('replica_tier_chunks{tier="disk"}')
+    ]
+    return float(values[0]) if values else 0.0
+
+
+def test_one_made_before_everything_was_killed_is_used_after_it_from_disk(
+    tiered_stack: LocalStack, kv_folder: Path
+) -> None:
     stack = tiered_stack
     made = httpx.post(
         f"{stack.url}/v1/caches", json={"model": "toy", "messages": BEGINNING, "ttl": 7200}, timeout=60
@@ -70,6 +98,7 @@ def test_one_made_before_everything_was_killed_is_used_after_it_from_disk(tiered
     assert used["device_cached_tokens"] >= lease["tokens"]
     assert used["cache_leases"][0]["status"] == "granted"
 
+    wait_until_on_disk(stack, kv_folder, lease["tokens"] // 128)
     stack.kill("replica-0")
     stack.kill("router")
     stack.start("replica-0")

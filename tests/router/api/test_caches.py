@@ -139,7 +139,7 @@ async def test_an_explanation_is_of_the_whole_prompt(server: HttpServer, http: h
     made = await create(http, messages=BEGINNING)
     body = {"model": "tiny", "messages": [QUESTION], "cache": made["id"]}
     answer = await http.post("/explain/v1/chat/completions", json=body)
-    assert answer.json()["prompts"][0]["prompt_tokens"] > made["tokens"]
+    assert answer.json()["prompts"][0]["num_tokens"] > made["tokens"]
 
 
 @pytest.mark.parametrize(
