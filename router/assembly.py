@@ -103,8 +103,6 @@ class Router:
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
         metrics.watch(self._read_parts)
-        if tls is not None:
-            metrics.watch(lambda parts: parts.read_tls(tls.ends))
         context = ApiContext(
             config=config,
             catalog=self._catalog,
@@ -118,8 +116,7 @@ class Router:
         )
         if config.log_requests:
             context.observers.append(log_request)
-        self._caches = context.caches
-        self._offload, self.connections = context.offload, context.connections
+        self._offload, self._caches, self.connections = context.offload, context.caches, context.connections
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
@@ -181,6 +178,8 @@ class Router:
             table.loads.num_reserved, {replica_id: table.load(replica_id) for replica_id in replica_ids}
         )
         table.end_lingering()
+        if self._tls is not None:
+            parts.read_tls(self._tls.ends)
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
         parts.read_lag(self._lag.seconds)
         parts.read_dropped_spans(self._tracing.num_dropped)
