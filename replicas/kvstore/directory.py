@@ -12,9 +12,10 @@ stands for everything before it. It may lie in a *slot* of host memory, in a fil
 
 **Host memory** has a hot and a cold part, each in the order of last use; the oldest quarter is cold. What
 becomes cold is written to disk, as far as the write budget goes, so that eviction, which takes the oldest
-that is not being read, written or filled, finds it there already. **The disk** evicts the oldest. Whatever
-happens to a chunk happens to those before it in its chain a moment later, so the end of a chain goes before
-its beginning; and a chunk is written after those before it. What lies behind a hole is of no use.
+that is not being read, written or filled, finds it there already. A disk that has nothing else to do may be
+given what is still hot. **The disk** evicts the oldest. Whatever happens to a chunk happens to those before
+it in its chain a moment later, so the end of a chain goes before its beginning; and a chunk is written
+after those before it. What lies behind a hole is of no use.
 
 A chunk that is *leased* (`leases.py`) has a copy somewhere until its lease ends. While it has no file it is
 kept apart from hot and cold, and its slot is taken when no other can be; the lease is broken then. Its file
