@@ -24,7 +24,7 @@ from replicas.engine_process.build import build_engine
 from replicas.engine_process.process_loop import drive
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
 from replicas.index.index_writer import IndexWriter
-from replicas.kvstore.chunk_reader import ChunkReader
+from replicas.kvstore.pulling.chunk_reader import ChunkReader
 from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.observation.trace_points import Tracing
 from replicas.openings import open_secret, open_tls, open_tracing

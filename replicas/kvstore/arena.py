@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from replicas.kvstore.layout import HEADER_BYTES, file_bytes
-from replicas.kvstore.slot_table import SlotTable, table_bytes
+from replicas.kvstore.pulling.slot_table import SlotTable, table_bytes
 from replicas.process.settings import SettingsError
 
 _CGROUP_LIMITS = (

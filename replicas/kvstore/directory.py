@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from replicas.kvstore.leases import EVERYBODY, LeaseRecord, Leases, TenantTag, Wish
+from replicas.kvstore.leasing.leases import EVERYBODY, LeaseRecord, Leases, TenantTag, Wish
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from replicas.config import ReplicaConfig
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.disk import Disk, DiskOptions
 from replicas.kvstore.layout import Layout, file_bytes
+from replicas.kvstore.on_disk.disk import Disk, DiskOptions
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.process.settings import SettingsError
 
 if TYPE_CHECKING:
-    from replicas.kvstore.pull import Puller
+    from replicas.kvstore.pulling.pull import Puller
 
 
 def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> ChunkStore | None:
@@ -48,7 +48,7 @@ def _open_puller(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> "
     if config.pull_bytes_per_second is None:
         return None
     # Here, since a replica that does not pull needs no gRPC beside its engine.
-    from replicas.kvstore.pull_opening import open_puller
+    from replicas.kvstore.pulling.pull_opening import open_puller
 
     return open_puller(config, layout, payload_bytes, config.pull_bytes_per_second)
 

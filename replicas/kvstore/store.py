@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import ChunkName, Directory, Place, Write
-from replicas.kvstore.disk import Disk, Finished, Kind
 from replicas.kvstore.layout import ChunkHeader, LayoutId
-from replicas.kvstore.lease_desk import LeaseDesk, leases_within, restored_leases
+from replicas.kvstore.leasing.lease_desk import LeaseDesk, leases_within, restored_leases
+from replicas.kvstore.on_disk.disk import Disk, Finished, Kind
 from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
+from replicas.kvstore.pulling.store_pulls import StorePulls
 from replicas.kvstore.rate import Rate
 from replicas.kvstore.slot_books import SlotBooks, Writers
-from replicas.kvstore.store_pulls import StorePulls
 from replicas.kvstore.tally import Tally, failure
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
@@ -37,7 +37,7 @@ from replicas.protocol.tier_figures import MoveFailure, TierFigures, TierFill
 from replicas.protocol.ways import HOST_MOVE_SECONDS, MoveSpeeds
 
 if TYPE_CHECKING:
-    from replicas.kvstore.pull import Puller
+    from replicas.kvstore.pulling.pull import Puller
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from replicas.kvstore.lease_outcome import LeaseOutcome
+from replicas.kvstore.leasing.lease_outcome import LeaseOutcome
 from replicas.kvstore.plan import chunk_names
 from replicas.kvstore.telling import told
 from replicas.protocol.blocks import BlockHash

@@ -6,7 +6,7 @@ Owns the token sequence with its block table. Only the scheduler and its cache m
 from typing import NamedTuple
 
 from replicas.engine import EngineRequest
-from replicas.kvstore.lease_outcome import LeaseOutcome, without_tiers
+from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, SamplingParams, Submit, TokenLogprobs
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from prometheus_client import Counter
 
-from replicas.kvstore.chunk_reader import ChunkReader
+from replicas.kvstore.pulling.chunk_reader import ChunkReader
 from replicas.protocol.pulls import MAX_PART_BYTES, MAX_PULL_SECONDS, PullPart, PullRequest
 from replicas.protocol.status import Epoch
 from replicas.protocol.wire import decode_pull_request

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from replicas.kvstore.chunk_reader import ChunkReader
+from replicas.kvstore.pulling.chunk_reader import ChunkReader
 from replicas.loop import ENGINE_FAILED
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.observation.trace_points import Tracing

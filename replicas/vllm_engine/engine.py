@@ -31,7 +31,7 @@ from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
 from replicas.errors import StartupError
 from replicas.kvcache.writers import NO_SHARES, Shares
-from replicas.kvstore.lease_outcome import NO_OUTCOME, LeaseOutcome, without_tiers
+from replicas.kvstore.leasing.lease_outcome import NO_OUTCOME, LeaseOutcome, without_tiers
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (

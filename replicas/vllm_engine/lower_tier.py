@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from replicas.config import ReplicaConfig
 from replicas.kvstore.directory import Place
 from replicas.kvstore.layout import Layout
-from replicas.kvstore.lease_outcome import LeaseOutcome, without_tiers
+from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.kvstore.telling import told

@@ -9,8 +9,8 @@ import random
 import sys
 from pathlib import Path
 
-from replicas.kvstore.disk import Disk, Kind
 from replicas.kvstore.layout import HEADER_BYTES
+from replicas.kvstore.on_disk.disk import Disk, Kind
 from tests.replicas.kvstore.chunk_images import PAYLOAD_BYTES, fill, payload, slots
 from tests.replicas.kvstore.chunk_names import key
 from tests.replicas.kvstore.open_disk import options

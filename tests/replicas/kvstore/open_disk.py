@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replicas.kvstore.disk import Disk, DiskOptions, Finished, Kind
 from replicas.kvstore.layout import HEADER_BYTES, LayoutId
+from replicas.kvstore.on_disk.disk import Disk, DiskOptions, Finished, Kind
 from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, SLOT_BYTES, fill, payload, slots
 from tests.replicas.kvstore.chunk_names import key
 

@@ -3,7 +3,7 @@
 import pytest
 
 from replicas.kvstore.directory import Directory, Place
-from replicas.kvstore.leases import LeaseRecord, Leases
+from replicas.kvstore.leasing.leases import LeaseRecord, Leases
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.prefix_leases import HOUR_SECONDS, MAX_LEASE_SECONDS, LeaseBreak, LeaseRefusal
 from tests.replicas.kvstore.chunk_names import chain, key, name

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas.kvstore.directory import Directory, Place, Write
-from replicas.kvstore.leases import STORE_SECONDS, Leases, TenantTag
+from replicas.kvstore.leasing.leases import STORE_SECONDS, Leases, TenantTag
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore import disk_keeper
-from replicas.kvstore.disk import Kind
-from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import HEADER_BYTES
+from replicas.kvstore.on_disk.disk import Kind
+from replicas.kvstore.on_disk.journal import Journal
 from tests.replicas.kvstore.chunk_images import LAYOUT, SLOT_BYTES, fill, header, image
 from tests.replicas.kvstore.chunk_names import key, name
 from tests.replicas.kvstore.open_disk import file_of, opened

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from replicas.kvstore import chunk_files
-from replicas.kvstore.chunk_files import ChunkFiles
-from replicas.kvstore.disk import Disk, Kind
-from replicas.kvstore.folder import Folder
-from replicas.kvstore.journal import Journal
+from replicas.kvstore.on_disk.chunk_files import ChunkFiles
+from replicas.kvstore.on_disk.disk import Disk, Kind
+from replicas.kvstore.on_disk.folder import Folder
+from replicas.kvstore.on_disk.journal import Journal
 from replicas.process.settings import SettingsError
 from tests.replicas.kvstore.chunk_images import LAYOUT, SLOT_BYTES, fill, image
 from tests.replicas.kvstore.chunk_names import key, name
@@ -409,7 +409,7 @@ def test_a_journal_that_cannot_be_written_is_said_once_and_made_good(
 
     with opened(tmp_path) as at:
         with monkeypatch.context() as patched:
-            patched.setattr("replicas.kvstore.journal._write", is_full)
+            patched.setattr("replicas.kvstore.on_disk.journal._write", is_full)
             for path in "abc":
                 assert at.write(path).ok
             at.until(lambda: messages(caplog, "the journal"))

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from replicas.kvstore.disk import Kind
+from replicas.kvstore.on_disk.disk import Kind
 from tests.replicas.kvstore.chunk_images import SLOT_BYTES
 from tests.replicas.kvstore.chunk_names import key, name
 from tests.replicas.kvstore.endless_writer import PATHS

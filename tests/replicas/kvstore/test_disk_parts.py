@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas.kvstore.breaker import MAX_PAUSE_SECONDS, Breaker
-from replicas.kvstore.disk_health import DiskHealth
-from replicas.kvstore.transfer_speed import SAMPLE_BYTES, SAMPLE_SECONDS, SHARE_OF_NEW, TransferSpeed
+from replicas.kvstore.on_disk.breaker import MAX_PAUSE_SECONDS, Breaker
+from replicas.kvstore.on_disk.disk_health import DiskHealth
+from replicas.kvstore.on_disk.transfer_speed import SAMPLE_BYTES, SAMPLE_SECONDS, SHARE_OF_NEW, TransferSpeed
 from tests.replicas.kvstore.open_disk import options
 
 

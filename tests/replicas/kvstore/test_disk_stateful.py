@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicas.kvstore.disk import Disk, Kind
+from replicas.kvstore.on_disk.disk import Disk, Kind
 from tests.examples import examples
 from tests.replicas.kvstore.chunk_images import SLOT_BYTES, fill
 from tests.replicas.kvstore.chunk_names import key, name

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from replicas.kvstore import folder as folder_module
-from replicas.kvstore.disk import Disk
-from replicas.kvstore.folder import LOCK, MARKER, Folder
-from replicas.kvstore.other_layouts import erase_folder
+from replicas.kvstore.on_disk.disk import Disk
+from replicas.kvstore.on_disk.folder import LOCK, MARKER, Folder
+from replicas.kvstore.on_disk.other_layouts import erase_folder
 from replicas.process.settings import SettingsError
 from tests.replicas.kvstore.open_disk import opened, options
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from replicas.kvstore.directory import ChunkName
-from replicas.kvstore.incoming import ChunkKind, PullFailed, Wanted, incoming
 from replicas.kvstore.layout import ChunkHeader, LayoutId, encode
+from replicas.kvstore.pulling.incoming import ChunkKind, PullFailed, Wanted, incoming
 from replicas.protocol.pulls import PullPart
 from tests.replicas.kvstore.chunk_images import (
     LAYOUT,

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicas.kvstore.jobs import Job, JobQueue, Kind, State
+from replicas.kvstore.on_disk.jobs import Job, JobQueue, Kind, State
 from tests.examples import examples
 from tests.replicas.kvstore.chunk_names import key
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from replicas.kvstore import journal as journal_module
 from replicas.kvstore.directory import ChunkName
-from replicas.kvstore.journal import MIN_DEAD_RECORDS, RECORD_BYTES, Journal
-from replicas.kvstore.layout_folder import JOURNAL
+from replicas.kvstore.on_disk.journal import MIN_DEAD_RECORDS, RECORD_BYTES, Journal
+from replicas.kvstore.on_disk.layout_folder import JOURNAL
 from replicas.protocol.blocks import BlockHash
 from tests.replicas.kvstore.chunk_names import key, name
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore.directory import Place
-from replicas.kvstore.lease_desk import LeaseDesk, restored_leases
-from replicas.kvstore.leases import LeaseRecord
+from replicas.kvstore.leasing.lease_desk import LeaseDesk, restored_leases
+from replicas.kvstore.leasing.leases import LeaseRecord
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseAnswer, LeaseRefusal, PrefixLease
 from tests.replicas.kvstore.chunk_names import BLOCKS_PER_CHUNK, chain, key, name

@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from replicas.kvstore import pull as pull_module
-from replicas.kvstore.incoming import ChunkKind, Ending, Wanted
-from replicas.kvstore.peers import MAX_PEERS, Peers
-from replicas.kvstore.pull import MAX_TRANSFERS, Pulled, Puller
+from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
+from replicas.kvstore.pulling.peers import MAX_PEERS, Peers
+from replicas.kvstore.pulling.pull import MAX_TRANSFERS, Pulled, Puller
 from replicas.protocol.pulls import PullHint, PullPart, PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch, ReplicaId

@@ -10,9 +10,9 @@ import pytest
 
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.chunk_reader import ChunkReader
 from replicas.kvstore.directory import ChunkName
 from replicas.kvstore.layout import HEADER_BYTES, LayoutId, decode
+from replicas.kvstore.pulling.chunk_reader import ChunkReader
 from replicas.kvstore.slot_books import SlotBooks
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import UserTag
@@ -136,7 +136,7 @@ def test_another_process_reads_it(owner: Owner) -> None:
     owner.put(0, "a")
     code = f"""
 from replicas.engine import SharedKv
-from replicas.kvstore.chunk_reader import ChunkReader
+from replicas.kvstore.pulling.chunk_reader import ChunkReader
 reader = ChunkReader({owner.shared!r})
 image = memoryview(bytearray(reader.image_bytes))
 assert reader.copy({key("a")!r}, image)

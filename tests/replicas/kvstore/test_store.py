@@ -7,7 +7,7 @@ from pathlib import Path
 
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import Place
-from replicas.kvstore.disk import Disk, DiskOptions
+from replicas.kvstore.on_disk.disk import Disk, DiskOptions
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier

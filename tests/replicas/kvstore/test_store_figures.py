@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.disk import Disk
 from replicas.kvstore.layout import HEADER_BYTES, ChunkError
+from replicas.kvstore.on_disk.disk import Disk
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.tally import failure
 from replicas.kvstore.telling import told
@@ -151,7 +151,7 @@ def test_writes_that_fail_are_counted_and_stop_writing(
     def fails(*arguments: Any, **named: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("replicas.kvstore.chunk_files.ChunkFiles.write", fails)
+    monkeypatch.setattr("replicas.kvstore.on_disk.chunk_files.ChunkFiles.write", fails)
     with opened(tmp_path) as tiers:
         for path in "abcd":
             tiers.keep(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import Place
-from replicas.kvstore.disk import Disk
+from replicas.kvstore.on_disk.disk import Disk
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.frames import UserTag

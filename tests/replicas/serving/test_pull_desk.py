@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import Counter
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.chunk_reader import ChunkReader
 from replicas.kvstore.layout import decode
+from replicas.kvstore.pulling.chunk_reader import ChunkReader
 from replicas.kvstore.slot_books import SlotBooks
 from replicas.protocol.frames import UserTag
 from replicas.protocol.pulls import PullRequest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore.directory import Place
-from replicas.kvstore.disk import Finished, Kind
+from replicas.kvstore.on_disk.disk import Finished, Kind
 from replicas.protocol.frames import RequestKey
 from tests.replicas.torch_engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.replicas.torch_engine.driving import Driver, greedy

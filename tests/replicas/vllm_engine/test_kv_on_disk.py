@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from replicas.engine_process.build import build_engine
-from replicas.kvstore.chunk_files import ChunkFiles
 from replicas.kvstore.layout import HEADER_BYTES, ChunkHeader, WrongChecksum, file_bytes
+from replicas.kvstore.on_disk.chunk_files import ChunkFiles
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, Tier
 from replicas.protocol.frames import PromptUsage, UserTag

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 
-from replicas.kvstore.breaker import Breaker
-from replicas.kvstore.incoming import PullFailed
+from replicas.kvstore.on_disk.breaker import Breaker
+from replicas.kvstore.pulling.incoming import PullFailed
 from replicas.process.tls import RouterTls
 from replicas.protocol.call_tokens import METADATA_KEY, NONCE_BYTES, Audience, Caller, Role
 from replicas.protocol.pulls import MAX_PART_BYTES, PullHint, PullPart, PullRequest

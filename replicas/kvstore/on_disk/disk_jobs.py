@@ -6,10 +6,10 @@ Owns how each way to fail is called, and which of them says that the file is wor
 import errno
 from dataclasses import dataclass
 
-from replicas.kvstore.chunk_files import ChunkFiles, FileMissing
-from replicas.kvstore.jobs import Job, Kind
 from replicas.kvstore.layout import ChunkError, ChunkHeader
-from replicas.kvstore.other_layouts import OtherLayouts
+from replicas.kvstore.on_disk.chunk_files import ChunkFiles, FileMissing
+from replicas.kvstore.on_disk.jobs import Job, Kind
+from replicas.kvstore.on_disk.other_layouts import OtherLayouts
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
 """A read that fails like this says nothing of the file."""

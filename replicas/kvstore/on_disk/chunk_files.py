@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from replicas.kvstore.folder import Folder, regular_file
 from replicas.kvstore.layout import (
     ALIGNMENT,
     HEADER_BYTES,
@@ -30,7 +29,8 @@ from replicas.kvstore.layout import (
     encode,
     file_bytes,
 )
-from replicas.kvstore.layout_folder import (
+from replicas.kvstore.on_disk.folder import Folder, regular_file
+from replicas.kvstore.on_disk.layout_folder import (
     LayoutFolder,
     file_name,
     open_layout,

@@ -6,8 +6,8 @@ is. Each trouble is said once, and again when it is over.
 
 import logging
 
-from replicas.kvstore.breaker import Breaker
-from replicas.kvstore.disk_options import DiskOptions
+from replicas.kvstore.on_disk.breaker import Breaker
+from replicas.kvstore.on_disk.disk_options import DiskOptions
 from replicas.protocol.tier_figures import WriteStop
 
 logger = logging.getLogger(__name__)

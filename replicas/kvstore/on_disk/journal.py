@@ -21,8 +21,8 @@ import zlib
 from collections.abc import Iterable
 
 from replicas.kvstore.directory import ChunkName
-from replicas.kvstore.folder import regular_file
-from replicas.kvstore.layout_folder import JOURNAL
+from replicas.kvstore.on_disk.folder import regular_file
+from replicas.kvstore.on_disk.layout_folder import JOURNAL
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 
 RECORD_BYTES = 64

@@ -7,10 +7,10 @@ one, whose CA theirs must be of too.
 import time
 
 from replicas.config import ReplicaConfig
-from replicas.kvstore.incoming import ChunkKind
 from replicas.kvstore.layout import Layout, file_bytes
-from replicas.kvstore.peers import Peers
-from replicas.kvstore.pull import Puller
+from replicas.kvstore.pulling.incoming import ChunkKind
+from replicas.kvstore.pulling.peers import Peers
+from replicas.kvstore.pulling.pull import Puller
 from replicas.process.secret_file import read_secret
 from replicas.process.tls import RouterTls, TlsFiles
 from replicas.protocol.cluster_secret import Purpose

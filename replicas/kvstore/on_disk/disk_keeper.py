@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 
-from replicas.kvstore.breaker import Breaker
-from replicas.kvstore.chunk_files import FileMissing
-from replicas.kvstore.disk_books import DiskBooks
-from replicas.kvstore.disk_jobs import Files
-from replicas.kvstore.disk_options import DiskOptions
-from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import ChunkError
+from replicas.kvstore.on_disk.breaker import Breaker
+from replicas.kvstore.on_disk.chunk_files import FileMissing
+from replicas.kvstore.on_disk.disk_books import DiskBooks
+from replicas.kvstore.on_disk.disk_jobs import Files
+from replicas.kvstore.on_disk.disk_options import DiskOptions
+from replicas.kvstore.on_disk.journal import Journal
 from replicas.protocol.blocks import BlockHash
 
 logger = logging.getLogger(__name__)

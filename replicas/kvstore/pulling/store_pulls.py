@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import ChunkName, Directory
-from replicas.kvstore.incoming import Ending, Wanted
+from replicas.kvstore.pulling.incoming import Ending, Wanted
 from replicas.kvstore.slot_books import SlotBooks
 from replicas.kvstore.tally import MoveTally
 from replicas.protocol.pulls import MAX_PULLED_CHUNKS, PullHint
 
 if TYPE_CHECKING:
-    from replicas.kvstore.pull import Pulled, Puller
+    from replicas.kvstore.pulling.pull import Pulled, Puller
 
 MAX_HOST_SHARE = 0.5
 """Of the slots: those that pulls may be filling, or hang in, at once."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from replicas.kvstore.directory import ChunkName
-from replicas.kvstore.disk_health import DiskHealth
-from replicas.kvstore.disk_jobs import Outcome
-from replicas.kvstore.disk_options import DiskOptions, DiskSpeeds
-from replicas.kvstore.jobs import Finished, Job, JobQueue, Kind, State
-from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import ChunkHeader
-from replicas.kvstore.transfer_speed import TransferSpeed
+from replicas.kvstore.on_disk.disk_health import DiskHealth
+from replicas.kvstore.on_disk.disk_jobs import Outcome
+from replicas.kvstore.on_disk.disk_options import DiskOptions, DiskSpeeds
+from replicas.kvstore.on_disk.jobs import Finished, Job, JobQueue, Kind, State
+from replicas.kvstore.on_disk.journal import Journal
+from replicas.kvstore.on_disk.transfer_speed import TransferSpeed
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.tier_figures import WriteStop
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from replicas.kvstore.directory import ChunkName, Directory
-from replicas.kvstore.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
-from replicas.kvstore.leases import LeaseRecord, Leases
+from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
+from replicas.kvstore.leasing.leases import LeaseRecord, Leases
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import LeaseTotals, PrefixLease
 

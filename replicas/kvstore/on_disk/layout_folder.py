@@ -10,8 +10,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from replicas.kvstore.folder import TEMPORARY, Folder, names_in, open_folder, regular_file
 from replicas.kvstore.layout import FORMAT_VERSION, LayoutId
+from replicas.kvstore.on_disk.folder import TEMPORARY, Folder, names_in, open_folder, regular_file
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash
 

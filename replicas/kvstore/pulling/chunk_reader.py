@@ -12,7 +12,7 @@ import threading
 
 from replicas.engine import SharedKv
 from replicas.kvstore.layout import HEADER_BYTES, ChunkError, LayoutId, decode_header, encode, file_bytes
-from replicas.kvstore.slot_table import STAMP_BYTES, keys_at, label_at, table_bytes
+from replicas.kvstore.pulling.slot_table import STAMP_BYTES, keys_at, label_at, table_bytes
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 
 

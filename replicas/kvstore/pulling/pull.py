@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from replicas.kvstore.incoming import ChunkKind, Ending, PullFailed, Wanted, incoming
 from replicas.kvstore.layout import ChunkHeader
-from replicas.kvstore.peers import IDLE_SECONDS, Peers
-from replicas.kvstore.transfer_speed import TransferSpeed
+from replicas.kvstore.on_disk.transfer_speed import TransferSpeed
+from replicas.kvstore.pulling.incoming import ChunkKind, Ending, PullFailed, Wanted, incoming
+from replicas.kvstore.pulling.peers import IDLE_SECONDS, Peers
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.pulls import MAX_PULL_SECONDS, MAX_PULLED_CHUNKS, PullHint, PullRequest
 from replicas.protocol.tier_figures import MoveFailure

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicas.kvstore.folder import Folder, open_folder
 from replicas.kvstore.layout import FORMAT_VERSION, LayoutId
-from replicas.kvstore.layout_folder import (
+from replicas.kvstore.on_disk.folder import Folder, open_folder
+from replicas.kvstore.on_disk.layout_folder import (
     JOURNAL,
     LayoutFolder,
     layouts_in,

@@ -19,17 +19,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from replicas.kvstore.chunk_files import ChunkFiles
 from replicas.kvstore.directory import ChunkName
-from replicas.kvstore.disk_books import DiskBooks, Worker
-from replicas.kvstore.disk_jobs import Files, Outcome, perform
-from replicas.kvstore.disk_keeper import DiskKeeper
-from replicas.kvstore.disk_options import DiskOptions, DiskSpeeds
-from replicas.kvstore.folder import Folder
-from replicas.kvstore.jobs import Finished, Job, Kind
-from replicas.kvstore.journal import Journal
 from replicas.kvstore.layout import ChunkHeader, file_bytes
-from replicas.kvstore.other_layouts import OtherLayouts
+from replicas.kvstore.on_disk.chunk_files import ChunkFiles
+from replicas.kvstore.on_disk.disk_books import DiskBooks, Worker
+from replicas.kvstore.on_disk.disk_jobs import Files, Outcome, perform
+from replicas.kvstore.on_disk.disk_keeper import DiskKeeper
+from replicas.kvstore.on_disk.disk_options import DiskOptions, DiskSpeeds
+from replicas.kvstore.on_disk.folder import Folder
+from replicas.kvstore.on_disk.jobs import Finished, Job, Kind
+from replicas.kvstore.on_disk.journal import Journal
+from replicas.kvstore.on_disk.other_layouts import OtherLayouts
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.tier_figures import WriteStop

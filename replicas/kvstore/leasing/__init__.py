@@ -1,0 +1,1 @@
+"""Leases: how long a prefix is to be kept, and what became of each promise."""

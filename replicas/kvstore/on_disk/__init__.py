@@ -1,0 +1,1 @@
+"""Chunks in files: the folder, its journal, and the threads that read and write."""
