@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.kvstore import disk_keeper
 from replicas.kvstore.layout import HEADER_BYTES
+from replicas.kvstore.on_disk import disk_keeper
 from replicas.kvstore.on_disk.disk import Kind
 from replicas.kvstore.on_disk.journal import Journal
 from tests.replicas.kvstore.chunk_images import LAYOUT, SLOT_BYTES, fill, header, image

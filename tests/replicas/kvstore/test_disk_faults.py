@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replicas.kvstore import chunk_files
+from replicas.kvstore.on_disk import chunk_files
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
 from replicas.kvstore.on_disk.disk import Disk, Kind
 from replicas.kvstore.on_disk.folder import Folder

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from replicas.kvstore import folder as folder_module
+from replicas.kvstore.on_disk import folder as folder_module
 from replicas.kvstore.on_disk.disk import Disk
 from replicas.kvstore.on_disk.folder import LOCK, MARKER, Folder
 from replicas.kvstore.on_disk.other_layouts import erase_folder

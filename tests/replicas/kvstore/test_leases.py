@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.kvstore import leases as leases_module
+from replicas.kvstore.leasing import leases as leases_module
 from replicas.kvstore.leasing.leases import STORE_SECONDS, Charge, LeaseRecord, Leases, TenantTag, Wish
 from replicas.protocol.prefix_leases import HOUR_SECONDS, MAX_LEASE_SECONDS, LeaseBreak, LeaseRefusal
 from tests.replicas.kvstore.chunk_names import key

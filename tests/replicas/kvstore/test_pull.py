@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from replicas.kvstore import pull as pull_module
+from replicas.kvstore.pulling import pull as pull_module
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
 from replicas.kvstore.pulling.peers import MAX_PEERS, Peers
 from replicas.kvstore.pulling.pull import MAX_TRANSFERS, Pulled, Puller
