@@ -6,6 +6,7 @@ another tenant is as good as none. Counts what became of each use.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,8 @@ from router.caches.memory import CacheMemory, Remembered
 from router.caches.record import CacheContent, CacheRecord, Gone, LeaseOutcome, gone_words, is_cache_id
 from router.caches.store import CacheStore, StoreFull
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+
+logger = logging.getLogger(__name__)
 
 REDIS_SECONDS = 1.0
 RECHECK_SECONDS = 2.0
@@ -65,6 +68,7 @@ class NamedCaches:
         self._wall_clock, self._clock = wall_clock, clock
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
         self._resting_until = 0.0
+        self._is_redis_away = False
         self._num_created = 0
         self._num_uses = {"memory": 0, "redis": 0}
         self._num_refused = Counter({each.value: 0 for each in Gone} | {"full": 0, "unavailable": 0})
@@ -230,6 +234,12 @@ class NamedCaches:
         try:
             async with asyncio.timeout(REDIS_SECONDS):
                 yield
+            if self._is_redis_away:
+                logger.info("Redis has named caches again")
+            self._is_redis_away = False
         except (RedisError, OSError) as error:  # a TimeoutError is one
             self._resting_until = self._clock() + REST_SECONDS
+            if not self._is_redis_away:
+                logger.warning("Redis refuses named caches, or cannot be reached error=%r", error)
+            self._is_redis_away = True
             raise self._unavailable(is_refusal=is_needed) from error

@@ -268,8 +268,9 @@ async def test_nothing_that_a_client_sent_can_be_read_in_redis(routers: Open, re
 
 @pytest.mark.parametrize("is_paused", [False, True])
 async def test_without_redis_what_is_known_is_used_and_nothing_is_made(
-    own_redis: RedisServer, times: Times, is_paused: bool
+    own_redis: RedisServer, times: Times, is_paused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     caches = NamedCaches(own_redis.url, SECRET, wall_clock=times.wall, clock=times.now)
     made = record()
     await caches.create(made, CONTENT)
@@ -290,6 +291,8 @@ async def test_without_redis_what_is_known_is_used_and_nothing_is_made(
         own_redis.start()
     times.passed += REST_SECONDS
     await caches.create(record(3, times), CONTENT)
+    said = [each.getMessage() for each in caplog.records if each.name == "router.caches.named_caches"]
+    assert len(said) == 2 and "cannot be reached" in said[0] and "again" in said[1]
     await caches.close()
 
 
