@@ -56,6 +56,8 @@ REQUESTS: list[tuple[int, str, object]] = [
     (200, COMPLETIONS, completion(stop=PROMPT)),
     (400, COMPLETIONS, completion(suffix=PROMPT)),
     (200, "/tokenize", {"model": "toy", "prompt": PROMPT}),
+    (201, "/v1/caches", {"model": "toy", "prompt": PROMPT * 9, "name": KEY, "cache_salt": SALT}),
+    (404, COMPLETIONS, completion(cache=PROMPT)),
     (200, f"/explain{CHAT}", chat()),
     (404, CHAT, chat(model=ADAPTER)),
     (404, COMPLETIONS, completion(model=f"toy:{ADAPTER}")),
