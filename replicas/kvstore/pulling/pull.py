@@ -10,6 +10,7 @@ the chunks that have not come are misses, and no errors::
     it lies, sends half or too much   the transfer ends, and the peer is left alone for a while
     it refuses, stalls or vanishes    likewise, at the deadline at the latest
     a thread hangs                    its slots come back when it does
+    no thread can be started          the transfer ends at once, as one that the peer has failed
 """
 
 import logging
@@ -120,12 +121,16 @@ class Puller:
             self._waiting.append(transfer)
             if len(self._threads) < min(NUM_THREADS, len(self._transfers)):
                 self._start_thread()
+            if not self._threads:
+                self._waiting.remove(transfer)
+                self._peers.failed(peer, self._clock())
+                self._end(transfer, MoveFailure.IO_ERROR)
             self._changed.notify_all()
             return transfer.number
 
     def take_finished(self) -> list[Pulled]:
         """What has ended since the last call."""
-        if not self.is_busy:
+        if not (self._transfers or self._finished):
             return []
         with self._changed:
             self._give_up_late(self._clock())
@@ -139,7 +144,11 @@ class Puller:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._transfers or self._finished)
+        """Something has ended or will, by its deadline at the latest. Threads that hang do not count."""
+        if not (self._transfers or self._finished):
+            return False
+        with self._changed:
+            return bool(self._finished) or not all(each.is_overdue for each in self._transfers.values())
 
     @property
     def seconds_per_byte(self) -> float:
@@ -197,9 +206,9 @@ class Puller:
                     transfer.cancel()
 
     def _end(self, transfer: _Transfer, failure: MoveFailure | None) -> None:
-        del self._transfers[transfer.number]
         ending = Ending.RETURNED if transfer.is_overdue else Ending.FAILED
         self._finished += [_of(ending, transfer, each) for each in transfer.left]
+        del self._transfers[transfer.number]
         if failure is not None and not transfer.is_overdue:
             self._failures.append(failure)
         self._changed.notify_all()
@@ -209,10 +218,17 @@ class Puller:
         return self._is_closed or transfer.is_overdue
 
     def _start_thread(self) -> None:
-        """It does not keep the process alive: a thread may hang for ever."""
+        """It does not keep the process alive: a thread may hang for ever. One that cannot be started, because
+        there are too many, is tried again with the next transfer.
+        """
         thread = threading.Thread(target=self._work, name="kv-pull", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                logger.warning("no thread can be started that pulls KV: %s", error)
+            return
         self._threads.append(thread)
-        thread.start()
 
     # What the threads do.
 
@@ -270,10 +286,10 @@ class Puller:
                     since = now
         except PullFailed as failed:
             logger.info(
-                "a pull of KV has failed peer=%s reason=%s: %s",
+                "a pull of KV has failed peer=%s reason=%s error=%s",
                 transfer.peer.replica_id,
                 failed.reason.value,
-                failed,
+                type(failed.__cause__ or failed).__name__,
             )
             return failed.reason
         return MoveFailure.MISSING if transfer.left else None

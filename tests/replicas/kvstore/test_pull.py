@@ -1,6 +1,8 @@
 """Pulling from peers that follow a script, over real gRPC: what is believed, bounded, and what it costs."""
 
 import contextlib
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from replicas.kvstore.directory import ChunkName
 from replicas.kvstore.pulling import pull as pull_module
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
 from replicas.kvstore.pulling.peers import MAX_PEERS, Peers
@@ -234,11 +237,66 @@ def test_a_slot_in_which_a_thread_hangs_comes_back_when_the_thread_does(
         (overdue,) = puller.take_finished()
         assert (overdue.ending, overdue.transfer) == (Ending.OVERDUE, number)
         assert puller.take_finished() == []
-        assert puller.is_busy
+        assert not puller.is_busy, "nobody need look again and again, for ever perhaps"
         may_go_on.set()
+        while not puller.is_busy:
+            puller.wait(0.05)
         (returned,) = settle(puller)
         assert (returned.ending, returned.slot) == (Ending.RETURNED, overdue.slot)
         assert puller.take_failures() == [MoveFailure.LATE]
+
+
+def test_without_a_thread_a_pull_is_a_miss_and_the_next_one_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clock = Clock()
+    with scripted(sends("a")) as peer, pulling(clock) as puller:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", cannot)
+            number = puller.pull(peer.hint, wanted("a", "ab"))
+            assert [(each.ending, each.transfer, each.slot) for each in puller.take_finished()] == [
+                (Ending.FAILED, number, 0),
+                (Ending.FAILED, number, 1),
+            ]
+            assert puller.take_failures() == [MoveFailure.IO_ERROR]
+            assert not puller.is_busy and puller.take_finished() == []
+            assert not puller.may_pull(peer.hint), "who tried at once would try for ever"
+        clock.more += 2.0
+        assert puller.may_pull(peer.hint)
+        puller.pull(peer.hint, wanted("a"))
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED]
+
+
+def speaks(request: PullRequest, context: Any) -> Iterator[PullPart]:
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, "what a peer says\nINFO forged")
+    yield PullPart(0, b"x")
+
+
+def misnames(request: PullRequest, context: Any) -> Iterator[PullPart]:
+    key, _, last_block = name("a")
+    yield PullPart(0, bytes(image(ChunkName(key, name("b").key, last_block))))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "error"),
+    [
+        (speaks, MoveFailure.REFUSED, r"\w+"),
+        (sends("b"), MoveFailure.DAMAGED, "OtherKey"),
+        (misnames, MoveFailure.DAMAGED, "PullFailed"),
+    ],
+)
+def test_logs_have_no_keys_and_nothing_that_a_peer_says(
+    caplog: pytest.LogCaptureFixture, answer: Answer, reason: MoveFailure, error: str
+) -> None:
+    caplog.set_level(logging.DEBUG, pull_module.__name__)
+    with scripted(answer) as peer, pulling() as puller:
+        puller.pull(peer.hint, wanted("a"))
+        settle(puller)
+    (message,) = [each.getMessage() for each in caplog.records if each.name == pull_module.__name__]
+    assert re.fullmatch(f"a pull of KV has failed peer=r1 reason={reason.value} error={error}", message)
 
 
 def test_what_is_under_way_is_bounded_and_what_waits_too_long_fails() -> None:
