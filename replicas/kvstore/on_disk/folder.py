@@ -4,6 +4,10 @@ Owns how a folder is told from anybody else's, and the lock by which one replica
 of ours holds `CACHEDIR.TAG` (the convention by which backups know what they may leave out) with a line of
 our own, the locked file `store.lock`, and a folder for each version of the format. What is in it besides
 was put there by somebody else and is never touched. No symbolic link is followed.
+
+The marker is public, so owners and modes say whose KV it is: a folder below ours is used if it belongs to
+the replica's user and nobody else can get at it. The folder itself may be root's, or a volume that others
+can write to: they can take away what is in it, and put nothing in its place that would be used.
 """
 
 import contextlib
@@ -31,6 +35,8 @@ TEMPORARY = re.compile(r"\.tmp-[0-9]{1,20}")
 
 _TRIALS = (".tmp-0", ".tmp-1")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -45,7 +51,7 @@ class Folder:
         self.fd = _open(path)
         self._lock: int | None = None
         try:
-            _refuse_foreign(path, self.fd)
+            _keep_others_out(path, self.fd)
             self._lock = _lock(path, self.fd)
             _mark(path, self.fd)
         except SettingsError:
@@ -80,11 +86,11 @@ class Folder:
 
 
 def open_folder(parent: int, name: str, *, make: bool = False) -> int | None:
-    """A folder in a folder, `make`: with mode 0700 where there is none. None if it is something else or is
-    not there. Raises OSError for anything that is not about this name.
+    """A folder in a folder, `make`: with mode 0700 where there is none. None if it is something else, is not
+    there, is another user's or open to others. Raises OSError for anything that is not about this name.
     """
     try:
-        return os.open(name, _OPEN_FOLDER, dir_fd=parent)
+        return _if_ours_alone(os.open(name, _OPEN_FOLDER, dir_fd=parent))
     except FileNotFoundError:
         if not make:
             return None
@@ -129,12 +135,51 @@ def _open(path: Path) -> int:
         raise SettingsError(f"the KV folder {path} cannot be opened: {error.strerror}") from error
 
 
-def _refuse_foreign(path: Path, fd: int) -> None:
-    """What is in the folder says whose it is. A lock alone was left by one that died as it began."""
+def _if_ours_alone(fd: int) -> int | None:
+    """Closes it if it is not."""
+    found = os.fstat(fd)
+    if found.st_uid == os.geteuid() and not found.st_mode & _OTHERS:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _keep_others_out(path: Path, fd: int) -> None:
+    """A folder of our user that holds nothing yet gets mode 0700. A mount point keeps what it was given."""
+    found, user = os.fstat(fd), os.geteuid()
+    if found.st_uid not in (user, 0):
+        raise SettingsError(
+            f"the KV folder {path} belongs to user {found.st_uid}, and the replica runs as {user};"
+            " name one of its own"
+        )
+    is_new = _is_new(path, fd)
+    if _is_mount_point(fd, found.st_dev):
+        return
+    if is_new and found.st_uid == user:
+        os.fchmod(fd, stat.S_IRWXU)
+    elif found.st_mode & _OTHERS_WRITE:
+        raise SettingsError(
+            f"the KV folder {path} can be written to by others than its owner"
+            f" (mode {stat.S_IMODE(found.st_mode):04o}); give it mode 0700"
+        )
+
+
+def _is_mount_point(fd: int, device: int) -> bool:
+    try:
+        return os.stat("..", dir_fd=fd).st_dev != device
+    except PermissionError:
+        return False
+
+
+def _is_new(path: Path, fd: int) -> bool:
+    """What is in the folder says whose it is. A lock alone was left by one that died as it began.
+
+    Raises SettingsError if it is somebody else's.
+    """
     names = set(names_in(fd)) - SYSTEM_NAMES
     if MARKER in names:
         if _is_marked(fd):
-            return
+            return False
         raise SettingsError(f"the KV folder {path} is the cache of another program; name one of its own")
     foreign = sorted(name for name in names if name != LOCK and not TEMPORARY.fullmatch(name))
     if foreign:
@@ -142,6 +187,7 @@ def _refuse_foreign(path: Path, fd: int) -> None:
             f"the KV folder {path} holds what Kvasir has not written, such as {foreign[0]!r};"
             " name an empty folder, or one that is not there yet"
         )
+    return True
 
 
 def _is_marked(fd: int) -> bool:

@@ -37,7 +37,7 @@ class LayoutFolder:
 
     def open_leaf(self, key: BlockHash, *, make: bool = False) -> int | None:
         """The descriptor of the folder that a chunk's file is in, to be closed by the caller. None if it is
-        not there, or is not one that we have made.
+        not there, or is not ours alone.
         """
         digits = key.hex()
         upper = open_folder(self.fd, digits[:2], make=make)
@@ -106,7 +106,8 @@ def open_layout(folder: Folder, layout: LayoutId) -> LayoutFolder:
             os.close(version)
     if fd is None:
         raise SettingsError(
-            f"in the KV folder {folder.path}, v{FORMAT_VERSION}/{layout.hex()} is no folder that can be used"
+            f"in the KV folder {folder.path}, v{FORMAT_VERSION}/{layout.hex()} is no folder that can be used;"
+            " both must be folders, no links, of the user that the replica runs as, with mode 0700"
         )
     return LayoutFolder(fd)
 
