@@ -14,6 +14,7 @@ import random
 import secrets
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -306,7 +307,7 @@ class _Parts:
             heartbeat_seconds=config.heartbeat_seconds,
             intake=_intake(config, self.card),
             call_keys=() if secret is None else secret.keys(Purpose.CALLS),
-            kv=_reader(proven.engine.shared_kv),
+            kv=_reader(proven.engine.shared_kv, config),
             tracing=tracing,
         )
         self.watchdog = self._watch(host, config.engine_hang_seconds, proven.token_seconds)
@@ -377,11 +378,12 @@ class _Parts:
         host.fail(lost)
 
 
-def _reader(shared: SharedKv | None) -> ChunkReader | None:
+def _reader(shared: SharedKv | None, config: ReplicaConfig) -> ChunkReader | None:
     if shared is None:
         return None
     try:
-        return ChunkReader(shared)
+        folder = None if config.disk_kv_bytes is None or config.kv_folder is None else Path(config.kv_folder)
+        return ChunkReader(shared, folder)
     except OSError as error:
         logger.warning("other replicas cannot pull KV from here: the engine's memory: %s", error)
         return None

@@ -135,6 +135,8 @@ class Directory:
         self._disk_leased: OrderedDict[BlockHash, _Chunk] = OrderedDict()
         """Of the same kind, and leased."""
         self._to_write_leased: OrderedDict[BlockHash, None] = OrderedDict()
+        self.num_changes = 0
+        """Grows whenever a slot was filled, or will not be."""
         self._to_write_once: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_reused: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_early: OrderedDict[BlockHash, None] = OrderedDict()
@@ -162,6 +164,12 @@ class Directory:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
+
+    @property
+    def has_to_write(self) -> bool:
+        """Whether anything waits to be written, now or while the disk has nothing else to do."""
+        has_room = self.num_on_disk < self.max_disk_chunks
+        return bool(self.num_to_write or (self._to_write_early and has_room))
 
     @property
     def num_to_write(self) -> int:
@@ -199,6 +207,10 @@ class Directory:
         if chunk is None or chunk.slot is None or chunk.is_filling:
             return None
         return chunk.slot, self._generations[chunk.slot]
+
+    def name(self, key: BlockHash) -> ChunkName:
+        """Of a chunk that is somewhere."""
+        return self._chunks[key].name
 
     def generation(self, slot: int) -> int:
         return self._generations[slot]
@@ -322,6 +334,7 @@ class Directory:
         """The slot holds the chunk's KV, and that was verified."""
         chunk = self._chunks[key]
         assert chunk.is_filling, "what is filled was being filled"
+        self.num_changes += 1
         chunk.is_filling = False
         self.leases.stored(key)
         self._events.append(BlockStored((key,), chunk.name.last_block, tier=Tier.HOST))
@@ -334,6 +347,7 @@ class Directory:
         """The slot was not filled. One that may still be written to is no chunk's until `give_back`."""
         chunk = self._chunks[key]
         assert chunk.is_filling and chunk.slot is not None, "what is given up was being filled"
+        self.num_changes += 1
         if may_still_be_written:
             self._quarantined.add(chunk.slot)
         else:
@@ -584,10 +598,11 @@ class Directory:
 
     def _chain_before(self, chunk: _Chunk) -> Iterator[_Chunk]:
         """The chunks before it in its chain, nearest first, up to one that is nowhere."""
-        parent = chunk.name.parent
-        while parent is not None and (before := self._chunks.get(parent)) is not None:
+        while chunk.name.parent is not None and (before := self._chunks.get(chunk.name.parent)) is not None:
+            if before.name.last_block >= chunk.name.last_block:
+                return  # a file has said so that we did not write
             yield before
-            parent = before.name.parent
+            chunk = before
 
     def _note_to_write(self, chunk: _Chunk) -> None:
         if not self.max_disk_chunks or chunk.has_file:

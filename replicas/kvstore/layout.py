@@ -43,7 +43,7 @@ LayoutId = NewType("LayoutId", bytes)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Model, adapter, tenant and salt are not in it: a block's hash stands for them."""
+    """Adapter, tenant and salt are not in it: a block's hash stands for them."""
 
     engine: str
     engine_version: str
@@ -57,6 +57,10 @@ class Layout:
     block_size: int
     chunk_tokens: int
     tensor_parallel_size: int
+    model: str
+    """Fingerprint of its files. Hashes have it, too; here it keeps one model's files out of another's way."""
+    engine_arguments: str
+    """What the engine was given besides: some of it (rope, quantisation) makes other KV of equal tokens."""
 
     def digest(self) -> LayoutId:
         """Every field with its name, both prefixed with their lengths, so that no two layouts look alike."""

@@ -47,6 +47,8 @@ MAX_WRITES = 4
 ERASE_SECONDS = 10.0
 """How long the end waits for files that are being erased, if nothing happens."""
 
+SPILL_PAUSE_SECONDS = 0.05
+
 MOVING_SECONDS = 0.002
 WRITING_SECONDS = 0.02
 WAITING_SECONDS = 1.0
@@ -272,6 +274,11 @@ class ChunkStore:
         self._write(self._disk)
 
     @property
+    def num_changes(self) -> int:
+        """Grows whenever something has come to host memory, or will not come."""
+        return self.directory.num_changes
+
+    @property
     def has_news(self) -> bool:
         """Whether there are events to take, or nobody knows yet what tiers there are."""
         is_unknown = self._has_begun and self._told is None
@@ -284,7 +291,7 @@ class ChunkStore:
             return MOVING_SECONDS
         if self._writes or self._erasures:
             return WRITING_SECONDS
-        return WAITING_SECONDS if self.directory.num_to_write else None
+        return WAITING_SECONDS if self.directory.has_to_write else None
 
     def wait(self, seconds: float) -> None:
         """Until the disk or a peer has done something, at most so long."""
@@ -382,9 +389,12 @@ class ChunkStore:
         self.directory.write_all()
         while (left := ends_at - self._clock()) > 0:
             self.poll()
-            if not self._writes:
+            if self._writes:
+                disk.wait(left)
+            elif self.directory.num_to_write and disk.write_stop is None:
+                time.sleep(min(left, SPILL_PAUSE_SECONDS))  # until the budget allows more
+            else:
                 break
-            disk.wait(left)
         num_left = self.directory.num_to_write + len(self._writes)
         if seconds and num_left:
             logger.warning("chunks of KV that were not written to the disk before the end: %d", num_left)
@@ -435,6 +445,15 @@ class ChunkStore:
             created_seconds=int(time.time()),
         )
 
+    def _is_wanted(self, key: BlockHash, header: ChunkHeader) -> bool:
+        """Whether a file says of itself what the directory and every chunk here have."""
+        return (
+            header.name == self.directory.name(key)
+            and header.num_tokens == self.shape.tokens
+            and header.payload_bytes == self.arena.payload_bytes
+            and len(header.writers) == self.shape.blocks_per_chunk
+        )
+
     def _end(self, finished: Finished) -> None:
         if finished.kind is Kind.ERASE:
             self._erasures.discard(finished.job)
@@ -448,14 +467,14 @@ class ChunkStore:
                 self.directory.not_written(key)
         elif finished.kind is Kind.READ:
             key, slot = self._reads.pop(finished.job)
-            if finished.ok and finished.header is not None:
+            if finished.ok and finished.header is not None and self._is_wanted(key, finished.header):
                 self._tally.reads.moved(self.shape.tokens, finished.seconds)
                 self._books.came(slot, finished.header)
                 self.filled(key)
             else:
                 self._tally.reads.failed(failure(finished.reason))
                 self.directory.given_up(key)
-                if finished.is_gone:
+                if finished.is_gone or finished.ok:
                     self.directory.lost_file(key)
         elif finished.kind is Kind.OVERDUE:
             self._tally.reads.failed(MoveFailure.LATE)

@@ -34,6 +34,9 @@ PATIENCE = 4.0
 MIN_PATIENCE_SECONDS = 0.5
 """It waits at least so long: a disk or a machine that is busy now is no reason to compute."""
 
+RESET_SECONDS = 1.0
+"""How long a reset waits for copies to host memory to end."""
+
 LOOK_AGAIN_SECONDS = 0.001
 """While copies are under way."""
 
@@ -68,6 +71,8 @@ class Progress:
     """Chunks that are read from disk for it."""
     transfer: int | None
     """That pulls chunks from a peer for it."""
+    waits_since: int | None = None
+    """How much had changed in the store when it was found that it must wait for KV; None if it need not."""
     num_offered: int = 0
     """Leading chunks that host memory has been offered."""
 
@@ -140,11 +145,17 @@ class LowerTiers:
         leases = request.submit.leases if request.key.choice == 0 else ()
         return self._store.leases.ask(of_prompt, leases, num_device_blocks)
 
+    def still_waits(self, request: Request) -> bool:
+        """Whether nothing that could end its wait for KV has happened since it was looked at last."""
+        progress = self._progress[request.key]
+        return progress.waits_since == self._store.num_changes and self._clock() < progress.waits_until
+
     def num_ready_blocks(self, request: Request, num_device_blocks: int) -> tuple[int, bool]:
         """Its leading blocks on the device, and in host memory if they are sooner loaded than computed; and
         whether it should wait for more.
         """
         progress = self._progress[request.key]
+        progress.waits_since = None
         if self._is_loaded_by_another(progress, num_device_blocks):
             return num_device_blocks, True
         num_ready, is_more_coming = self._store.num_ready_blocks(
@@ -154,7 +165,10 @@ class LowerTiers:
         if num_tokens and self._store.load_seconds(num_tokens) >= num_tokens * self._token_seconds:
             num_ready = num_device_blocks
         lacks_planned = num_ready * self._manager.block_size < progress.num_planned_tokens
-        return num_ready, is_more_coming and lacks_planned and self._clock() < progress.waits_until
+        must_wait = is_more_coming and lacks_planned and self._clock() < progress.waits_until
+        if must_wait:
+            progress.waits_since = self._store.num_changes
+        return num_ready, must_wait
 
     def _is_loaded_by_another(self, progress: Progress, num_device_blocks: int) -> bool:
         """Whether what it lacks first is on its way to the device already, and soon shared."""
@@ -259,7 +273,6 @@ class LowerTiers:
 
     def poll(self) -> None:
         """Take note of what has ended between the tiers, and let more begin."""
-        self._store.poll()
         under_way = []
         for offload in self._offloads:
             if offload.copy.is_done():
@@ -267,6 +280,7 @@ class LowerTiers:
             else:
                 under_way.append(offload)
         self._offloads = under_way
+        self._store.poll()
 
     def fill(self, frame: StepFrame) -> StepFrame:
         """What the tiers gained and lost in this step, what moving KV takes, and when to look again."""
@@ -282,7 +296,10 @@ class LowerTiers:
 
     def reset(self) -> bool:
         """Forget every chunk. False, and nothing happens, while any of them moves."""
+        ends_at = self._clock() + RESET_SECONDS
         self.poll()
+        while self._offloads and self._clock() < ends_at:
+            self.wait(LOOK_AGAIN_SECONDS)
         return not self._loads and self._store.clear()
 
     @property

@@ -245,6 +245,9 @@ class Scheduler:
             if budget <= 0 or self._num_holding >= self._max_running:
                 self._waiting += waiting[position:]
                 break
+            if self._lower_tiers is not None and self._lower_tiers.still_waits(request):
+                self._waiting.append(request)
+                continue
             cached_block_ids = self._manager.find_cached(request)
             num_ready, is_more_coming = self._num_ready(request, len(cached_block_ids))
             if is_more_coming:

@@ -31,7 +31,7 @@ def payload_bytes(blocks: KVBlocks, blocks_per_chunk: int) -> int:
     return stores * layers * blocks_per_chunk * width * blocks.tensor.element_size()
 
 
-def chunk_layout(blocks: KVBlocks, chunk_tokens: int) -> Layout:
+def chunk_layout(blocks: KVBlocks, chunk_tokens: int, model: str) -> Layout:
     """What two torch engines must agree in to read each other's chunks."""
     return Layout(
         engine="torch",
@@ -45,6 +45,8 @@ def chunk_layout(blocks: KVBlocks, chunk_tokens: int) -> Layout:
         block_size=blocks.block_size,
         chunk_tokens=chunk_tokens,
         tensor_parallel_size=1,
+        model=model,
+        engine_arguments="",
     )
 
 

@@ -81,7 +81,7 @@ class TorchEngine:
         self._meter = SpeedMeter()
         self._spill_seconds = config.spill_seconds
         manager = KVCacheManager(num_ids, config.tokens_per_block)
-        self.store, lower_tiers = _lower_tiers(config, pool, manager, self._meter)
+        self.store, lower_tiers = _lower_tiers(config, self._card.fingerprint, pool, manager, self._meter)
         self._card = with_layout(self._card, self.shared_kv)
         self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers)
         self.runner = ModelRunner(model, pool, context_length)
@@ -202,10 +202,10 @@ def _context_length(config: ReplicaConfig, model: ModelConfig, num_blocks: int) 
 
 
 def _lower_tiers(
-    config: ReplicaConfig, pool: KVPool, manager: KVCacheManager, meter: SpeedMeter
+    config: ReplicaConfig, fingerprint: str, pool: KVPool, manager: KVCacheManager, meter: SpeedMeter
 ) -> tuple[ChunkStore | None, LowerTiers | None]:
     blocks_per_chunk = config.tokens_per_chunk // config.tokens_per_block
-    layout = chunk_layout(pool.blocks, config.tokens_per_chunk)
+    layout = chunk_layout(pool.blocks, config.tokens_per_chunk, fingerprint)
     store = open_store(config, layout, payload_bytes(pool.blocks, blocks_per_chunk))
     if store is None:
         return None, None

@@ -105,7 +105,7 @@ class VllmEngine:
         digest = files_fingerprint(directory)
         eos_token_ids = read_eos_token_ids(directory)
         self._on_cpu = bool(current_platform.is_cpu())
-        self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8))
+        self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8), digest)
         transfers = None if self._tier is None else transfer_config(self._tier)
         arguments = engine_arguments(config, str(directory), adapters, transfers)
         try:

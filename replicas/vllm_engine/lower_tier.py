@@ -6,6 +6,7 @@ how bytes are copied (`row_copier.py`); imports nothing of vLLM.
 vLLM builds the objects that ask, twice and far from the engine. They find the tier by the id of their engine.
 """
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,10 +49,14 @@ class Requests(NamedTuple):
 
 
 class LowerTier:
-    """Of a vLLM with this id. Its memory is taken when vLLM says how large its blocks are."""
+    """Of a vLLM with this id, which serves the model with this fingerprint. Its memory is taken when vLLM
+    says how large its blocks are.
+    """
 
-    def __init__(self, config: ReplicaConfig, engine_id: str) -> None:
+    def __init__(self, config: ReplicaConfig, engine_id: str, fingerprint: str) -> None:
         self.engine_id = engine_id
+        self.fingerprint = fingerprint
+        self.engine_arguments = json.dumps(config.engine_args or {}, sort_keys=True, default=str)
         self.requests: Requests | None = None
         self.chains: dict[str, ChunkChain] = {}
         """By vLLM's id of the request."""

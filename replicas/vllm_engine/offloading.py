@@ -209,4 +209,6 @@ def _layout(config: Any, tier: LowerTier) -> Layout:
         block_size=tier.block_size,
         chunk_tokens=tier.block_size * tier.blocks_per_chunk,
         tensor_parallel_size=1,
+        model=tier.fingerprint,
+        engine_arguments=tier.engine_arguments,
     )

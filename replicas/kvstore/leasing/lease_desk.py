@@ -16,6 +16,7 @@ from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, ask_for_leases,
 from replicas.kvstore.leasing.leases import LeaseRecord, Leases
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import LeaseTotals, PrefixLease
+from replicas.protocol.tier_figures import WriteStop
 
 
 class LeaseJournal(Protocol):
@@ -26,6 +27,9 @@ class LeaseJournal(Protocol):
 
     @property
     def is_off(self) -> bool: ...
+
+    @property
+    def write_stop(self) -> WriteStop | None: ...
 
     def note_lease(self, key: BlockHash, until: float, seconds: int) -> None: ...
 
@@ -69,7 +73,9 @@ class LeaseDesk:
         self, names: Sequence[ChunkName], leases: Sequence[PrefixLease], num_device_blocks: int
     ) -> LeaseOutcome:
         """For a request with these chunks in its prompt, of whose blocks so many are on the device."""
-        self._directory.leases.is_disk_off = self._journal is not None and self._journal.is_off
+        journal = self._journal
+        takes_nothing = journal is not None and (journal.is_off or journal.write_stop is not None)
+        self._directory.leases.is_disk_off = takes_nothing
         self._directory.pass_time(self._clock())
         return ask_for_leases(
             self._directory,

@@ -1,4 +1,4 @@
-"""ChunkReader: chunks read from the host memory of an engine that is not asked, in whatever process it is.
+"""ChunkReader: chunks read from host memory and disk of an engine that is not asked, whatever its process.
 
 Owns an open descriptor of that memory. Whether a copy is a chunk's, the slot table says: `slot_table.py` has
 the rules. A copy gets the header and the checksum of a file, so that who gets it on its way can verify it.
@@ -9,9 +9,11 @@ Everything is read by calls to the kernel, which hold up no other thread of this
 import os
 import sys
 import threading
+from pathlib import Path
 
 from replicas.engine import SharedKv
 from replicas.kvstore.layout import HEADER_BYTES, ChunkError, LayoutId, decode_header, encode, file_bytes
+from replicas.kvstore.pulling.file_reader import FileReader
 from replicas.kvstore.pulling.slot_table import STAMP_BYTES, keys_at, label_at, table_bytes
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 
@@ -19,8 +21,10 @@ from replicas.protocol.blocks import HASH_BYTES, BlockHash
 class ChunkReader:
     """May be used by several threads. Raises OSError if the memory cannot be had or is not what was said."""
 
-    def __init__(self, shared: SharedKv) -> None:
+    def __init__(self, shared: SharedKv, folder: Path | None = None) -> None:
+        """`folder` is that of the engine's disk, if it has one."""
         self.layout = LayoutId(shared.layout)
+        self._files = None if folder is None else FileReader(folder, self.layout)
         self.image_bytes = file_bytes(shared.payload_bytes)
         self._payload_bytes = shared.payload_bytes
         self._num_slots = shared.num_slots
@@ -32,9 +36,13 @@ class ChunkReader:
             raise OSError("the engine's memory for KV is not as large as it says")
 
     def copy(self, key: BlockHash, image: memoryview) -> bool:
-        """Make of `image_bytes` the image of the chunk's file. False if host memory does not hold it, or no
-        longer did when it had been copied; what the image holds then is nobody's KV. Raises OSError.
+        """Make of `image_bytes` the image of the chunk's file. False if neither host memory nor the disk has
+        it, or no longer did when it had been copied; what the image holds then is nobody's KV. Raises
+        OSError.
         """
+        return self._copy_from_host(key, image) or (self._files is not None and self._files.copy(key, image))
+
+    def _copy_from_host(self, key: BlockHash, image: memoryview) -> bool:
         slot = self._find(key)
         if slot is None:
             return False

@@ -20,6 +20,8 @@ LAYOUT = Layout(
     block_size=16,
     chunk_tokens=128,
     tensor_parallel_size=1,
+    model="0123456789abcdef",
+    engine_arguments='{"rope_theta": 1000000.0}',
 )
 
 PAYLOAD_BYTES = 5000

@@ -3,15 +3,21 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import Place
+from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.layout import decode, encode
 from replicas.kvstore.on_disk.disk import Disk, DiskOptions
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
 from replicas.protocol.frames import UserTag
+from replicas.protocol.prefix_leases import PrefixLease
+from replicas.protocol.tier_figures import WriteStop
 from tests.replicas.kvstore.chunk_images import LAYOUT
 from tests.replicas.kvstore.chunk_names import BLOCKS_PER_CHUNK, key, name
 from tests.replicas.kvstore.open_disk import file_of
@@ -21,7 +27,7 @@ PAYLOAD_BYTES = 6000
 
 
 @contextmanager
-def opened(folder: Path, *, host_chunks: int = 4) -> Iterator[ChunkStore]:
+def opened(folder: Path, *, host_chunks: int = 4, lease_share: float = 0.0) -> Iterator[ChunkStore]:
     arena = Arena(host_chunks, PAYLOAD_BYTES)
     options = DiskOptions(
         folder=folder,
@@ -31,7 +37,9 @@ def opened(folder: Path, *, host_chunks: int = 4) -> Iterator[ChunkStore]:
         reserve_bytes=0,
     )
     share = DiskShare(Disk(options), LAYOUT.digest(), 20, WriteBudget())
-    store = ChunkStore(arena, ChunkShape(2, BLOCKS_PER_CHUNK), clock=time.monotonic, share=share)
+    store = ChunkStore(
+        arena, ChunkShape(2, BLOCKS_PER_CHUNK), clock=time.monotonic, share=share, lease_share=lease_share
+    )
     store.begin()
     yield store
     store.close()
@@ -158,3 +166,72 @@ def test_without_a_disk_nothing_ends_by_itself() -> None:
     assert store.speeds().disk is None
     store.poll()
     store.close()
+
+
+def test_the_end_waits_for_what_the_budget_allows(tmp_path: Path) -> None:
+    arena = Arena(8, PAYLOAD_BYTES)
+    options = DiskOptions(
+        folder=tmp_path,
+        layout=LAYOUT.digest(),
+        slot_bytes=arena.slot_bytes,
+        max_bytes=1 << 20,
+        reserve_bytes=0,
+    )
+    # Two chunks at once, then eight a second.
+    budget = WriteBudget(8.0 * arena.slot_bytes)
+    budget.take(time.monotonic(), 78 * arena.slot_bytes)
+    share = DiskShare(Disk(options), LAYOUT.digest(), 20, budget)
+    store = ChunkStore(arena, ChunkShape(2, BLOCKS_PER_CHUNK), clock=time.monotonic, share=share)
+    store.begin()
+    for path in ("a", "b", "c", "d", "e", "f"):
+        put(store, path, ANNA)
+        store.directory.use([key(path)])  # what was used again is written although the budget is short
+    store.close(seconds=30.0)
+    assert all(file_of(tmp_path, path).exists() for path in ("a", "b", "c", "d", "e", "f"))
+
+
+def test_an_engine_without_requests_looks_again_until_what_is_new_is_written(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, "a", ANNA)
+        assert store.look_again_seconds is not None
+        store.poll()
+        settle(store)
+        assert file_of(tmp_path, "a").exists()
+        assert store.look_again_seconds is None
+
+
+def test_a_file_that_says_something_else_of_its_chunk_is_no_hit(tmp_path: Path) -> None:
+    """Its checksums are right, so whoever wrote it had our code and not our engine."""
+    spilled(tmp_path, "a")
+    file = file_of(tmp_path, "a")
+    image = memoryview(bytearray(file.read_bytes()))
+    header = decode(image, LAYOUT.digest(), key("a"))
+    encode(replace(header, writers=(ANNA,)), image)
+    file.write_bytes(image)
+    with opened(tmp_path) as store:
+        assert ask_for(store, "a") == []
+        store.poll()
+        while file.exists():
+            time.sleep(0.001)
+
+
+def test_a_chain_that_bites_its_tail_ends_all_the_same() -> None:
+    directory = Directory(host_chunks=4, disk_chunks=4)
+    first, second = ChunkName(key("a"), key("b"), 3), ChunkName(key("b"), key("a"), 3)
+    directory.restore([ChunkName(key("s"), key("s"), 3), first, second])
+    for each in ("s", "a", "b"):
+        assert directory.fetch(key(each)) is not None
+        directory.filled(key(each))
+
+
+@pytest.mark.parametrize("stop", [None, WriteStop.FULL])
+def test_a_lease_that_only_a_disk_can_keep_is_refused_while_it_takes_nothing(
+    tmp_path: Path, stop: WriteStop | None
+) -> None:
+    with opened(tmp_path, lease_share=0.5) as store:
+        assert store._disk is not None
+        if stop is not None:
+            store._disk._books.write_stop = lambda: stop  # type: ignore[method-assign]
+        outcome = store.leases.ask([name("a")], [PrefixLease(BLOCKS_PER_CHUNK, 86_400)], 0)
+        (answer,) = outcome.answers
+        assert (answer.refusal is None) == (stop is None)

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.engine import EngineRequest
+from replicas.kvstore.plan import chunk_names
+from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import RequestKey, UserTag
+from replicas.scheduling.request import Request
 from tests.examples import examples
 from tests.replicas.builders import OTHER_ROOT, ROOT, engine_request, tokens_of
 from tests.replicas.scheduling.stepping import usage
@@ -266,3 +269,47 @@ def test_host_memory_shows_in_nothing_that_comes_out(
         assert said.num_slower_tier_tokens <= said.num_cached_tokens
     model.settle()
     check_nothing_left(model)
+
+
+def test_one_whose_kv_is_coming_is_looked_at_again_when_something_has_come() -> None:
+    model = TieredModel(num_blocks=40, host_chunks=40)
+    model.store.loaded(1000, 1e-6)
+    names = chunk_names(hash_blocks(ROOT, list(PROMPT), 4), 2)
+    slots = {name.key: model.store.offer(name, (ANNA, ANNA)) for name in names}
+    assert len(slots) == 3
+    looked: list[RequestKey] = []
+    find_cached = model.manager.find_cached
+
+    def look(request: Request) -> list[int]:
+        looked.append(request.key)
+        return find_cached(request)
+
+    model.manager.find_cached = look  # type: ignore[method-assign]
+    model.scheduler.add(engine_request(PROMPT, serial=1, max_tokens=1))
+    model.scheduler.add(engine_request(range(500, 510), serial=2, max_tokens=40))
+    looked.clear()
+    model.tiers._progress[RequestKey(1, 0)].waits_until = 1e9
+    for _ in range(10):
+        model.step()
+    # Once, and again with each of the two chunks that the other one completes.
+    assert looked.count(RequestKey(1, 0)) == 3
+    assert not tokens_of(model.deltas, 1)
+    for name, slot in zip(names, slots.values(), strict=True):
+        assert slot is not None
+        model.copier.host[slot] = [
+            hash((ROOT, tuple(PROMPT[: position + 1])))
+            for position in range((name.last_block - 1) * 4, (name.last_block + 1) * 4)
+        ]
+        model.store.filled(name.key)
+    model.step()
+    said = [delta.usage for delta in model.deltas if delta.key.number == 1]
+    assert said[0] is not None and said[0].num_slower_tier_tokens == 24
+
+
+def test_forgetting_everything_waits_for_copies_to_host_memory() -> None:
+    model = TieredModel(num_blocks=9)
+    model.copier._looks = lambda: 3  # type: ignore[method-assign]
+    model.scheduler.add(engine_request(PROMPT, serial=1, max_tokens=1))
+    model.run()
+    assert model.tiers._offloads
+    assert model.scheduler.reset_prefix_cache()
