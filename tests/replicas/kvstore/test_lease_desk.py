@@ -9,6 +9,7 @@ from replicas.kvstore.leasing.lease_desk import LeaseDesk, restored_leases
 from replicas.kvstore.leasing.leases import LeaseRecord
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseAnswer, LeaseRefusal, PrefixLease
+from replicas.protocol.tier_figures import WriteStop
 from tests.replicas.kvstore.chunk_names import BLOCKS_PER_CHUNK, chain, key, name
 from tests.replicas.kvstore.open_disk import opened
 from tests.replicas.kvstore.test_directory import put, write_all
@@ -25,6 +26,7 @@ class NotedLeases:
         self.restored_lease_seconds: dict[BlockHash, int] = {}
         self.noted: list[tuple[BlockHash, float]] = []
         self.is_off = False
+        self.write_stop: WriteStop | None = None
 
     def note_lease(self, key: BlockHash, until: float, seconds: int) -> None:
         self.noted.append((key, until))
