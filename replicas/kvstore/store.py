@@ -47,6 +47,10 @@ MAX_WRITES = 4
 ERASE_SECONDS = 10.0
 """How long the end waits for files that are being erased, if nothing happens."""
 
+LEARNING_SECONDS = 0.1
+MAX_LEARNING_SECONDS = 10.0
+"""How often, and for how long after the start, to look whether the disk's speed has been measured."""
+
 SPILL_PAUSE_SECONDS = 0.05
 
 MOVING_SECONDS = 0.002
@@ -108,6 +112,7 @@ class ChunkStore:
             leases=leases_within(lease_share, arena.num_slots, max_files),
         )
         self._has_begun = False
+        self._learns_until = 0.0
         self._tally = Tally()
         self._told: TierFigures | None = None
         self._events: list[CacheEvent] = []
@@ -137,6 +142,7 @@ class ChunkStore:
     def begin(self) -> None:
         """What the disk has of an earlier life counts from now on. What was here before was only a trial."""
         self._has_begun = True
+        self._learns_until = self._clock() + MAX_LEARNING_SECONDS
         self._tally, self._told = Tally(), None
         if self._disk is not None:
             self.directory.clear()
@@ -291,7 +297,15 @@ class ChunkStore:
             return MOVING_SECONDS
         if self._writes or self._erasures:
             return WRITING_SECONDS
+        if self._is_learning:
+            return LEARNING_SECONDS
         return WAITING_SECONDS if self.directory.has_to_write else None
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether the disk's speed is about to be known, which routers should hear before any request comes."""
+        is_known = self._disk is None or self.speeds().disk is not None
+        return not is_known and self._has_begun and self._clock() < self._learns_until
 
     def wait(self, seconds: float) -> None:
         """Until the disk or a peer has done something, at most so long."""

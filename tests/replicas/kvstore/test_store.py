@@ -235,3 +235,11 @@ def test_a_lease_that_only_a_disk_can_keep_is_refused_while_it_takes_nothing(
         outcome = store.leases.ask([name("a")], [PrefixLease(BLOCKS_PER_CHUNK, 86_400)], 0)
         (answer,) = outcome.answers
         assert (answer.refusal is None) == (stop is None)
+
+
+def test_the_disks_speed_is_told_before_any_request_comes(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        while store.speeds().disk is None:
+            assert store.look_again_seconds is not None, "nobody would look again"
+            time.sleep(0.001)
+        assert store.look_again_seconds is None
