@@ -303,7 +303,7 @@ class ChunkStore:
 
     @property
     def _is_learning(self) -> bool:
-        """Whether the disk's speed is about to be known, of which routers are to hear before requests come."""
+        """Whether the speed of the disk, of which routers are to hear soon, has yet to be measured."""
         is_known = self._disk is None or self.speeds().disk is not None
         return not is_known and self._has_begun and self._clock() < self._learns_until
 
