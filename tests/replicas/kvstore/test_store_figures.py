@@ -15,7 +15,7 @@ from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.tally import failure
 from replicas.kvstore.telling import told
 from replicas.kvstore.write_budget import WriteBudget
-from replicas.protocol.frames import LoadSnapshot, StepFrame
+from replicas.protocol.frames import NO_USER, LoadSnapshot, StepFrame
 from replicas.protocol.tier_figures import MoveFailure, TierFigures, TierFill, WriteStop
 from replicas.protocol.wire import decode_load, encode
 from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, SLOT_BYTES, payload
@@ -44,7 +44,7 @@ class OpenStore:
         self.store.begin()
 
     def keep(self, path: str) -> None:
-        slot = self.store.offer(name(path), ())
+        slot = self.store.offer(name(path), (NO_USER,) * SHAPE.blocks_per_chunk)
         assert slot is not None
         image = self.store.arena.slot(slot)
         image[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload(path)
