@@ -135,13 +135,13 @@ class Directory:
         self._disk_leased: OrderedDict[BlockHash, _Chunk] = OrderedDict()
         """Of the same kind, and leased."""
         self._to_write_leased: OrderedDict[BlockHash, None] = OrderedDict()
-        self.num_changes = 0
-        """Grows whenever a slot was filled, or will not be."""
         self._to_write_once: OrderedDict[BlockHash, None] = OrderedDict()
         self._to_write_reused: OrderedDict[BlockHash, None] = OrderedDict()
+        """Cold chunks without a file, by whether they were used again since they were made."""
         self._to_write_early: OrderedDict[BlockHash, None] = OrderedDict()
         """In host memory, in the order in which they came there; some of them have a file by now."""
-        """Cold chunks without a file, by whether they were used again since they were made."""
+        self.num_changes = 0
+        """Grows whenever a slot was filled, or will not be."""
         self._free_slots = list(range(host_chunks - 1, -1, -1))
         self._quarantined: set[int] = set()
         self._generations = [0] * host_chunks
@@ -465,9 +465,8 @@ class Directory:
         """A file that an earlier life has left was found late: it is kept while there is room for one more,
         as the one that goes next.
         """
-        if name.key in self._chunks and (
-            self._chunks[name.key].is_on_disk or self._chunks[name.key].is_writing
-        ):
+        known = self._chunks.get(name.key)
+        if known is not None and known.has_file:
             return
         if self.num_on_disk >= self.max_disk_chunks:
             self._removals[name.key] = None

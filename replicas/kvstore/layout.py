@@ -88,6 +88,11 @@ class ChunkHeader:
     tenant: bytes
     created_seconds: int
 
+    def is_of(self, name: ChunkName, *, num_tokens: int, num_blocks: int, payload_bytes: int) -> bool:
+        """Whether it says of itself what is known of a chunk with this name here."""
+        found = (self.name, self.num_tokens, len(self.writers), self.payload_bytes)
+        return found == (name, num_tokens, num_blocks, payload_bytes)
+
 
 class ChunkError(Exception):
     """These bytes are not the chunk that was looked for.

@@ -25,12 +25,7 @@ def open_store(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> Chu
     if config.host_kv_bytes is None:
         return None
     chunk_bytes = file_bytes(payload_bytes)
-    num_slots = config.host_kv_bytes // chunk_bytes
-    if num_slots < 1:
-        raise SettingsError(
-            f"setting host_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
-            f" {chunk_bytes:,} bytes"
-        )
+    num_slots = _num_chunks(config, "host_kv_bytes", chunk_bytes)
     arena = Arena(num_slots, payload_bytes, has_table=config.pull_bytes_per_second is not None)
     try:
         puller = _open_puller(config, layout, payload_bytes)
@@ -55,12 +50,7 @@ def _open_puller(config: ReplicaConfig, layout: Layout, payload_bytes: int) -> "
 
 def _open_disk(config: ReplicaConfig, layout: Layout, chunk_bytes: int) -> DiskShare:
     assert config.disk_kv_bytes is not None and config.kv_folder is not None
-    max_chunks = config.disk_kv_bytes // chunk_bytes
-    if max_chunks < 1:
-        raise SettingsError(
-            f"setting disk_kv_bytes holds no chunk of {config.tokens_per_chunk} tokens, which takes"
-            f" {chunk_bytes:,} bytes"
-        )
+    max_chunks = _num_chunks(config, "disk_kv_bytes", chunk_bytes)
     options = DiskOptions(
         folder=Path(config.kv_folder),
         layout=layout.digest(),
@@ -70,3 +60,14 @@ def _open_disk(config: ReplicaConfig, layout: Layout, chunk_bytes: int) -> DiskS
     )
     budget = WriteBudget(config.disk_write_bytes_per_second, config.disk_write_bytes_per_day)
     return DiskShare(Disk(options), layout.digest(), max_chunks, budget)
+
+
+def _num_chunks(config: ReplicaConfig, name: str, chunk_bytes: int) -> int:
+    """How many the setting holds, one at least."""
+    num_chunks: int = getattr(config, name) // chunk_bytes
+    if num_chunks < 1:
+        raise SettingsError(
+            f"setting {name} holds no chunk of {config.tokens_per_chunk} tokens, which takes"
+            f" {chunk_bytes:,} bytes"
+        )
+    return num_chunks

@@ -23,6 +23,13 @@ def chunk_names(
     return names
 
 
+PATIENCE = 4.0
+"""A request stops waiting for KV when that has taken this many times as long as was expected."""
+
+MIN_PATIENCE_SECONDS = 0.5
+"""It waits at least so long: a disk or a machine that is busy now is no reason to compute."""
+
+
 class Plan(NamedTuple):
     """`to_read` lie on disk alone, `to_pull` only at a peer; both in the order of the chain. `transfer` is
     the number of the one that pulls them, once it is under way.
@@ -32,6 +39,10 @@ class Plan(NamedTuple):
     to_read: list[BlockHash]
     to_pull: list[ChunkName]
     transfer: int | None = None
+
+    def patience_seconds(self, wait_seconds: float) -> float:
+        """How long the request should wait for KV at most, in a queue of `wait_seconds`."""
+        return max(MIN_PATIENCE_SECONDS, PATIENCE * (wait_seconds + self.way.extra_seconds))
 
 
 def plan_arrival(

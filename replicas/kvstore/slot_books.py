@@ -56,22 +56,22 @@ class SlotBooks:
 
     def filled(self, slot: int) -> None:
         """It holds the chunk that it was taken for."""
+        if self._table is not None and self._layout is not None:
+            self._table.publish(slot, self.header(slot, self._layout, created_seconds=0))
+
+    def header(self, slot: int, layout: LayoutId, *, created_seconds: int) -> ChunkHeader:
+        """Of the chunk that a full slot holds, for whoever gets a copy."""
         name = self._names[slot]
         assert name is not None, "a slot that is full holds a chunk with a name"
-        if self._table is None or self._layout is None:
-            return
-        self._table.publish(
-            slot,
-            ChunkHeader(
-                layout=self._layout,
-                name=name,
-                num_tokens=self._num_tokens,
-                payload_bytes=self._payload_bytes,
-                writers=self._writers[slot],
-                ends_prompt=False,
-                tenant=b"",
-                created_seconds=0,
-            ),
+        return ChunkHeader(
+            layout=layout,
+            name=name,
+            num_tokens=self._num_tokens,
+            payload_bytes=self._payload_bytes,
+            writers=self._writers[slot],
+            ends_prompt=False,
+            tenant=b"",
+            created_seconds=created_seconds,
         )
 
     def cleared(self) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName, Directory, Place, Write
+from replicas.kvstore.directory import ChunkName, Directory, Place
 from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.leasing.lease_desk import LeaseDesk, leases_within, restored_leases
 from replicas.kvstore.on_disk.disk import Disk, Finished, Kind
@@ -277,7 +277,8 @@ class ChunkStore:
         for name in self._disk.take_found():
             self.directory.adopt(name)
         self._disk.remove(self.directory.take_removals())
-        self._write(self._disk)
+        if self._share is not None:
+            self._write(self._share)
 
     @property
     def num_changes(self) -> int:
@@ -304,8 +305,8 @@ class ChunkStore:
     @property
     def _is_learning(self) -> bool:
         """Whether the speed of the disk, of which routers are to hear soon, has yet to be measured."""
-        is_known = self._disk is None or self.speeds().disk is not None
-        return not is_known and self._has_begun and self._clock() < self._learns_until
+        is_early = self._disk is not None and self._clock() < self._learns_until
+        return is_early and self.speeds().disk is None
 
     def wait(self, seconds: float) -> None:
         """Until the disk or a peer has done something, at most so long."""
@@ -428,8 +429,8 @@ class ChunkStore:
         self._reads[job] = (key, slot)
         return True
 
-    def _write(self, disk: Disk) -> None:
-        most = MAX_WRITES - len(self._writes)
+    def _write(self, share: DiskShare) -> None:
+        disk, most = share.disk, MAX_WRITES - len(self._writes)
         if most <= 0 or not disk.can_write:
             return
         now = self._clock()
@@ -439,33 +440,21 @@ class ChunkStore:
         disk.remove(self.directory.take_removals())  # what goes makes the room for what comes
         for write in writes:
             sync = self.leases.is_to_be_synced(write.name.key)
-            job = disk.write(self._header(write), self.arena.slot(write.slot), sync=sync)
+            header = self._books.header(write.slot, share.layout, created_seconds=int(time.time()))
+            job = disk.write(header, self.arena.slot(write.slot), sync=sync)
             if job is None:
                 self._tally.writes.failed(MoveFailure.REFUSED)
                 self.directory.not_written(write.name.key)
             else:
                 self._writes[job] = write.name.key
 
-    def _header(self, write: Write) -> ChunkHeader:
-        assert self._share is not None
-        return ChunkHeader(
-            layout=self._share.layout,
-            name=write.name,
-            num_tokens=self.shape.tokens,
-            payload_bytes=self.arena.payload_bytes,
-            writers=self._books.writers(write.slot),
-            ends_prompt=False,
-            tenant=b"",
-            created_seconds=int(time.time()),
-        )
-
     def _is_wanted(self, key: BlockHash, header: ChunkHeader) -> bool:
-        """Whether a file says of itself what the directory and every chunk here have."""
-        return (
-            header.name == self.directory.name(key)
-            and header.num_tokens == self.shape.tokens
-            and header.payload_bytes == self.arena.payload_bytes
-            and len(header.writers) == self.shape.blocks_per_chunk
+        """Whether a file is what the directory takes it for."""
+        return header.is_of(
+            self.directory.name(key),
+            num_tokens=self.shape.tokens,
+            num_blocks=self.shape.blocks_per_chunk,
+            payload_bytes=self.arena.payload_bytes,
         )
 
     def _end(self, finished: Finished) -> None:

@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from replicas.kvstore.directory import ChunkName
     from replicas.kvstore.store import ChunkStore
 
-PATIENCE = 4.0
-"""A request stops waiting for KV when that has taken this many times as long as was expected."""
-
-MIN_PATIENCE_SECONDS = 0.5
-"""It waits at least so long: a disk or a machine that is busy now is no reason to compute."""
-
 RESET_SECONDS = 1.0
 """How long a reset waits for copies to host memory to end."""
 
@@ -130,11 +124,10 @@ class LowerTiers:
         )
         if request.num_preemptions == 0:
             request.lease_outcome = self._lease(request, names, num_device_blocks)
-        patience = max(MIN_PATIENCE_SECONDS, PATIENCE * (wait_seconds + plan.way.extra_seconds))
         self._progress[request.key] = Progress(
             names,
             plan.way.num_ready_tokens,
-            waits_until=self._clock() + patience,
+            waits_until=self._clock() + plan.patience_seconds(wait_seconds),
             read=frozenset(plan.to_read),
             transfer=plan.transfer,
         )

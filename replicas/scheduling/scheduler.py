@@ -306,12 +306,11 @@ class Scheduler:
         assert self._lower_tiers is not None
         self._manager.hold(request, cached_block_ids)
         request.num_expected_tokens = request.num_tokens - num_ready_blocks * self._manager.block_size
-        if request.num_preemptions == 0:
-            num_loaded_blocks = num_ready_blocks - len(cached_block_ids)
-            request.num_slower_tier_tokens = num_loaded_blocks * self._manager.block_size
         self._loading.append(request)
         shares = self._lower_tiers.load(request, len(cached_block_ids), num_ready_blocks)
         if request.num_preemptions == 0:
+            num_loaded_blocks = num_ready_blocks - len(cached_block_ids)
+            request.num_slower_tier_tokens = num_loaded_blocks * self._manager.block_size
             request.num_disk_tokens, request.num_pulled_tokens = shares
 
     def _start_loaded(self, prefills: list[Chunk], budget: int) -> int:

@@ -126,7 +126,8 @@ class TorchEngine:
             if requests:
                 sampled = self._sampler.sample(requests, logits)
         frame = self._scheduler.finish_step(chunks, sampled)
-        self._meter.observe(frame, time.perf_counter() - started)
+        if self.store is not None:
+            self._meter.observe(frame, time.perf_counter() - started)
         return frame
 
     def reset_prefix_cache(self) -> bool:

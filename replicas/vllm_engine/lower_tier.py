@@ -23,7 +23,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import StepFrame, Submit, UserTag
 from replicas.protocol.pulls import PullHint
-from replicas.scheduling.lower_tiers import MIN_PATIENCE_SECONDS, PATIENCE, UNMEASURED_TOKEN_SECONDS
+from replicas.scheduling.lower_tiers import UNMEASURED_TOKEN_SECONDS
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.vllm_engine.chunk_chain import ChunkChain
 
@@ -103,8 +103,7 @@ class LowerTier:
             peer=self.requests.pull(request),
         )
         chain.read, chain.transfer = frozenset(plan.to_read), plan.transfer
-        patience = PATIENCE * (wait_seconds + plan.way.extra_seconds)
-        chain.waits_until = time.monotonic() + max(MIN_PATIENCE_SECONDS, patience)
+        chain.waits_until = time.monotonic() + plan.patience_seconds(wait_seconds)
         return chain
 
     def started(self, request_id: str) -> None:

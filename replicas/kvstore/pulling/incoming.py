@@ -80,8 +80,11 @@ def _verified(chunk: Wanted, kind: ChunkKind) -> ChunkHeader:
         header = decode(chunk.memory[: kind.image_bytes], kind.layout, chunk.name.key)
     except ChunkError as error:
         raise PullFailed(MoveFailure.DAMAGED, str(error)) from error
-    found = (header.name, header.num_tokens, header.payload_bytes, len(header.writers))
-    wanted = (chunk.name, kind.num_tokens, kind.payload_bytes, kind.num_blocks)
-    if found != wanted:
-        raise PullFailed(MoveFailure.DAMAGED, f"the chunk is {found}, not {wanted}")
+    if not header.is_of(
+        chunk.name,
+        num_tokens=kind.num_tokens,
+        num_blocks=kind.num_blocks,
+        payload_bytes=kind.payload_bytes,
+    ):
+        raise PullFailed(MoveFailure.DAMAGED, "a header says something else of its chunk")
     return header

@@ -31,7 +31,7 @@ ANN, BOB = (UserTag(name.ljust(16)) for name in (b"ann", b"bob"))
 
 @pytest.fixture(autouse=True)
 def _reading_is_always_worth_it(environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.vllm_engine.lower_tier.MIN_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("replicas.kvstore.plan.MIN_PATIENCE_SECONDS", 60.0)
     monkeypatch.setattr(
         "replicas.scheduling.speed_meter.SpeedMeter.prefill_seconds_per_token", property(lambda _: 1.0)
     )
