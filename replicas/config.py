@@ -179,6 +179,12 @@ class ReplicaConfig:
     simulated_speed: float = setting(
         1.0, help="the simulated engine runs this many times faster than its hardware"
     )
+    simulated_script: str | None = setting(
+        None,
+        help='JSON file of what the simulated engine answers, [{"when": text, "say": text}, …]: of the rules '
+        "whose `when` is in the prompt's text, the one whose stands last; none, or no such rule, means "
+        "arbitrary words",
+    )
 
     index_stride: int = setting(128, help="the index keeps one block hash per this many tokens of a prompt")
     events_stream_length: int = setting(
@@ -218,6 +224,8 @@ class ReplicaConfig:
             raise SettingsError(f"setting attention is auto, gather or kernel, not {self.attention}")
         if self.attention != "auto" and self.engine != "torch":
             raise SettingsError(f"setting attention is for the engine torch, not for {self.engine}")
+        if self.simulated_script and self.engine != "simulated":
+            raise SettingsError(f"setting simulated_script is for the engine simulated, not {self.engine}")
         for name in ("engine_args", "adapters", "trust_code"):
             if getattr(self, name) and self.engine != "vllm":
                 raise SettingsError(f"setting {name} is for the engine vllm, not for {self.engine}")

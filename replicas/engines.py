@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 
@@ -19,6 +20,7 @@ from replicas.process.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.hardware import HARDWARE
+from replicas.simulated_engine.script import MAX_BYTES, Script, ScriptError, read_rules
 from replicas.toy_model import checkpoint_directory
 
 REPLACEMENT = "\ufffd"
@@ -77,6 +79,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         max_waiting=config.max_waiting,
         sleep=lambda seconds: time.sleep(seconds / speed),
         printable=_printable(bundle, model.vocab_size),
+        script=_script(config, card, bundle),
     )
     return engine, bundle
 
@@ -89,6 +92,25 @@ def check_simulation(config: ReplicaConfig) -> None:
         )
     if not config.simulated_speed > 0:
         raise SettingsError("setting simulated_speed must be above 0")
+
+
+def _script(config: ReplicaConfig, card: ModelCard, bundle: TokenizerBundle) -> Script | None:
+    """Raises SettingsError."""
+    if config.simulated_script is None:
+        return None
+    tokenizer = read_tokenizer(bundle)
+    try:
+        if tokenizer is None:
+            raise ScriptError("the model has no tokenizer.json")
+        if not card.eos_token_ids:
+            raise ScriptError("the model has no token that ends an answer")
+        with Path(config.simulated_script).open("rb") as file:
+            rules = read_rules(file.read(MAX_BYTES + 1))
+        return Script(rules, tokenizer, card.eos_token_ids[0], card.vocab_size)
+    except (OSError, ScriptError) as error:
+        raise SettingsError(
+            f"setting simulated_script: {config.simulated_script} cannot be followed: {error}"
+        ) from error
 
 
 def read_tokenizer(bundle: TokenizerBundle) -> tokenizers.Tokenizer | None:

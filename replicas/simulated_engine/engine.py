@@ -1,6 +1,7 @@
 """SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
 
-Owns the tokens that stand in for an answer. Nothing is computed, and time is the `sleep` that it is given.
+Owns the tokens that stand in for an answer: of a script where it has some for the prompt, arbitrary ones
+elsewhere. Nothing is computed, and time is the `sleep` that it is given.
 For load tests of the router and for planning; what it measures says nothing of any engine.
 """
 
@@ -13,6 +14,7 @@ from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Request, SampledToken
 from replicas.scheduling.scheduler import Scheduler
 from replicas.simulated_engine.hardware import FREE, CostModel
+from replicas.simulated_engine.script import Script
 
 _MASK = 2**64 - 1
 
@@ -31,7 +33,11 @@ class SimulatedEngine:
         max_waiting: int,
         sleep: Callable[[float], None],
         printable: Sequence[int] | None = None,
+        script: Script | None = None,
     ) -> None:
+        self._script = script
+        self._answers: dict[RequestKey, Sequence[int]] = {}
+        """What the script has for requests that run or wait."""
         self._card = card
         self._cost = cost if cost != FREE else None
         self._sleep = sleep
@@ -64,9 +70,15 @@ class SimulatedEngine:
 
     def add(self, request: EngineRequest) -> None:
         self._scheduler.add(request)
+        if self._script is not None:
+            num_prompt_tokens = len(request.token_ids) - request.submit.num_output_tokens
+            answer = self._script.answer(request.token_ids[:num_prompt_tokens])
+            if answer is not None:
+                self._answers[request.key] = answer
 
     def abort(self, key: RequestKey) -> None:
         self._scheduler.abort(key)
+        self._answers.pop(key, None)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -78,7 +90,11 @@ class SimulatedEngine:
             if seconds > 0:
                 self._sleep(seconds)
         sampled = {chunk.request.key: self._sample(chunk.request) for chunk in chunks if chunk.samples}
-        return self._scheduler.finish_step(chunks, sampled)
+        frame = self._scheduler.finish_step(chunks, sampled)
+        for delta in frame.deltas:
+            if delta.finish_reason is not None:
+                self._answers.pop(delta.key, None)
+        return frame
 
     def reset_prefix_cache(self) -> bool:
         return self._scheduler.reset_prefix_cache()
@@ -87,12 +103,27 @@ class SimulatedEngine:
         """There is nothing to give back."""
 
     def _sample(self, request: Request) -> SampledToken:
+        token_id = self._scripted(request)
+        if token_id is None:
+            token_id = self._arbitrary(request)
+        if request.sampling.num_logprobs is None:
+            return SampledToken(token_id)
+        top = ((token_id, 0.0),) if request.sampling.num_logprobs else ()
+        return SampledToken(token_id, TokenLogprobs(token_id, 0.0, top))
+
+    def _scripted(self, request: Request) -> int | None:
+        """None where the script has nothing, or has said all and may not end yet."""
+        answer = self._answers.get(request.key)
+        if self._script is None or answer is None:
+            return None
+        num_said, sampling = request.num_output_tokens, request.sampling
+        if num_said < len(answer):
+            return answer[num_said]
+        may_end = num_said + 1 >= sampling.min_tokens and not sampling.ignore_eos
+        return self._script.end if may_end else None
+
+    def _arbitrary(self, request: Request) -> int:
         """The n-th output token, from the choice's seed and n alone: the same wherever it is resumed."""
-        sampling = request.sampling
         mixed = (request.seed * 0x9E3779B97F4A7C15 + request.num_output_tokens * 0xD1B54A32D192ED03) & _MASK
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
-        token_id = self._token_ids[(mixed >> 20) % len(self._token_ids)]
-        if sampling.num_logprobs is None:
-            return SampledToken(token_id)
-        top = ((token_id, 0.0),) if sampling.num_logprobs else ()
-        return SampledToken(token_id, TokenLogprobs(token_id, 0.0, top))
+        return self._token_ids[(mixed >> 20) % len(self._token_ids)]
