@@ -27,6 +27,9 @@ ROUTER = """cryptography fastokens grpcio httptools jinja2 minijinja msgspec num
 
 VLLM = "0.32.0"
 
+CLIENTS = """openai==3.54.0 anthropic==2.12.0 google-genai==3.4.0 langchain-openai==1.7.3
+    langchain-anthropic==1.7.7 openai-agents==0.24.0 pydantic-ai-slim[openai]==2.68.0""".split()
+
 Pins = Mapping[str, str]
 """A package's name → its lines, with markers and hashes."""
 
@@ -133,6 +136,20 @@ FILES = (
         requirements=(f"vllm=={VLLM}",),
         options=("--python-platform", "x86_64-unknown-linux-gnu"),
         agrees_with=("lock", "torch"),
+    ),
+    File(
+        "clients-many",
+        "The client libraries of tests/clients that suit one another, in an environment of their own.",
+        _everything,
+        inputs=(),
+        requirements=CLIENTS,
+    ),
+    File(
+        "clients-litellm",
+        "LiteLLM for tests/clients, which wants an older client of OpenAI than the others.",
+        _everything,
+        inputs=(),
+        requirements=("litellm==1.106.2 ; python_version < '3.14'",),
     ),
 )
 

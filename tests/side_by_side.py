@@ -11,6 +11,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+CLIENTS = "tests/clients/"
 FILES_WITH_IMAGES = ("test_images.py", "test_compose_runs.py", "test_cuda_image.py")
 
 
@@ -20,8 +21,12 @@ class Groups(LoadScopeScheduling):
 
 
 def group_of(nodeid: str) -> str:
-    """Tests of a file share what is built for their module. vLLM takes memory, images take minutes."""
+    """Tests of a file share what is built for their module, those of clients a cluster. vLLM takes memory,
+    images take minutes.
+    """
     file = nodeid.partition("::")[0]
+    if file.startswith(CLIENTS):
+        return CLIENTS
     if "vllm" in nodeid.lower():
         return "vllm"
     return "images" if file.endswith(FILES_WITH_IMAGES) else file

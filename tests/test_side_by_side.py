@@ -59,3 +59,13 @@ def test_a_file_has_one_worker_a_slow_one_is_first_and_what_runs_alone_is_left_o
     assert sorted(name for _, name in alone) == [
         f"test_{name}.py::test_alone" for name in ("a", "b", "c", "d", "e")
     ]
+
+
+def test_all_tests_of_clients_share_one_cluster_and_so_one_worker(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    folder = tmp_path / "tests" / "clients"
+    folder.mkdir(parents=True)
+    for name in ("a", "b", "c", "d"):
+        (folder / f"test_{name}.py").write_text(FILE)
+    passed = run(tmp_path, "-n", "2")
+    assert len(passed) == 4 * 6 and len({worker for worker, _ in passed}) == 1

@@ -30,11 +30,11 @@ def test_every_file_of_pins_is_made_by_the_script() -> None:
 
 
 def test_no_package_is_pinned_twice_differently() -> None:
-    """But by vLLM's files, one of which is for CPUs and one for GPUs. What is for Windows in one file may be
-    for all systems in another."""
+    """But by vLLM's files, one of which is for CPUs and one for GPUs, and by those of environments of their
+    own. What is for Windows in one file may be for all systems in another."""
     pinned: dict[str, list[str]] = {}
     for name in NAMES:
-        if not name.startswith("vllm"):
+        if not name.startswith(("vllm", "clients-")):
             for package, lines in read_pins(path_of(name)).items():
                 found = [pin.removesuffix(FOR_WINDOWS) for pin in versions({package: lines})]
                 assert pinned.setdefault(package, found) == found

@@ -1,0 +1,51 @@
+"""LiteLLM, as a client of OpenAI's API and of vLLM."""
+
+import litellm
+from scenes import MODEL, URL, act, raised, scene
+
+PROVIDERS = ("openai", "hosted_vllm")
+KEYS = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
+
+
+def asked(text):
+    return [{"role": "user", "content": text}]
+
+
+def complete(text, provider="openai", **more):
+    return litellm.completion(model=f"{provider}/{MODEL}", messages=asked(text), **KEYS, **more)
+
+
+@scene
+def plain():
+    answers = [complete("Say hello.", provider) for provider in PROVIDERS]
+    return [[answer.choices[0].message.content, answer.usage.completion_tokens] for answer in answers]
+
+
+@scene
+def streamed():
+    texts = []
+    for provider in PROVIDERS:
+        chunks = list(complete("Say hello.", provider, stream=True, stream_options={"include_usage": True}))
+        built = litellm.stream_chunk_builder(chunks)
+        texts.append([built.choices[0].message.content, built.usage.prompt_tokens > 0])
+    return texts
+
+
+@scene
+def cached():
+    text = "All of the same rules. " * 200 + "Say hello."
+    usages = [complete(text, max_tokens=1).usage for _ in range(2)]
+    return [[usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens] for usage in usages]
+
+
+@scene
+def refusals():
+    return {
+        "model": raised(
+            lambda: litellm.completion(model="openai/absent", messages=asked("Say hello."), **KEYS)
+        ),
+        "length": raised(lambda: complete("Say hello.", max_tokens=10**6)),
+    }
+
+
+act()
