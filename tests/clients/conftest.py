@@ -79,5 +79,5 @@ def _run(command: list[str], more: Mapping[str, str]) -> Seen:
         check=False,
     )
     assert done.returncode == 0, f"{shutil.which(command[0])} {command[1]}:\n{done.stderr[-4000:]}"
-    seen: Seen = json.loads(done.stdout)
+    seen: Seen = json.loads(done.stdout.splitlines()[-1])  # libraries print, too
     return seen

@@ -66,5 +66,5 @@ const scenes = {
       seen[name] = { raised: error.constructor.name, trace: String(error.stack) };
     }
   }
-  process.stdout.write(JSON.stringify(seen));
+  process.stdout.write(`${JSON.stringify(seen)}\n`);
 })();

@@ -1,7 +1,7 @@
 """Scenes: what a client library does with a cluster, one function each, and what it saw of the answer.
 
 The scripts beside this file run in environments of their own, with the library and without the project. Each
-prints one JSON object, of the scenes' names and what they returned or raised, which the tests judge.
+ends with a line of JSON, of the scenes' names and what they returned or raised, which the tests judge.
 """
 
 import json
@@ -31,7 +31,7 @@ def act() -> None:
         except Exception as error:
             lines = traceback.format_exception(error)
             seen[name] = {"raised": type(error).__name__, "trace": "".join(lines)[-3000:]}
-    json.dump(seen, sys.stdout, default=str)
+    sys.stdout.write(f"\n{json.dumps(seen, default=str)}\n")
 
 
 def raised(call: Scene) -> dict[str, Any]:
