@@ -33,6 +33,8 @@ class CallArguments(NamedTuple):
 
 
 class CallEnd(NamedTuple):
+    """Nothing more of this call. It comes before anything else does, also where the arguments broke off."""
+
     position: int
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from replicas.protocol.blocks import BlockHash, Namespace, namespace_root
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
+from router.answers.formats import answer_format
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.generation import DEFAULT_TENANT
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
@@ -50,6 +51,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.template = template
         self.quoter = Quoter(tokenizer.special_tokens)
+        self.answer_format = answer_format(template.sources, tokenizer.added_tokens)
         self.created = created
         self.eos_token_ids = frozenset(card.eos_token_ids)
         self._secret = secret

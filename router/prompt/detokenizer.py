@@ -9,11 +9,13 @@ stop string, however the tokens were grouped on their way here.
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import tokenizers
+
+from router.prompt.literals import num_begun
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
@@ -27,6 +29,13 @@ class TokenBytes:
     with_special: tuple[bytes, ...]
     without_special: tuple[bytes, ...]
 
+    def showing(self, token_ids: Iterable[int]) -> tuple[bytes, ...]:
+        """As without special tokens, but with these."""
+        shown = list(self.without_special)
+        for token_id in token_ids:
+            shown[token_id] = self.with_special[token_id]
+        return tuple(shown)
+
 
 class _Pieces(Protocol):
     """Turns tokens into finished characters."""
@@ -37,21 +46,26 @@ class _Pieces(Protocol):
 
 
 class Detokenizer:
-    """`add` what the engine made; stop when `stop_string` is set; `finish` when the engine is done."""
+    """`add` what the engine made; stop when `stop_string` is set; `finish` when the engine is done.
+
+    `token_bytes` says what each token of a byte-level vocabulary shows; with any other, `hidden` ones show
+    nothing.
+    """
 
     __slots__ = ("_held", "_min_tokens", "_num_tokens", "_pieces", "_stop", "stop_string")
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        token_bytes: TokenBytes | None,
+        token_bytes: tuple[bytes, ...] | None,
         stop: Sequence[str] = (),
         *,
         min_tokens: int = 0,
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
         assert all(stop), "a stop string is never empty"
         self._pieces: _Pieces = (
-            _WindowPieces(tokenizer) if token_bytes is None else _BytePieces(token_bytes.without_special)
+            _WindowPieces(tokenizer, hidden) if token_bytes is None else _BytePieces(token_bytes)
         )
         self._stop = tuple(stop)
         self._held = ""
@@ -93,7 +107,7 @@ class Detokenizer:
             start, self.stop_string = found
             self._held = ""
             return text[:start]
-        num_held = _num_possible_stop(text, self._stop)
+        num_held = num_begun(text, self._stop)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -106,19 +120,6 @@ def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
         if start >= 0 and (found is None or (start + len(candidate), start) < found[:2]):
             found = (start + len(candidate), start, candidate)
     return None if found is None else (found[1], found[2])
-
-
-def _num_possible_stop(text: str, stop: Sequence[str]) -> int:
-    """How many of the last characters could be the beginning of a stop string."""
-    longest = 0
-    for candidate in stop:
-        start = text.find(candidate[0], max(0, len(text) - len(candidate) + 1))
-        while start >= 0:
-            if candidate.startswith(text[start:]):
-                longest = max(longest, len(text) - start)
-                break
-            start = text.find(candidate[0], start + 1)
-    return longest
 
 
 class _BytePieces:
@@ -144,16 +145,17 @@ class _BytePieces:
 class _WindowPieces:
     """Any other decoder: decode a short window of tokens again and emit what is new at its end."""
 
-    __slots__ = ("_end_said", "_tokenizer", "_window")
+    __slots__ = ("_end_said", "_hidden", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._window: list[int] = []
         self._end_said = 0
         """Tokens at the window's start whose text is out already; they give the others their context."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._feed_one(token_id) for token_id in token_ids])
+        return "".join([self._feed_one(token_id) for token_id in token_ids if token_id not in self._hidden])
 
     def finish(self) -> str:
         text = self._new_text()
@@ -172,8 +174,8 @@ class _WindowPieces:
         return text
 
     def _new_text(self) -> str:
-        said: str = self._tokenizer.decode(self._window[: self._end_said], skip_special_tokens=True)
-        everything: str = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        said: str = self._tokenizer.decode(self._window[: self._end_said], skip_special_tokens=False)
+        everything: str = self._tokenizer.decode(self._window, skip_special_tokens=False)
         return everything[len(said) :]
 
 

@@ -1,11 +1,11 @@
-"""A regular expression for any of many literal strings, whose time does not grow with their number.
+"""Literals: any of many strings in a text, as a regular expression, and what may be the beginning of one.
 
-Owns its spelling. Special tokens come by the hundred and begin alike: tried one after the other, a text full
-of their beginnings would cost each place as many looks as there are tokens.
+Owns the expression's spelling. Special tokens come by the hundred and begin alike: tried one after the other,
+a text full of their beginnings would cost each place as many looks as there are tokens.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _Trie = dict[str, Any]
@@ -25,6 +25,19 @@ def first_characters_of(literals: Iterable[str]) -> str:
         else re.escape(first)
         for first, rest in _trie(literals).items()
     )
+
+
+def num_begun(text: str, literals: Sequence[str]) -> int:
+    """How many of the text's last characters could be the beginning of a literal, none of which is in it."""
+    longest = 0
+    for literal in literals:
+        start = text.find(literal[0], max(0, len(text) - len(literal) + 1))
+        while start >= 0:
+            if literal.startswith(text[start:]):
+                longest = max(longest, len(text) - start)
+                break
+            start = text.find(literal[0], start + 1)
+    return longest
 
 
 def _trie(literals: Iterable[str]) -> _Trie:

@@ -81,6 +81,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._complaint = MISSING if verdict is None or verdict.complaint is None else verdict.complaint
         self._templates: dict[str, _CompiledTemplate] = {}
+        self.sources = tuple(sources.values())
         if verdict is not None and verdict.complaint is not None:
             return
         for name, source in sources.items():

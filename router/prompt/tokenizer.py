@@ -57,6 +57,9 @@ PROBES = (
 
 Encode = Callable[[str], list[int]]
 
+_Showing = tuple[tuple[bytes, ...] | None, frozenset[int]]
+"""What each token of a byte-level vocabulary shows, and the tokens that show nothing."""
+
 
 class _Backend(NamedTuple):
     """`encode` recognises special tokens, `encode_text` takes them for text."""
@@ -81,7 +84,10 @@ class Tokenizer:
             FAST_INLINE_CHARACTERS if self.backend == "fastokens" else REFERENCE_INLINE_CHARACTERS
         )
         self.special_tokens = _special_tokens(self._reference)
+        added = self._reference.get_added_tokens_decoder().values()
+        self.added_tokens = frozenset(token.content for token in added)
         self._token_bytes: TokenBytes | None = token_bytes_of(self._reference)
+        self._tables: dict[frozenset[str], _Showing] = {}
         self.vocab_size: int = self._reference.get_vocab_size(with_added_tokens=True)
         self.cache = SegmentCache(cache_bytes)
         self._splitter = _splitter(self._reference, backend, self.special_tokens)
@@ -172,8 +178,26 @@ class Tokenizer:
         """The vocabulary's own spelling of each token."""
         return [self._reference.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def new_detokenizer(self, stop: Sequence[str] = (), *, min_tokens: int = 0) -> Detokenizer:
-        return Detokenizer(self._reference, self._token_bytes, stop, min_tokens=min_tokens)
+    def new_detokenizer(
+        self, stop: Sequence[str] = (), *, min_tokens: int = 0, shown: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        """Special tokens stand for nothing, but those to be `shown`, which stand for their names."""
+        token_bytes, hidden = self._showing(shown)
+        return Detokenizer(self._reference, token_bytes, stop, min_tokens=min_tokens, hidden=hidden)
+
+    def _showing(self, shown: frozenset[str]) -> _Showing:
+        """A model's answers show the same few tokens each time, so there are few tables to remember."""
+        known = self._tables.get(shown)
+        if known is None:
+            special = {name: token_id for name, token_id in self.special_tokens.items() if name in shown}
+            known = self._tables.get(frozenset(special))
+            if known is None:
+                hidden = frozenset(self.special_tokens.values()) - frozenset(special.values())
+                token_bytes = self._token_bytes
+                known = (None if token_bytes is None else token_bytes.showing(special.values()), hidden)
+                self._tables[frozenset(special)] = known
+            self._tables[shown] = known
+        return known
 
     def _is_long(self, text: str) -> bool:
         if len(text) <= self.inline_characters:

@@ -98,6 +98,16 @@ def test_special_tokens_and_ids_beyond_the_vocabulary_stand_for_nothing() -> Non
     assert detokenizer.add([VOCAB_SIZE]) == ""
 
 
+def test_special_tokens_that_are_to_be_shown_stand_for_their_names() -> None:
+    hello = REFERENCE.encode("Hello").ids
+    shown = frozenset({"<|im_start|>", "<|no_such_token|>"})
+    for _ in range(2):
+        detokenizer = TOKENIZER.new_detokenizer(["end|> Hello"], shown=shown)
+        assert detokenizer.add([0, 1, *hello, 2, VOCAB_SIZE + 5]) == "<|im_start|>Hello"
+        assert TOKENIZER.new_detokenizer(shown=frozenset({"none"})).add([0, 1, *hello]) == "Hello"
+        assert TOKENIZER.new_detokenizer().add([0, 1, *hello]) == "Hello"
+
+
 def _sentencepiece_like() -> Reference:
     vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     for word in ("▁Hello", "▁world", "lo", "▁", "é", "日本"):
@@ -125,3 +135,16 @@ def test_decoders_of_another_kind_stream_as_they_decode(words: list[str]) -> Non
     said = _stream(detokenizer, tokens, [1] * (len(tokens) + 1))
     assert "".join(said) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in said)
+
+
+@given(st.lists(st.sampled_from(["▁Hello", "▁", "👩", "<hidden>", "<shown>"]), max_size=30))
+def test_other_decoders_show_and_hide_special_tokens_as_well(words: list[str]) -> None:
+    tokenizer = _sentencepiece_like()
+    tokenizer.add_special_tokens(["<hidden>"])
+    tokenizer.add_tokens(["<shown>"])
+    tokens = _tokens_of(tokenizer, words)
+    hidden = tokenizer.token_to_id("<hidden>")
+    detokenizer = Detokenizer(tokenizer, None, hidden=frozenset({hidden}))
+    said = _stream(detokenizer, tokens, [1] * (len(tokens) + 1))
+    assert "".join(said) == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(said).count("<shown>") == words.count("<shown>")
