@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.access import admin_access
+from router.api.asked import Prepare
 from router.api.cached_requests import with_caches
 from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
@@ -22,18 +23,12 @@ from router.api.control import ControlRoutes
 from router.api.door import Door
 from router.api.explaining import ExplainRoutes
 from router.api.http import ClientGone
+from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.api.live import LiveFleet, LiveRoutes
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
-from router.api.openai_shared import (
-    INTERNAL_ERROR,
-    HttpError,
-    http_error,
-    method_not_allowed,
-    unknown_route,
-)
 from router.api.page import PageRoutes
-from router.api.serving import GenerationEndpoint, Prepare
+from router.api.serving import GenerationEndpoint
 from router.caches.record import CacheKind
 from router.errors import RouterError
 

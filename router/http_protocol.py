@@ -17,7 +17,7 @@ from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallab
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.api.http import CONNECTION, Watcher, sign_seconds
-from router.api.openai_shared import HttpError
+from router.api.http_error import HttpError
 from router.limits.connections import MAX_FAREWELLS, Connections, Ended, address_of
 
 MAX_HEAD_BYTES = 64 * 1024

@@ -133,8 +133,8 @@ class Sender:
         request_id = f"{self._options.workload}-{self._options.seed}-{number}"
         answer = self._client.send(body, self._options.timeout_seconds, {"x-request-id": request_id})
         record = record_of(request, answer, due, answer.sent_seconds - self._start - due, request_id)
+        self._fire(answer, record)  # first, since the last record ends the run
         self._record(number, record)
-        self._fire(answer, record)
 
     def _record(self, number: int, record: RequestRecord) -> None:
         del self._in_flight[number]

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.http import send_whole
-from router.api.openai_shared import HttpError
+from router.api.http_error import HttpError
 from router.api.origins import calls_loopback, is_loopback, is_of_other_origin
 from router.config import RouterConfig
 

@@ -1,91 +1,26 @@
-"""ApiRequest: what a request of a client asks for, ready to run, and the text that has come of it so far.
+"""ApiRequest: what a request of a client asks for, ready to run, and what has come of it so far.
 
-Owns the state of each choice. Two dialects write it out in their own way; neither HTTP nor routing is
-known here.
+Owns the way from a prompt's tokens to a Generation. Dialects write the answer out in their own way; neither
+HTTP nor routing is known here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from replicas.protocol.blocks import pack_token_ids
-from replicas.protocol.frames import (
-    FinishReason,
-    PromptUsage,
-    SamplingParams,
-    Submit,
-    TokenDelta,
-    TokenLogprobs,
-)
+from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
+from router.answers.parser import AnswerParser
+from router.answers.parts import Part
+from router.api.answer_usage import AnswerUsage
+from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
-from router.api.openai_caching import keeps_of
 from router.api.sampling import GenerationFields, stop_strings
 from router.generation import Generation
-from router.keeping import leases_of
+from router.keeping import Keep, leases_of
 from router.prompt.catalog import ServedModel
-from router.prompt.detokenizer import Detokenizer
 from router.routing.bucket import bucket_of
 from router.routing.decision import Decision
-
-LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity."""
-
-
-MOST_HELD = 256
-"""Tokens that are turned into text together: few enough that nobody waits for them."""
-
-
-class ChoiceOutput:
-    """One choice as it grows: feed it the choice's deltas."""
-
-    __slots__ = ("_detokenizer", "_held", "_silent", "finish_reason", "logprobs", "num_tokens", "parts")
-
-    def __init__(self, detokenizer: Detokenizer, silent_token_ids: frozenset[int]) -> None:
-        self._detokenizer = detokenizer
-        self._silent = silent_token_ids
-        self._held: list[int] = []
-        self.parts: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
-
-    def has_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def found_stop(self) -> bool:
-        """A stop string ended this choice, so that the engine has yet to be told."""
-        return self._detokenizer.stop_string is not None
-
-    @property
-    def has_stop_strings(self) -> bool:
-        return self._detokenizer.has_stop_strings
-
-    def hold(self, delta: TokenDelta) -> None:
-        """A delta in the middle of an answer of which no text is wanted yet: it comes with a later one."""
-        self.num_tokens += len(delta.token_ids)
-        self._held += delta.token_ids
-        if len(self._held) >= MOST_HELD:
-            self.parts.append(self._detokenizer.add(self._held))
-            self._held.clear()
-
-    def add(self, delta: TokenDelta) -> str:
-        """The new text. Sets `finish_reason` with the last of it."""
-        token_ids = delta.token_ids
-        finish = delta.finish_reason
-        self.num_tokens += len(token_ids)
-        if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent:
-            token_ids = token_ids[:-1]
-        if self._held:
-            token_ids = (*self._held, *token_ids)
-            self._held.clear()
-        text = self._detokenizer.add(token_ids)
-        if finish is not None:
-            text += self._detokenizer.finish()
-            self.finish_reason = finish.value
-        if self.found_stop:
-            self.finish_reason = FinishReason.STOP.value
-        return text
 
 
 @dataclass(slots=True)
@@ -105,14 +40,19 @@ class Prompt:
         return self.usage or PromptUsage(len(self.generation.token_ids), 0, 0)
 
 
-class Dialect(Protocol):
-    """How an answer is written. `text` and the like return the bytes of whole events."""
+class AnswerWriter(Protocol):
+    """How a dialect writes an answer. All but `whole` return the bytes of whole events of a stream, or none.
+
+    Of each choice `open` comes first, with the prompt's usage known, then its parts, then `close` with its
+    `finish_reason` known; `end` comes once all choices are closed. Log-probabilities come with a part of
+    theirs, or with an empty text.
+    """
 
     def open(self, prompt: Prompt, choice: int) -> bytes: ...
-    def text(self, prompt: Prompt, choice: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes: ...
+    def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes: ...
     def close(self, prompt: Prompt, choice: int) -> bytes: ...
-    def end(self, usage: dict[str, Any]) -> bytes: ...
-    def whole(self, usage: dict[str, Any]) -> bytes: ...
+    def end(self, usage: AnswerUsage) -> bytes: ...
+    def whole(self, usage: AnswerUsage) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -120,7 +60,28 @@ class ApiRequest:
     model: ServedModel
     prompts: list[Prompt]
     stream: bool
-    dialect: Dialect
+    writer: AnswerWriter
+
+    def usage(self) -> AnswerUsage:
+        outputs = [output for prompt in self.prompts for output in prompt.outputs]
+        return AnswerUsage(
+            prompts=[prompt.usage_or_bare() for prompt in self.prompts],
+            leases=[prompt.generation.submit.leases for prompt in self.prompts],
+            num_output_tokens=sum(output.num_tokens for output in outputs),
+            num_reasoning_tokens=sum(output.num_reasoning_tokens for output in outputs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputWishes:
+    """What becomes of the tokens of each choice: see ChoiceOutput. `new_parser` is called for each of them;
+    `shown` are special tokens that a parser has to see."""
+
+    new_parser: Callable[[], AnswerParser | None] = lambda: None
+    shown: frozenset[str] = frozenset()
+    one_call: bool = False
+    is_silent: bool = False
+    is_kept: bool = True
 
 
 def make_prompt(
@@ -129,7 +90,9 @@ def make_prompt(
     request: GenerationFields,
     token_ids: list[int],
     sampling: SamplingParams,
+    wishes: OutputWishes,
     *,
+    keeps: Sequence[Keep] = (),
     first_index: int = 0,
     num_stable_tokens: int | None = None,
 ) -> Prompt:
@@ -138,7 +101,6 @@ def make_prompt(
     root = model.root(None, request.cache_salt)
     packed_tokens = pack_token_ids(token_ids)
     key = request.prompt_cache_key
-    keeps = keeps_of(request.prompt_cache_retention, request.prompt_cache_options)
     generation = Generation(
         model=card.name,
         token_ids=token_ids,
@@ -159,16 +121,23 @@ def make_prompt(
         tenant=model.tenant_label(request.cache_salt),
         prompt_cache_key=key,
     )
-    silent = model.eos_token_ids
-    if sampling.stop_token_ids:
-        silent = silent.union(sampling.stop_token_ids)
-    stop = stop_strings(request.stop)
-    outputs = [
-        ChoiceOutput(model.tokenizer.new_detokenizer(stop, min_tokens=sampling.min_tokens), silent)
-        for _ in range(generation.num_choices)
-    ]
+    outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def _output(
+    model: ServedModel, request: GenerationFields, sampling: SamplingParams, wishes: OutputWishes
+) -> ChoiceOutput:
+    silent = model.eos_token_ids
+    if sampling.stop_token_ids:
+        silent = silent.union(sampling.stop_token_ids)
+    return ChoiceOutput(
+        model.tokenizer.new_detokenizer(
+            stop_strings(request.stop), min_tokens=sampling.min_tokens, shown=wishes.shown
+        ),
+        silent,
+        wishes.new_parser(),
+        one_call=wishes.one_call,
+        is_silent=wishes.is_silent,
+        is_kept=wishes.is_kept,
+    )

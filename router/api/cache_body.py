@@ -7,7 +7,7 @@ say is decoded here, so that large ones are no more work than small ones.
 import msgspec
 from msgspec import Raw, Struct
 
-from router.api.openai_shared import check_salt, decode_body, encode_json, unsupported
+from router.api.json_body import check_salt, decode_body, encode_json, unsupported
 from router.caches.bounds import DEFAULT_TTL_SECONDS, MAX_NAME_CHARACTERS, MAX_TTL_SECONDS
 from router.caches.record import CacheContent, CacheKind, CacheRecord
 from router.errors import InvalidRequest

@@ -10,9 +10,9 @@ import msgspec
 
 from replicas.protocol.prefix_leases import MAX_LEASES
 from router.api.api_request import ApiRequest
+from router.api.asked import Asked, Prepare
 from router.api.cache_body import check_use, named_in, spliced
 from router.api.context import ApiContext
-from router.api.serving import Prepare
 from router.caches.named_caches import NamedCaches
 from router.caches.record import CacheKind, CacheRecord
 from router.errors import InvalidRequest, about_model
@@ -26,18 +26,18 @@ TENANT = DEFAULT_TENANT
 def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
     """`prepare` for bodies that may name a cache."""
 
-    async def prepare_with_cache(context: ApiContext, body: bytes, address: str | None) -> ApiRequest:
+    async def prepare_with_cache(context: ApiContext, asked: Asked) -> ApiRequest:
         """Raises what `prepare` does, CacheGone and CachesUnavailable."""
-        use = named_in(body)
+        use = named_in(asked.body)
         if use is None:
-            return await prepare(context, body, address)
+            return await prepare(context, asked)
         with about_model(use.model):
             caches = open_caches(context)
             assert use.cache is not None
             record, content = await caches.use(use.cache, TENANT)
             check_use(use, kind, record, content)
-            body = spliced(body, use, kind, content, context.config.max_body_bytes)
-        request = await prepare(context, body, address)
+            body = spliced(asked.body, use, kind, content, context.config.max_body_bytes)
+        request = await prepare(context, dataclasses.replace(asked, body=body))
         keep_beginning(request, record, context.wall_clock())
         return request
 

@@ -8,6 +8,7 @@ the cache is a name for a beginning all the same.
 import asyncio
 import contextlib
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,12 +18,13 @@ from starlette.routing import Route
 
 from replicas.protocol.frames import PromptUsage
 from router.api.api_request import ApiRequest, Prompt
+from router.api.asked import Asked
 from router.api.cache_body import CacheChange, cache_change, new_cache, warming_body
 from router.api.cached_requests import TENANT, keep_beginning, open_caches
 from router.api.context import ApiContext
+from router.api.json_body import encode_json
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
-from router.api.openai_shared import encode_json
 from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
 from router.caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome, moment
 from router.errors import CacheGone, CachesUnavailable, InvalidRequest, RouterError, about_model
@@ -79,7 +81,7 @@ class CacheRoutes:
                 salt=new.cache_salt,
             )
             with about_model(new.model):
-                warming = await self._prepare(record, content, address)
+                warming = await self._prepare(record, content, Asked(body, address, request.scope))
             num_tokens = len(warming.prompts[0].generation.token_ids)
             record = msgspec.structs.replace(record, num_tokens=num_tokens)
             await caches.create(record, content)
@@ -107,7 +109,8 @@ class CacheRoutes:
             if change.ttl is not None:
                 _, content = await caches.use(cache_id, TENANT)
                 with contextlib.suppress(RouterError):  # whatever is with the model: it was extended
-                    record = await self._warm(record, await self._prepare(record, content, address))
+                    asked = Asked(body, address, request.scope)
+                    record = await self._warm(record, await self._prepare(record, content, asked))
         return _json(_object(record))
 
     async def _delete(self, request: Request, cache_id: str) -> Response:
@@ -124,9 +127,10 @@ class CacheRoutes:
             }
         )
 
-    async def _prepare(self, record: CacheRecord, content: CacheContent, address: str | None) -> ApiRequest:
+    async def _prepare(self, record: CacheRecord, content: CacheContent, asked: Asked) -> ApiRequest:
+        """`asked` is what brings this about."""
         prepare = prepare_chat if record.kind is CacheKind.CHAT else prepare_completion
-        return await prepare(self._context, warming_body(record, content), address)
+        return await prepare(self._context, replace(asked, body=warming_body(record, content)))
 
     async def _warm(self, record: CacheRecord, request: ApiRequest) -> CacheRecord:
         """Have a replica compute and keep it, and note what it says. Never raises a RouterError."""

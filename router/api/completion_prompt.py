@@ -5,7 +5,7 @@ Owns what such a request may look like. Runs beside the event loop and elsewhere
 
 from typing import Any
 
-from router.api.openai_shared import check_range, unsupported
+from router.api.json_body import check_range, unsupported
 from router.api.sampling import (
     GenerationFields,
     check_fields,

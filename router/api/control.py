@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from router.api.body_weight import is_light
 from router.api.context import ApiContext
-from router.api.openai_shared import encode_json
+from router.api.json_body import encode_json
 from router.api.prepared import WrittenAnswer
 from router.api.token_counts import detokenize, tokenize
 from router.errors import UnknownModel

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.http import Header, send_whole
-from router.api.openai_shared import HttpError
+from router.api.http_error import HttpError
 from router.api.origins import calls_loopback, host_name, is_of_other_origin, means_loopback
 from router.errors import HeadFault
 

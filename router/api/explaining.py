@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.access import AdminAccess, AdminGuard
+from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext
-from router.api.openai_shared import encode_json
-from router.api.serving import Prepare
+from router.api.json_body import encode_json
 from router.explain import explanation
 from router.limits.connections import address_of
 
@@ -39,7 +39,8 @@ class ExplainRoutes:
 
         async def explain(request: Request) -> Response:
             async with context.body(request.scope, request.receive) as body:
-                answer = await prepare(context, body, address_of(request.scope.get("client")))
+                address = address_of(request.scope.get("client"))
+                answer = await prepare(context, Asked(body, address, request.scope))
             explanations = [
                 explanation(
                     prompt.generation,

@@ -19,7 +19,8 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
 from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
-from router.api.openai_shared import HttpError, encode_json
+from router.api.http_error import HttpError
+from router.api.json_body import encode_json
 from router.fleet.index_mirror import MirrorStatistics
 from router.live_page import live_view
 from router.live_page.live import Live

@@ -13,7 +13,7 @@ import msgspec
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
 from router.errors import InvalidRequest
-from router.keeping import Keep, Kept, kept_of
+from router.keeping import Kept, kept_of
 
 RETENTION_SECONDS = {"in_memory": 300, "in-memory": 300, "24h": 86_400}
 """`in_memory` promises what OpenAI names as the shortest time; `in-memory` is how older clients spell it."""
@@ -39,12 +39,12 @@ def check_caching(retention: str | None, options: PromptCacheOptions | None) -> 
         _check("prompt_cache_options.mode", options.mode, MODES, MODES)
 
 
-def keeps_of(retention: str | None, options: PromptCacheOptions | None) -> tuple[Keep, ...]:
-    """None, or one for the whole prompt. The fields have been checked."""
+def keep_seconds(retention: str | None, options: PromptCacheOptions | None) -> list[int]:
+    """For how long the whole prompt is to be kept: nothing, or one number. The fields have been checked."""
     seconds = [] if retention is None else [RETENTION_SECONDS[retention]]
     if options is not None and options.ttl is not None:
         seconds.append(TTL_SECONDS[options.ttl])
-    return (Keep(max(seconds)),) if seconds else ()
+    return [max(seconds)] if seconds else []
 
 
 def lease_details(asked: Sequence[tuple[Sequence[PrefixLease], PromptUsage]]) -> dict[str, Any]:

@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.frames import TokenLogprobs
-from router.api.api_request import ApiRequest, Prompt, finite, make_prompt
+from router.answers.parts import Part, Text
+from router.api.answer_usage import AnswerUsage
+from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
+from router.api.asked import Asked
 from router.api.body_weight import is_light_completion
 from router.api.completion_prompt import (
     DEFAULT_MAX_TOKENS,
@@ -20,11 +23,15 @@ from router.api.completion_prompt import (
     prompts_of,
 )
 from router.api.context import ApiContext
-from router.api.openai_shared import decode_body, encode_json
+from router.api.json_body import decode_body, encode_json
+from router.api.openai_caching import keep_seconds
+from router.api.openai_logprobs import finite
+from router.api.openai_usage import usage_of
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.sampling import TokenRules, sampling_params
 from router.api.sse import DONE, ChunkWriter
 from router.errors import about_model
+from router.keeping import Keep
 from router.prompt.catalog import ServedModel
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -34,24 +41,24 @@ _Encoded = tuple[list[int], str]
 """Token ids, and the text that the answer begins with."""
 
 
-async def prepare_completion(context: ApiContext, body: bytes, address: str | None) -> ApiRequest:
+async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
-    if is_light_completion(body):
-        request = decode_body(_decoder, body)
+    if is_light_completion(asked.body):
+        request = decode_body(_decoder, asked.body)
         model = context.catalog.get(request.model)
         with about_model(request.model):
             check_completion(request, context.config.max_choices)
             encoded = _encode(model, request, prompts_of(request.prompt, context.config.max_prompts))
     else:
-        prepared = await context.offload.prepare("completion", body, address)
+        prepared = await context.offload.prepare("completion", asked.body, asked.address)
         assert isinstance(prepared, PreparedRequest)
         request = _fields_decoder.decode(prepared.fields)
         model = context.catalog.get(request.model)
         encoded = _unpack(prepared.prompts)
     with about_model(request.model):
         prompts = await _make_prompts(context, request, model, encoded)
-    dialect = _CompletionDialect(context, request, model, prompts)
-    return ApiRequest(model, prompts, bool(request.stream), dialect)
+    writer = _CompletionWriter(context, request, model, prompts)
+    return ApiRequest(model, prompts, bool(request.stream), writer)
 
 
 async def _encode(
@@ -81,6 +88,8 @@ async def _make_prompts(
     num_choices = request.n or 1
     prompts: list[Prompt] = []
     rules = TokenRules.of(request, model)
+    wishes = OutputWishes(is_kept=not request.stream)
+    keeps = [Keep(s) for s in keep_seconds(request.prompt_cache_retention, request.prompt_cache_options)]
     work = context.turns.long_work()
     async for token_ids, echo in encoded:
         first_index = len(prompts) * num_choices
@@ -94,7 +103,9 @@ async def _make_prompts(
             seed=seed + first_index,
             prompt_parameter="prompt",
         )
-        prompt = make_prompt(context, model, request, token_ids, sampling, first_index=first_index)
+        prompt = make_prompt(
+            context, model, request, token_ids, sampling, wishes, keeps=keeps, first_index=first_index
+        )
         prompt.echo = echo
         prompts.append(prompt)
         await work.give_way()
@@ -108,7 +119,7 @@ def _max_tokens(request: CompletionRequest, model: ServedModel, num_prompt_token
     return min(DEFAULT_MAX_TOKENS, room) if room > 0 else None
 
 
-class _CompletionDialect:
+class _CompletionWriter:
     def __init__(
         self, context: ApiContext, request: CompletionRequest, model: ServedModel, prompts: list[Prompt]
     ) -> None:
@@ -139,8 +150,9 @@ class _CompletionDialect:
             return b""
         return self._writer.text(self._prefixes[prompt.first_index + choice], prompt.echo)
 
-    def text(self, prompt: Prompt, choice: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
-        index = prompt.first_index + choice
+    def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        assert type(part) is Text  # nothing is parsed
+        index, text = prompt.first_index + choice, part.text
         if not self._with_logprobs:
             return self._writer.text(self._prefixes[index], text)
         return self._writer.text(self._prefixes[index], text, self._logprobs(index, logprobs))
@@ -155,14 +167,14 @@ class _CompletionDialect:
             }
         )
 
-    def end(self, usage: dict[str, Any]) -> bytes:
-        return self._writer.usage(usage) + DONE
+    def end(self, usage: AnswerUsage) -> bytes:
+        return self._writer.usage(usage_of(usage)) + DONE
 
-    def whole(self, usage: dict[str, Any]) -> bytes:
+    def whole(self, usage: AnswerUsage) -> bytes:
         choices = [
             {
                 "index": prompt.first_index + choice,
-                "text": prompt.echo + "".join(output.parts),
+                "text": prompt.echo + output.text,
                 "logprobs": self._logprobs(prompt.first_index + choice, output.logprobs)
                 if self._with_logprobs
                 else None,
@@ -171,7 +183,7 @@ class _CompletionDialect:
             for prompt in self._prompts
             for choice, output in enumerate(prompt.outputs)
         ]
-        return encode_json({**self._head, "choices": choices, "usage": usage})
+        return encode_json({**self._head, "choices": choices, "usage": usage_of(usage)})
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Offsets count characters of the tokens' own texts from the start of the choice."""

@@ -9,6 +9,7 @@ import msgspec
 
 from replicas.protocol.blocks import unpack_token_ids
 from router.errors import ContextLengthExceeded, InvalidRequest, RouterError, UnknownModel
+from router.keeping import Keep
 
 Digest = NewType("Digest", bytes)
 """Of a model's tokenizer files."""
@@ -45,11 +46,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
-    """`echo` is the prompt's text, where the answer is to begin with it."""
+    """`echo` is the prompt's text, where the answer is to begin with it. `keeps` are the wishes that the
+    prompt's beginning stay cached, `grammar` is what the answer is held to."""
 
     token_ids: bytes
     echo: str = ""
     num_stable_tokens: int | None = None
+    keeps: list[Keep] = []
+    starts_in_reasoning: bool = False
+    grammar: str = ""
 
     def ids(self) -> list[int]:
         return unpack_token_ids(self.token_ids)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
-from router.api.chat_prompt import ChatRequest, check_chat, encode_chat, num_stable_tokens, render_chat
+from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
+from router.api.chat_request import ChatRequest
 from router.api.completion_prompt import (
     CompletionRequest,
     check_completion,
@@ -17,7 +18,8 @@ from router.api.completion_prompt import (
     check_tokens,
     prompts_of,
 )
-from router.api.openai_shared import decode_body
+from router.api.json_body import decode_body
+from router.api.openai_chat_body import read_chat
 from router.api.prepared import (
     EncodedPrompt,
     Job,
@@ -31,7 +33,6 @@ from router.api.token_counts import detokenize, tokenize
 from router.errors import RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
 
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -43,24 +44,13 @@ def prepare(job: Job, models: TextModels, body: bytes) -> Outcome:
 
 
 def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
-    request = decode_body(_chat_decoder, body)
+    request = READERS[job.kind](body, job.max_choices)
     model = models.get(request.model)
     with about_model(request.model):
-        check_chat(request, job.max_choices)
         chat = render_chat(model, request)
-        token_ids = encode_chat(model, chat)
-    prompt = EncodedPrompt(pack_token_ids(token_ids), "", num_stable_tokens(model.tokenizer, chat))
-    fields = msgspec.structs.replace(
-        request,
-        messages=[],
-        tools=None,
-        functions=None,
-        chat_template_kwargs=None,
-        tool_choice=None,
-        function_call=None,
-        response_format=None,
-    )
-    return PreparedRequest(msgspec.msgpack.encode(fields), [prompt])
+        encoded = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
+    rest = msgspec.structs.replace(request, messages=[], template_arguments={}, output_format=None)
+    return PreparedRequest(msgspec.msgpack.encode(rest), [encoded])
 
 
 def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
@@ -95,8 +85,13 @@ def _detokenize(job: Job, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(detokenize(models, body, is_bounded=False))
 
 
+READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
+    "chat": read_chat,
+}
+"""How each dialect's body becomes a conversation: from it, and from how many choices there may be at most."""
+
 KINDS: Mapping[str, Callable[[Job, TextModels, bytes], Outcome]] = {
-    "chat": _chat,
+    **dict.fromkeys(READERS, _chat),
     "completion": _completion,
     "tokenize": _tokenize,
     "detokenize": _detokenize,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import SamplingParams
+from router.api.json_body import check_range, check_salt
 from router.api.openai_caching import PromptCacheOptions, check_caching
-from router.api.openai_shared import check_range, check_salt
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.prompt.text_model import TextModel
 
@@ -165,6 +165,7 @@ def sampling_params(
     num_logprobs: int | None,
     seed: int,
     prompt_parameter: str,
+    grammar: str = "",
 ) -> SamplingParams:
     """Raises ContextLengthExceeded if prompt and answer do not fit."""
     max_tokens = _max_tokens(model.card.context_length, num_prompt_tokens, max_tokens, prompt_parameter)

@@ -7,13 +7,16 @@ Knows no field of any dialect and nothing of routing.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
 from replicas.protocol.frames import TokenDelta
-from router.api.api_request import ApiRequest, Prompt
+from router.answers.parts import Part, Text
+from router.api.api_request import AnswerWriter, ApiRequest, Prompt
+from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext, Runs
+from router.api.error_shapes import ErrorShape, error_shape
 from router.api.http import (
     ClientConnection,
     ClientGone,
@@ -24,9 +27,9 @@ from router.api.http import (
     connection_of,
     send_whole,
 )
-from router.api.openai_caching import lease_details, lease_headers
-from router.api.openai_shared import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, usage_of
-from router.api.sse import COMMENT, EVENT_STREAM_HEADERS, error_event
+from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
+from router.api.openai_caching import lease_headers
+from router.api.sse import COMMENT, EVENT_STREAM_HEADERS
 from router.errors import ErrorKind, RouterError
 from router.limits.connections import address_of
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
@@ -39,13 +42,10 @@ MAX_WAITING_DELTAS = 8192
 
 LOOK_SECONDS = 0.5
 
-Prepare = Callable[[ApiContext, bytes, str | None], Awaitable[ApiRequest]]
-"""From a body and its client's address."""
+NO_TEXT = Text("")
 
 
 class GenerationEndpoint:
-    """`prepare` turns a body into an ApiRequest, or raises a RouterError."""
-
     def __init__(self, context: ApiContext, route: str, prepare: Prepare) -> None:
         self._context = context
         self._route = route
@@ -55,7 +55,7 @@ class GenerationEndpoint:
         request_id = client_request_id(scope) or self._context.new_id("req_")
         parent = client_trace_parent(scope)
         trace = self._context.tracing.request(scope["method"], scope["path"], request_id, parent)
-        exchange = _Exchange(self._context, send, connection_of(scope), trace)
+        exchange = _Exchange(self._context, send, connection_of(scope), trace, error_shape(scope))
         try:
             if scope["method"] != "POST":
                 exchange.end_with("MethodNotAllowed", ErrorKind.METHOD)
@@ -77,7 +77,7 @@ class GenerationEndpoint:
                 exchange.has_read()
                 with context.in_flight.hold(address):
                     async with exchange.while_connected(receive):
-                        request = await self._prepare(context, body, address)
+                        request = await self._prepare(context, Asked(body, address, scope))
                         exchange.has_prepared(request)
                         del body
                         held.give_back()
@@ -106,11 +106,17 @@ class _Exchange:
     """One request's answer on its way out."""
 
     def __init__(
-        self, context: ApiContext, send: Send, connection: ClientConnection | None, trace: RequestTrace
+        self,
+        context: ApiContext,
+        send: Send,
+        connection: ClientConnection | None,
+        trace: RequestTrace,
+        errors: ErrorShape,
     ) -> None:
         self.request_id = trace.request_id
         self.trace = trace
         self.status = 200
+        self._errors = errors
         self._error: str | None = None
         self._error_kind: ErrorKind | None = None
         self._context = context
@@ -186,8 +192,8 @@ class _Exchange:
     def _listen(self, request: ApiRequest, prompt: Prompt, run: Runs) -> None:
         """Have tokens in the middle of a choice taken as they arrive. Stop strings, which may end it there,
         and connections that are not ours are for the task."""
-        connection, dialect = self._connection, request.dialect
-        if prompt.outputs[0].has_stop_strings or (request.stream and connection is None):
+        connection, writer = self._connection, request.writer
+        if prompt.outputs[0].may_stop_early or (request.stream and connection is None):
             return
 
         def take(delta: TokenDelta) -> bool:
@@ -200,16 +206,15 @@ class _Exchange:
                     return False
             if self._gaps is not None and delta.token_ids:
                 self._gaps.arrived(self._context.clock())
-            logprobs = delta.logprobs or ()
             if not request.stream:
                 output.hold(delta)
-                output.logprobs.extend(logprobs)
+                output.logprobs.extend(delta.logprobs or ())
                 return True
-            text = output.add(delta)
-            if text or logprobs:
+            event = _events_of(writer, prompt, delta, output.add(delta))
+            if event:
                 self._num_sent += 1
                 assert connection is not None
-                connection.write_part(dialect.text(prompt, delta.key.choice, text, logprobs))
+                connection.write_part(event)
             return True
 
         run.listen(take)
@@ -234,7 +239,7 @@ class _Exchange:
     def _take(self, request: ApiRequest, prompt: Prompt, run: Runs, batch: Sequence[TokenDelta]) -> bytes:
         """Feed a batch to its choices. Returns what to stream."""
         events: list[bytes] = []
-        dialect = request.dialect
+        writer = request.writer
         for delta in batch:
             choice = delta.key.choice
             output = prompt.outputs[choice]
@@ -244,19 +249,17 @@ class _Exchange:
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
                 prompt.usage = delta.usage
                 prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
-            text = output.add(delta)
-            if output.found_stop:
+            parts = output.add(delta)
+            if output.was_stopped:
                 run.abort_choice(choice)
             if not request.stream:
-                output.parts.append(text)
                 output.logprobs.extend(delta.logprobs or ())
                 continue
             if is_first:
-                events.append(dialect.open(prompt, choice))
-            if text or delta.logprobs:
-                events.append(dialect.text(prompt, choice, text, delta.logprobs or ()))
+                events.append(writer.open(prompt, choice))
+            events.append(_events_of(writer, prompt, delta, parts))
             if output.has_finished():
-                events.append(dialect.close(prompt, choice))
+                events.append(writer.close(prompt, choice))
         return b"".join(events)
 
     async def _stream(self, events: bytes) -> None:
@@ -288,27 +291,23 @@ class _Exchange:
 
     async def finish(self, request: ApiRequest) -> None:
         """The end of a stream, or the whole answer."""
-        num_output_tokens = sum(output.num_tokens for prompt in request.prompts for output in prompt.outputs)
-        usages = [prompt.usage_or_bare() for prompt in request.prompts]
-        leases = [prompt.generation.submit.leases for prompt in request.prompts]
-        details = lease_details(list(zip(leases, usages, strict=True)))
-        usage = usage_of(usages, num_output_tokens, details)
+        usage = request.usage()
         if request.stream:
             await self._send(
-                {"type": "http.response.body", "body": request.dialect.end(usage), "more_body": False}
+                {"type": "http.response.body", "body": request.writer.end(usage), "more_body": False}
             )
         else:
             headers = [(b"content-type", b"application/json"), *self._own_headers()]
-            await send_whole(self._send, 200, headers, request.dialect.whole(usage))
+            await send_whole(self._send, 200, headers, request.writer.whole(usage))
 
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
-        self.status = error.status
+        self.status = self._errors.status(error)
         if self._is_streaming:
-            event = error_event(error)
+            event = self._errors.event(error, self.request_id)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        headers = [*error.headers(), *extra, (b"x-request-id", self.request_id.encode())]
-        await send_whole(self._send, error.status, headers, error.body())
+        headers = [*error.headers(), *extra, *self._id_headers()]
+        await send_whole(self._send, self.status, headers, self._errors.body(error, self.request_id))
 
     def served(self, route: str) -> ServedRequest:
         request = self._request
@@ -331,7 +330,10 @@ class _Exchange:
         )
 
     def _own_headers(self) -> list[Header]:
-        return [(b"x-request-id", self.request_id.encode()), *self._run_headers]
+        return [*self._id_headers(), *self._run_headers]
+
+    def _id_headers(self) -> list[Header]:
+        return [(self._errors.request_id_header, self.request_id.encode())]
 
 
 def _served(prompt: Prompt) -> ServedPrompt:
@@ -339,6 +341,17 @@ def _served(prompt: Prompt) -> ServedPrompt:
     return ServedPrompt(
         prompt.generation, prompt.decision, prompt.usage, num_output_tokens, prompt.decision_seconds
     )
+
+
+def _events_of(writer: AnswerWriter, prompt: Prompt, delta: TokenDelta, parts: Sequence[Part]) -> bytes:
+    """Of a delta's parts. Its log-probabilities go with the first of them."""
+    choice, logprobs = delta.key.choice, delta.logprobs or ()
+    if len(parts) == 1:
+        return writer.part(prompt, choice, parts[0], logprobs)
+    if not parts:
+        return writer.part(prompt, choice, NO_TEXT, logprobs) if logprobs else b""
+    first = writer.part(prompt, choice, parts[0], logprobs)
+    return first + b"".join([writer.part(prompt, choice, part, ()) for part in parts[1:]])
 
 
 async def _wait_for_reader(connection: ClientConnection, run: Runs) -> None:

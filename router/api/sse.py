@@ -6,7 +6,7 @@ Does not know where the text comes from.
 
 from typing import Any
 
-from router.api.openai_shared import HttpError, encode_json
+from router.api.json_body import encode_json
 
 EVENT_STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -60,8 +60,3 @@ class ChunkWriter:
         if not self._with_usage:
             return b""
         return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
-
-
-def error_event(error: HttpError) -> bytes:
-    """What a stream ends with when it fails; no [DONE] follows."""
-    return b"data: " + error.body() + b"\n\n"

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from router.api.chat_prompt import ChatPrompt, encode_chat, render_chat
-from router.api.openai_shared import decode_body, encode_json
+from router.api.chat_prompt import encode_chat, render_chat
+from router.api.json_body import decode_body, encode_json
+from router.api.openai_chat_body import read_tokenized_chat
 from router.api.sampling import check_text_length, check_token_ids, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel, TextModels
@@ -31,7 +32,6 @@ class _Detokenize(msgspec.Struct, kw_only=True):
 
 
 _text_decoder = msgspec.json.Decoder(_TokenizeText)
-_chat_decoder = msgspec.json.Decoder(ChatPrompt)
 _options_decoder = msgspec.json.Decoder(_TokenizeOptions)
 _detokenize_decoder = msgspec.json.Decoder(_Detokenize)
 
@@ -49,9 +49,9 @@ def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
         if token_ids is None:
             raise too_many_tokens(model, "prompt")
     else:
-        chat = decode_body(_chat_decoder, body)
-        model = _named(models, chat.model)
-        token_ids = encode_chat(model, render_chat(model, chat, is_bounded=is_bounded))
+        request = read_tokenized_chat(body)
+        model = _named(models, request.model or None)
+        token_ids = encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
     content: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": model.card.context_length,

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import msgspec
 
 from replicas.protocol.status import TokenizerBundle
+from router.answers.formats import AnswerFormat, answer_format
 from router.api.prepared import Bounds, CrashedJob, Digest, Job, ModelWindow, Outcome
 from router.api.preparing import prepare
 from router.errors import UnknownModel
@@ -45,6 +46,7 @@ class _TextSide:
     tokenizer: Tokenizer
     template: ChatTemplate
     quoter: Quoter
+    answer_format: AnswerFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _Named:
     tokenizer: Tokenizer
     template: ChatTemplate
     quoter: Quoter
+    answer_format: AnswerFormat
 
 
 class _Names:
@@ -69,7 +72,7 @@ class _Names:
         side = None if window is None else self._text_sides.get(window.digest)
         if window is None or side is None:
             raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
-        return _Named(window, side.tokenizer, side.template, side.quoter)
+        return _Named(window, side.tokenizer, side.template, side.quoter, side.answer_format)
 
     def names(self) -> Sequence[str]:
         return sorted(name for name, window in self._windows.items() if not window.is_adapter)
@@ -129,7 +132,9 @@ class _Preparer:
         with suppress(TokenizerError):  # the router finds out by itself
             tokenizer = Tokenizer(bundle)
             template = ChatTemplate.from_bundle(bundle, verdict=verdict)
-            self._text_sides[load.digest] = _TextSide(tokenizer, template, Quoter(tokenizer.special_tokens))
+            marks = answer_format(template.sources, tokenizer.added_tokens)
+            quoter = Quoter(tokenizer.special_tokens)
+            self._text_sides[load.digest] = _TextSide(tokenizer, template, quoter, marks)
         send(peer, answer)
 
     def _fork(self, peer: socket.socket, work: Callable[[], None], control: socket.socket) -> None:

@@ -6,6 +6,7 @@ Two things are one: a router's ServedModel, and what the process that prepares l
 from collections.abc import Sequence
 from typing import Protocol
 
+from router.answers.formats import AnswerFormat
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ class TextModel(Protocol):
     def template(self) -> ChatTemplate: ...
     @property
     def quoter(self) -> Quoter: ...
+    @property
+    def answer_format(self) -> AnswerFormat: ...
 
 
 class TextModels(Protocol):

@@ -63,14 +63,14 @@ def bundle(template: str | None = TEMPLATE) -> TokenizerBundle:
     )
 
 
-def card(name: str = MODEL) -> ModelCard:
+def card(name: str = MODEL, context_length: int = CONTEXT_LENGTH) -> ModelCard:
     return ModelCard(
         name=name,
         fingerprint="ab" * 16,
         engine="scripted",
         block_size=BLOCK_SIZE,
         num_blocks=1024,
-        context_length=CONTEXT_LENGTH,
+        context_length=context_length,
         vocab_size=Tokenizer.from_buffer(tokenizer_json()).get_vocab_size(),
         eos_token_ids=(END_OF_TURN,),
     )

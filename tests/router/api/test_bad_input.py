@@ -119,9 +119,9 @@ CHAT_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"cache_salt": ""}, 400, "invalid_value", "cache_salt"),
     ({"cache_salt": "x" * 129}, 400, "invalid_value", "cache_salt"),
     *(({"cache_salt": f"a{character}"}, 400, "invalid_value", "cache_salt") for character in "@/\\\0"),
-    ({"response_format": {"type": "json_object"}}, 400, "unsupported_value", "response_format"),
-    ({"tool_choice": "required"}, 400, "unsupported_value", "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, 400, "unsupported_value", "tool_choice"),
+    ({"response_format": {"type": "yaml"}}, 400, "unsupported_value", "response_format"),
+    ({"tool_choice": "often"}, 400, "invalid_value", "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, 400, "invalid_value", "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "invalid_value", "chat_template_kwargs"),
 ]
 

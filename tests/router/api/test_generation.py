@@ -6,7 +6,7 @@ from openai import APIError, AsyncOpenAI
 
 from replicas.protocol.blocks import hash_blocks
 from replicas.protocol.frames import NO_USER, FinishReason
-from router.api.api_request import MOST_HELD
+from router.api.choice_output import MOST_HELD
 from router.errors import GenerationFailed
 from router.prompt.tokenizer import Tokenizer
 from tests.router import tiny_model

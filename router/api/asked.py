@@ -1,0 +1,25 @@
+"""Asked: a request as it came, once its body has been read; and what makes of it something that can run.
+
+Plain data.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from router.api.api_request import ApiRequest
+from router.api.context import ApiContext
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`address` is the client's."""
+
+    body: bytes
+    address: str | None
+    scope: Scope
+
+
+Prepare = Callable[[ApiContext, Asked], Awaitable[ApiRequest]]
+"""Raises a RouterError."""

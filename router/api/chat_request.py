@@ -1,0 +1,45 @@
+"""ChatRequest: one conversation to continue, in no dialect's words.
+
+Owns what every dialect's body is turned into before anything else is done with it. Plain data, which travels
+to the process that prepares large bodies and back.
+"""
+
+from typing import Any
+
+from msgspec import Struct, field
+
+from router.answers.wishes import OutputFormat, ToolChoice
+from router.api.sampling import GenerationFields
+
+
+class KeepThrough(Struct, frozen=True, array_like=True):
+    """The wish that the prompt stay cached through message `message` for `seconds` after each use; through
+    all that comes before the messages for -1, and through the whole prompt for None."""
+
+    seconds: int
+    message: int | None = None
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """Its fields of sampling have been checked, under the names that its client knows them by.
+
+    `messages` are as chat templates expect them: `role`, `content` (a text), and where there are any
+    `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments": object}}`), `tool_call_id`,
+    `name`, `reasoning_content`. `tools` are `{"type": "function", "function": {"name", "description",
+    "parameters"}}`. `answers` is where the dialect keeps what its answers repeat of the question.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice()
+    output_format: OutputFormat | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    num_logprobs: int | None = None
+    keeps: list[KeepThrough] = field(default_factory=list)
+    only_prompt: bool = False
+    """Compute and keep the prompt; nothing is to be answered."""
+    messages_field: str = "messages"
+    """What the client calls them."""
+    answers: Any = None

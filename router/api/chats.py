@@ -1,0 +1,127 @@
+"""Chats: the one way of every dialect from a body to a conversation that can run.
+
+Owns what is done beside the event loop and what in a process of its own. Knows no dialect: how a body is read
+and an answer is written is given.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from router.answers.parser import AnswerParser, new_parser
+from router.answers.wishes import ToolMode
+from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prompt, make_prompt
+from router.api.asked import Asked, Prepare
+from router.api.body_weight import is_light_chat
+from router.api.chat_prompt import encoded_prompt, render_chat
+from router.api.chat_request import ChatRequest
+from router.api.context import ApiContext
+from router.api.prepared import EncodedPrompt, PreparedRequest
+from router.api.preparing import READERS
+from router.api.sampling import TokenRules, check_text_length, sampling_params
+from router.errors import about_model
+from router.prompt.catalog import ServedModel
+from router.prompt.engines import TooMuchWork
+
+_request_decoder = msgspec.msgpack.Decoder(ChatRequest)
+
+
+class Chat(NamedTuple):
+    """What the writer of an answer is told of its conversation."""
+
+    context: ApiContext
+    request: ChatRequest
+    model: ServedModel
+    prompt: Prompt
+
+
+NewWriter = Callable[[Chat], AnswerWriter]
+
+
+def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
+    """For bodies of a kind in READERS."""
+
+    async def prepare(context: ApiContext, asked: Asked) -> ApiRequest:
+        """Raises InvalidRequest, UnknownModel or RouterBusy."""
+        request, encoded = await _read(context, kind, asked)
+        with about_model(request.model):
+            return _answer(context, request, encoded, new_writer)
+
+    return prepare
+
+
+async def _read(context: ApiContext, kind: str, asked: Asked) -> tuple[ChatRequest, EncodedPrompt]:
+    if is_light_chat(asked.body):
+        try:
+            return await _encode(context, kind, asked.body)
+        except TooMuchWork:
+            pass
+    prepared = await context.offload.prepare(kind, asked.body, asked.address)
+    assert isinstance(prepared, PreparedRequest)
+    (encoded,) = prepared.prompts
+    return _request_decoder.decode(prepared.fields), encoded
+
+
+async def _encode(context: ApiContext, kind: str, body: bytes) -> tuple[ChatRequest, EncodedPrompt]:
+    """Here and now; only what is long and new is encoded in a thread. Raises TooMuchWork."""
+    request = READERS[kind](body, context.config.max_choices)
+    model = context.catalog.get(request.model)
+    with about_model(request.model):
+        chat = render_chat(model, request, is_bounded=True)
+        check_text_length(model, chat.text, request.messages_field)
+        token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
+        encoded = encoded_prompt(model, request, chat, token_ids)
+    return request, encoded
+
+
+def _answer(
+    context: ApiContext, request: ChatRequest, encoded: EncodedPrompt, new_writer: NewWriter
+) -> ApiRequest:
+    model = context.catalog.get(request.model)
+    token_ids = encoded.ids()
+    sampling = sampling_params(
+        request,
+        model,
+        TokenRules.of(request, model),
+        num_prompt_tokens=len(token_ids),
+        max_tokens=1 if request.only_prompt else request.max_tokens,
+        num_logprobs=request.num_logprobs,
+        seed=context.rng.getrandbits(64) if request.seed is None else request.seed,
+        prompt_parameter=request.messages_field,
+        grammar=encoded.grammar,
+    )
+    prompt = make_prompt(
+        context,
+        model,
+        request,
+        token_ids,
+        sampling,
+        _output_wishes(model, request, encoded),
+        keeps=encoded.keeps,
+        num_stable_tokens=encoded.num_stable_tokens,
+    )
+    writer = new_writer(Chat(context, request, model, prompt))
+    return ApiRequest(model, [prompt], bool(request.stream), writer)
+
+
+def _output_wishes(model: ServedModel, request: ChatRequest, encoded: EncodedPrompt) -> OutputWishes:
+    answer_format = model.answer_format
+    choice = request.tool_choice
+    wants_calls = bool(request.tools) and choice.mode is not ToolMode.NONE and answer_format.tools is not None
+
+    def parser() -> AnswerParser | None:
+        return new_parser(
+            answer_format,
+            wants_calls=wants_calls,
+            starts_in_reasoning=encoded.starts_in_reasoning,
+            tools=request.tools,
+        )
+
+    return OutputWishes(
+        new_parser=parser,
+        shown=answer_format.marks(wants_calls=wants_calls),
+        one_call=wants_calls and not choice.parallel,
+        is_silent=request.only_prompt,
+        is_kept=not request.stream,
+    )

@@ -1,0 +1,197 @@
+"""ChoiceOutput: one choice of an answer as it grows: its tokens in, its parts out.
+
+Owns the choice's state: what has been said so far, and why it has ended. Knows no dialect.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from replicas.protocol.frames import FinishReason, TokenDelta, TokenLogprobs
+from router.answers.parser import AnswerParser
+from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.prompt.detokenizer import Detokenizer
+
+TOOL_CALLS = "tool_calls"
+"""Why a choice has ended that calls tools; the other words are those of FinishReason."""
+
+MOST_HELD = 256
+"""Tokens that are turned into text together: few enough that nobody waits for them."""
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call as far as it has come."""
+
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+
+class ChoiceOutput:
+    """Feed it the choice's deltas. Without a parser all of the text is the answer's. With `one_call` it ends
+    after its first tool call, and with `is_silent` it says nothing at all: only the prompt matters. If it is
+    kept, `text`, `reasoning`, `calls` and `token_ids` have all of it in the end; else they stay empty."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_held",
+        "_is_kept",
+        "_is_silent",
+        "_num_calls",
+        "_one_call",
+        "_parser",
+        "_silent_token_ids",
+        "_stopped",
+        "calls",
+        "finish_reason",
+        "logprobs",
+        "num_reasoning_tokens",
+        "num_tokens",
+        "reasoning",
+        "texts",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        silent_token_ids: frozenset[int],
+        parser: AnswerParser | None = None,
+        *,
+        one_call: bool = False,
+        is_silent: bool = False,
+        is_kept: bool = True,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._silent_token_ids = silent_token_ids
+        self._parser = parser
+        self._one_call = one_call
+        self._is_silent = is_silent
+        self._is_kept = is_kept
+        self._held: list[int] = []
+        self._num_calls = 0
+        self._stopped = False
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def has_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def was_stopped(self) -> bool:
+        """The router ended this choice, so that the engine has yet to be told."""
+        return self._stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it, if one did."""
+        return self._detokenizer.stop_string
+
+    @property
+    def may_stop_early(self) -> bool:
+        """Its text may end it before the engine does."""
+        return self._detokenizer.has_stop_strings or self._one_call
+
+    def hold(self, delta: TokenDelta) -> None:
+        """A delta in the middle of an answer of which no text is wanted yet: it comes with a later one."""
+        self._count(delta)
+        self._held += delta.token_ids
+        if len(self._held) >= MOST_HELD:
+            held, self._held = self._held, []
+            self._took(self._parts_of(held))
+
+    def add(self, delta: TokenDelta) -> Sequence[Part]:
+        """The new parts. Sets `finish_reason` with the last of them."""
+        token_ids: Sequence[int] = delta.token_ids
+        finish = delta.finish_reason
+        self._count(delta)
+        if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_token_ids:
+            token_ids = token_ids[:-1]
+        if self._held:
+            token_ids = (*self._held, *token_ids)
+            self._held.clear()
+        parts = self._parts_of(token_ids)
+        if finish is not None and not self._stopped:
+            parts = [*parts, *self._last_parts()]
+            self.finish_reason = finish.value
+        if self._detokenizer.stop_string is not None and not self._stopped:
+            self._stopped = True
+            if finish is None and self._parser is not None:
+                parts = [*parts, *self._parser.finish()]
+        if self._stopped:
+            self.finish_reason = FinishReason.STOP.value
+        parts = self._took(parts)
+        if self.finish_reason == FinishReason.STOP.value and self._num_calls:
+            self.finish_reason = TOOL_CALLS
+        return parts
+
+    def _count(self, delta: TokenDelta) -> None:
+        self.num_tokens += len(delta.token_ids)
+        if self._is_kept:
+            self.token_ids += delta.token_ids
+
+    def _parts_of(self, token_ids: Sequence[int]) -> Sequence[Part]:
+        parser = self._parser
+        if parser is None:
+            text = self._detokenizer.add(token_ids)
+            return (Text(text),) if text else ()
+        parts: list[Part] = []
+        for token_id in token_ids:  # one by one, since those of reasoning are counted
+            was_reasoning = parser.is_reasoning
+            parts += self._parsed(self._detokenizer.add((token_id,)))
+            self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        return parts
+
+    def _parsed(self, text: str) -> Sequence[Part]:
+        assert self._parser is not None
+        if not text or self._stopped:
+            return ()
+        parts = self._parser.feed(text)
+        if self._one_call:
+            for number, part in enumerate(parts):
+                if type(part) is CallEnd:
+                    self._stopped = True
+                    return parts[: number + 1]
+        return parts
+
+    def _last_parts(self) -> Sequence[Part]:
+        text = self._detokenizer.finish()
+        if self._parser is None:
+            return (Text(text),) if text else ()
+        return [*self._parsed(text), *self._parser.finish()]
+
+    def _took(self, parts: Sequence[Part]) -> Sequence[Part]:
+        if self._is_silent:
+            return ()
+        if self._parser is not None:
+            self._num_calls += sum(type(part) is CallStart for part in parts)
+        if self._is_kept:
+            for part in parts:
+                self._keep(part)
+        return parts
+
+    def _keep(self, part: Part) -> None:
+        match part:
+            case Text(text):
+                self.texts.append(text)
+            case Reasoning(text):
+                self.reasoning.append(text)
+            case CallStart(_, name):
+                self.calls.append(ToolCall(name))
+            case CallArguments(position, text):
+                self.calls[position].pieces.append(text)
+            case CallEnd():
+                pass

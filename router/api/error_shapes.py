@@ -1,0 +1,45 @@
+"""ErrorShape: how each dialect writes an error, as an answer and in the middle of a stream.
+
+Owns which requests speak which dialect, told from their path and headers.
+"""
+
+from typing import Protocol
+
+from starlette.types import Scope
+
+from router.api.http_error import HttpError
+
+
+class ErrorShape(Protocol):
+    @property
+    def request_id_header(self) -> bytes: ...
+
+    def status(self, error: HttpError) -> int: ...
+
+    def body(self, error: HttpError, request_id: str) -> bytes: ...
+
+    def event(self, error: HttpError, request_id: str) -> bytes:
+        """What a stream ends with that fails."""
+        ...
+
+
+class OpenAiErrors:
+    """Chats, plain completions, and every route that is no dialect's. No [DONE] follows an error."""
+
+    request_id_header = b"x-request-id"
+
+    def status(self, error: HttpError) -> int:
+        return error.status
+
+    def body(self, error: HttpError, request_id: str) -> bytes:
+        return error.body()
+
+    def event(self, error: HttpError, request_id: str) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+
+OPENAI_ERRORS = OpenAiErrors()
+
+
+def error_shape(scope: Scope) -> ErrorShape:
+    return OPENAI_ERRORS

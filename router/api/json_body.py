@@ -1,0 +1,94 @@
+"""Reading a JSON body, and the checks of its fields that all dialects have in common.
+
+Owns the sentences about what is no JSON, of the wrong type or out of range. Every error names its field.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from router.errors import InvalidRequest
+
+Request = TypeVar("Request")
+
+
+class _Asked(msgspec.Struct):
+    """A body of which only this is of use."""
+
+    model: str
+
+
+_asked_decoder = msgspec.json.Decoder(_Asked)
+
+encode_json = msgspec.json.Encoder().encode
+
+MAX_SALT_CHARACTERS = 128
+_FORBIDDEN_IN_SALT = frozenset("@/\\\0")
+
+_MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
+_JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+def decode_body(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Request:
+    """The body as its Struct. Raises InvalidRequest that names the field."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        refusal = _wrong_field(str(error))
+        refusal.model = _asked_model(body)
+        raise refusal from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("The request body is not valid UTF-8.", code="invalid_json") from error
+    except ValueError as error:
+        what = "The request body is empty." if not body.strip() else f"The request body is not JSON: {error}."
+        raise InvalidRequest(what, code="invalid_json") from error
+    except RecursionError as error:
+        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from error
+
+
+def _asked_model(body: bytes) -> str | None:
+    try:
+        return _asked_decoder.decode(body).model
+    except (ValueError, RecursionError):
+        return None
+
+
+def _wrong_field(message: str) -> InvalidRequest:
+    path = _JSON_PATH.search(message)
+    parameter = path.group(1) or None if path else None
+    text = message[: path.start()] if path else message
+    missing = _MISSING_FIELD.search(text)
+    if missing:
+        parameter = f"{parameter}.{missing.group(1)}" if parameter else missing.group(1)
+        return InvalidRequest(
+            f"Missing required parameter: '{parameter}'.",
+            parameter=parameter,
+            code="missing_required_parameter",
+        )
+    text = text.replace("`", "").replace(" | null", "")
+    where = f" for '{parameter}'" if parameter else " for the request body"
+    return InvalidRequest(f"Invalid type{where}: {text}.", parameter=parameter, code="invalid_type")
+
+
+def unsupported(parameter: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, parameter=parameter, code="unsupported_value")
+
+
+def check_range(parameter: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(
+            f"Invalid value for '{parameter}': {value!s:.40} is not between {low:.10g} and {high:.10g}.",
+            parameter=parameter,
+        )
+
+
+def check_salt(salt: str | None) -> str | None:
+    if salt is not None and (
+        not 1 <= len(salt) <= MAX_SALT_CHARACTERS or not _FORBIDDEN_IN_SALT.isdisjoint(salt)
+    ):
+        raise InvalidRequest(
+            f"Invalid 'cache_salt': 1 to {MAX_SALT_CHARACTERS} characters, but no '@', '/', '\\' or NUL.",
+            parameter="cache_salt",
+        )
+    return salt

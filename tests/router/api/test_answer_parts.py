@@ -1,0 +1,134 @@
+"""Reasoning and tool calls on their way from tokens to a chat's answer."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from replicas.protocol.frames import FinishReason
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import says
+from tests.router.thinking_model import MODEL, catalog, token_ids
+
+THINKS = "<think>\nShe wants the weather.\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Århus"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "time")
+]
+ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "How is the weather?"}]}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    async with http_server(catalog=catalog()) as running:
+        yield running
+
+
+async def whole(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/chat/completions", json=ASKED | fields)
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+async def test_reasoning_text_and_calls_stand_each_in_its_field(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + "Let me see.\n" + CALL + "\n" + OTHER))
+    answer = await whole(http, tools=TOOLS)
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"].strip() == "She wants the weather."
+    assert message["content"] == "Let me see."
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Århus"}'},
+        {"name": "time", "arguments": "{}"},
+    ]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+    num_reasoning = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    begun, thought = (token_ids(text, end=False) for text in ("<think", THINKS.rstrip()))
+    assert num_reasoning == len(thought) - len(begun)
+
+
+async def test_a_stream_joined_is_the_whole_answer(
+    server: HttpServer, http: httpx.AsyncClient, openai: AsyncOpenAI
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + "Let me see.\n" + CALL + "\n" + OTHER))
+    expected = (await whole(http, tools=TOOLS, n=2))["choices"]
+    stream = await openai.chat.completions.create(**ASKED, tools=TOOLS, n=2, stream=True)
+    joined: list[dict[str, Any]] = [{"content": "", "reasoning": "", "calls": [], "end": None} for _ in "12"]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            of, delta = joined[choice.index], choice.delta
+            of["content"] += delta.content or ""
+            of["reasoning"] += (delta.model_extra or {}).get("reasoning_content", "")
+            of["end"] = choice.finish_reason or of["end"]
+            for call in delta.tool_calls or ():
+                if call.id:
+                    assert call.index == len(of["calls"])
+                    of["calls"].append([call.function.name, ""])
+                of["calls"][call.index][1] += call.function.arguments
+    for choice, of in zip(expected, joined, strict=True):
+        message = choice["message"]
+        assert of["content"] == message["content"]
+        assert of["reasoning"] == message["reasoning_content"]
+        assert of["calls"] == [
+            [call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]
+        ]
+        assert of["end"] == choice["finish_reason"] == "tool_calls"
+
+
+async def test_without_tools_and_where_none_may_be_called_a_call_is_text(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids("So: " + CALL))
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = (await whole(http, **fields))["choices"]
+        assert choice["message"]["content"] == "So: " + CALL
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_one_call_ends_an_answer_that_may_have_only_one(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(CALL + "\n" + OTHER))
+    (choice,) = (await whole(http, tools=TOOLS, parallel_tool_calls=False))["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert server.dispatcher.aborted == [0]
+
+
+async def test_an_answer_cut_in_a_call_ends_for_its_length(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    cut = token_ids(CALL, end=False)[:-12]
+    server.dispatcher.script = says(cut, finish=FinishReason.LENGTH)
+    (choice,) = (await whole(http, tools=TOOLS))["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert '{"city": "Århus"}'.startswith(call["function"]["arguments"])
+    assert choice["finish_reason"] == "length"
+
+
+async def test_stop_strings_end_text_around_calls(server: HttpServer, http: httpx.AsyncClient) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + "One. Two. " + CALL))
+    (choice,) = (await whole(http, tools=TOOLS, stop="Two"))["choices"]
+    assert choice["message"]["content"] == "One. "
+    assert choice["finish_reason"] == "stop"
+    assert server.dispatcher.aborted == [0]
+
+
+async def test_a_large_body_is_answered_alike(server: HttpServer, http: httpx.AsyncClient) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + CALL))
+    small = (await whole(http, tools=TOOLS))["choices"][0]["message"]
+    large_fields = {"tools": TOOLS, "metadata": {"much": list(range(5000))}}
+    large = (await whole(http, **large_fields))["choices"][0]["message"]
+    assert large["tool_calls"][0]["function"] == small["tool_calls"][0]["function"]
+    assert large["reasoning_content"] == small["reasoning_content"]
+    first, second = server.dispatcher.generations
+    assert first.token_ids == second.token_ids
