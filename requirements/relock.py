@@ -149,7 +149,7 @@ FILES = (
         "LiteLLM for tests/clients, which wants an older client of OpenAI than the others.",
         _everything,
         inputs=(),
-        requirements=("litellm==1.106.2 ; python_version < '3.14'",),
+        requirements=("litellm==1.106.2 ; python_version < '3.14'", "mcp==2.3.0"),  # tools need it
     ),
 )
 

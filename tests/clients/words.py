@@ -7,10 +7,21 @@ its own, and what a tool returns leads to the next answer.
 import json
 from collections.abc import Mapping
 
+NOTES = ("apple", "birch", "cedar", "dill", "elder")
+"""What the files note-1 … note-5 say, which coding agents are asked about in turn."""
 
-def call(name: str, **arguments: object) -> str:
+
+def call(name: str, /, **arguments: object) -> str:
     """A tool call as the model writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def reading_notes(agent: str, tool: str, argument: str) -> dict[str, str]:
+    """What an agent's model says when it is asked for each note: that it looks, by the agent's own tool."""
+    return {
+        f"{agent}, read note {number}.": call(tool, **{argument: f"cat note-{number}"})
+        for number, _ in enumerate(NOTES, 1)
+    }
 
 
 RULES: Mapping[str, str] = {
@@ -22,4 +33,8 @@ RULES: Mapping[str, str] = {
     "Think about the weather in Oslo": "<think>\nI need a tool.\n</think>\n\n" + call("weather", city="Oslo"),
     "21 degrees": "It is 21 degrees there.",
     "Who wrote the first program?": '{"name": "Ada", "age": 36}',
+    "Which author is final?": call("final_result", name="Ada", age=36),
+    **reading_notes("Codex", "exec_command", "cmd"),
+    **reading_notes("Claude", "Bash", "command"),
+    **{f"the word is {word}": f"The note says {word}." for word in NOTES},
 }

@@ -1,10 +1,11 @@
-"""openai-agents and pydantic-ai on Chat Completions."""
+"""openai-agents and pydantic-ai on Chat Completions and Responses."""
 
 import asyncio
 
 import agents
+import pydantic
 from openai import AsyncOpenAI
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from scenes import MODEL, URL, act, scene
@@ -12,9 +13,15 @@ from scenes import MODEL, URL, act, scene
 agents.set_tracing_disabled(True)
 
 
-def agents_model():
+class Author(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def agents_model(api="chat"):
     client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none")
-    return agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    chosen = agents.OpenAIChatCompletionsModel if api == "chat" else agents.OpenAIResponsesModel
+    return chosen(model=MODEL, openai_client=client)
 
 
 def pydantic_model():
@@ -50,6 +57,51 @@ def pydantic_streamed():
             return [piece async for piece in result.stream_text(delta=True)]
 
     return "".join(asyncio.run(run()))
+
+
+def run_with_tool(api):
+    cities = []
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        cities.append(city)
+        return "21 degrees"
+
+    agent = agents.Agent(name="weather", model=agents_model(api), tools=[weather])
+    return [asyncio.run(agents.Runner.run(agent, "What is the weather in Paris?")).final_output, cities]
+
+
+@scene
+def agents_tools():
+    return run_with_tool("chat")
+
+
+@scene
+def agents_structured():
+    agent = agents.Agent(name="author", model=agents_model(), output_type=Author)
+    return asyncio.run(agents.Runner.run(agent, "Who wrote the first program?")).final_output.model_dump()
+
+
+@scene
+def pydantic_tools():
+    agent = Agent(pydantic_model())
+
+    @agent.tool_plain
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        return f"In {city} it is 21 degrees."
+
+    return agent.run_sync("What is the weather in Paris?").output
+
+
+@scene
+def pydantic_structured():
+    question = "Who wrote the first program?"
+    native = Agent(pydantic_model(), output_type=NativeOutput(Author)).run_sync(question)
+    prompted = Agent(pydantic_model(), output_type=PromptedOutput(Author)).run_sync(question)
+    by_tool = Agent(pydantic_model(), output_type=Author).run_sync("Which author is final?")
+    return [each.output.model_dump() for each in (native, prompted, by_tool)]
 
 
 act()

@@ -1,5 +1,11 @@
 """LangChain's ChatOpenAI on Chat Completions."""
 
+import functools
+import operator
+
+import pydantic
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from scenes import MODEL, URL, act, raised, scene
 
@@ -32,6 +38,57 @@ def cached():
 @scene
 def refused():
     return raised(lambda: ChatOpenAI(model="absent", base_url=f"{URL}/v1", api_key="none").invoke("Hello."))
+
+
+@tool
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"In {city} it is 21 degrees."
+
+
+class Author(pydantic.BaseModel):
+    """Who wrote something."""
+
+    name: str
+    age: int
+
+
+@scene
+def tools():
+    def called(text, **more):
+        calls = model().bind_tools([weather], **more).invoke(text).tool_calls
+        return [[call["name"], call["args"]] for call in calls]
+
+    paris = "What is the weather in Paris?"
+    both = "What is the weather in Paris and Rome?"
+    chunks = list(model().bind_tools([weather]).stream(both))
+    return {
+        "auto": called(paris),
+        "any": called(paris, tool_choice="any"),
+        "named": called(paris, tool_choice="weather"),
+        "streamed": [
+            [call["name"], call["args"]] for call in functools.reduce(operator.add, chunks).tool_calls
+        ],
+    }
+
+
+@scene
+def second_turn():
+    bound = model().bind_tools([weather])
+    said = [HumanMessage("What is the weather in Paris?")]
+    said.append(bound.invoke(said))
+    said.append(weather.invoke(said[-1].tool_calls[0]))
+    return bound.invoke(said).content
+
+
+@scene
+def structured():
+    question = "Who wrote the first program?"
+    methods = ("json_schema", "json_mode")
+    return [
+        model().with_structured_output(Author, method=method).invoke(question).model_dump()
+        for method in methods
+    ]
 
 
 act()

@@ -1,6 +1,9 @@
 """LiteLLM, as a client of OpenAI's API and of vLLM."""
 
+import json
+
 import litellm
+import pydantic
 from scenes import MODEL, URL, act, raised, scene
 
 PROVIDERS = ("openai", "hosted_vllm")
@@ -46,6 +49,49 @@ def refusals():
         ),
         "length": raised(lambda: complete("Say hello.", max_tokens=10**6)),
     }
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def calls_of(answer):
+    calls = answer.choices[0].message.tool_calls or ()
+    return [[call.function.name, json.loads(call.function.arguments)] for call in calls]
+
+
+@scene
+def tools():
+    both = "What is the weather in Paris and Rome?"
+    chunks = list(complete(both, tools=[WEATHER], stream=True))
+    return {
+        "auto": calls_of(complete("What is the weather in Paris?", tools=[WEATHER])),
+        "required": calls_of(
+            complete("What is the weather in Paris?", tools=[WEATHER], tool_choice="required")
+        ),
+        "streamed": calls_of(litellm.stream_chunk_builder(chunks)),
+    }
+
+
+@scene
+def structured():
+    class Author(pydantic.BaseModel):
+        name: str
+        age: int
+
+    answer = complete("Who wrote the first program?", response_format=Author)
+    return json.loads(answer.choices[0].message.content)
+
+
+@scene
+def reasoning():
+    message = complete("What is the sky like?", "hosted_vllm").choices[0].message
+    return [message.content, message.reasoning_content]
 
 
 act()

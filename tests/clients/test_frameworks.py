@@ -1,4 +1,4 @@
-"""LiteLLM, LangChain, openai-agents and pydantic-ai on Chat Completions."""
+"""LiteLLM, LangChain, openai-agents and pydantic-ai on OpenAI's routes."""
 
 import pytest
 
@@ -8,6 +8,10 @@ from tests.clients.conftest import Seen, act
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HELLO = "Hello there, my friend!"
+WARM = "It is 21 degrees there."
+PARIS = ["weather", {"city": "Paris"}]
+ROME = ["weather", {"city": "Rome"}]
+ADA = {"name": "Ada", "age": 36}
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +71,28 @@ def test_pydantic_ai_answers_and_streams(agents: Seen) -> None:
     text, num_output_tokens = agents["pydantic_plain"]
     assert text == HELLO and num_output_tokens > 0
     assert agents["pydantic_streamed"] == HELLO
+
+
+def test_litellm_calls_tools_and_reads_formats_and_reasoning(litellm: Seen) -> None:
+    tools = litellm["tools"]
+    assert tools["auto"] == tools["required"] == [PARIS] and tools["streamed"] == [PARIS, ROME]
+    assert litellm["structured"] == ADA
+    text, thought = litellm["reasoning"]
+    assert text.strip() == "It is blue." and thought.strip() == "They ask about the sky."
+
+
+def test_langchain_calls_tools_and_reads_formats(langchain: Seen) -> None:
+    tools = langchain["tools"]
+    assert tools["auto"] == tools["any"] == tools["named"] == [PARIS] and tools["streamed"] == [PARIS, ROME]
+    assert langchain["second_turn"] == WARM
+    assert langchain["structured"] == [ADA, ADA]
+
+
+def test_agents_run_tools_and_read_formats(agents: Seen) -> None:
+    assert agents["agents_tools"] == [WARM, ["Paris"]]
+    assert agents["agents_structured"] == ADA
+
+
+def test_pydantic_ai_runs_tools_and_reads_formats(agents: Seen) -> None:
+    assert agents["pydantic_tools"] == WARM
+    assert agents["pydantic_structured"] == [ADA, ADA, ADA]
