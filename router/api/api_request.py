@@ -92,14 +92,16 @@ def make_prompt(
     sampling: SamplingParams,
     wishes: OutputWishes,
     *,
+    packed_tokens: bytes | None = None,
     keeps: Sequence[Keep] = (),
     first_index: int = 0,
     num_stable_tokens: int | None = None,
 ) -> Prompt:
-    """Everything that routing, engine and answer need of one prompt of the request."""
+    """Everything that routing, engine and answer need of one prompt of the request. `packed_tokens` are the
+    token ids, if they have been packed already."""
     card = model.card
     root = model.root(None, request.cache_salt)
-    packed_tokens = pack_token_ids(token_ids)
+    packed_tokens = packed_tokens or pack_token_ids(token_ids)
     key = request.prompt_cache_key
     generation = Generation(
         model=card.name,

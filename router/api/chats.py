@@ -39,19 +39,27 @@ class Chat(NamedTuple):
 NewWriter = Callable[[Chat], AnswerWriter]
 
 
+class _Read(NamedTuple):
+    """`token_ids` are those that `encoded` has packed."""
+
+    request: ChatRequest
+    encoded: EncodedPrompt
+    token_ids: list[int]
+
+
 def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
     """For bodies of a kind in READERS."""
 
     async def prepare(context: ApiContext, asked: Asked) -> ApiRequest:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
-        request, encoded = await _read(context, kind, asked)
-        with about_model(request.model):
-            return _answer(context, request, encoded, new_writer)
+        read = await _read(context, kind, asked)
+        with about_model(read.request.model):
+            return _answer(context, read, new_writer)
 
     return prepare
 
 
-async def _read(context: ApiContext, kind: str, asked: Asked) -> tuple[ChatRequest, EncodedPrompt]:
+async def _read(context: ApiContext, kind: str, asked: Asked) -> _Read:
     if is_light_chat(asked.body):
         try:
             return await _encode(context, kind, asked.body)
@@ -60,10 +68,10 @@ async def _read(context: ApiContext, kind: str, asked: Asked) -> tuple[ChatReque
     prepared = await context.offload.prepare(kind, asked.body, asked.address)
     assert isinstance(prepared, PreparedRequest)
     (encoded,) = prepared.prompts
-    return _request_decoder.decode(prepared.fields), encoded
+    return _Read(_request_decoder.decode(prepared.fields), encoded, encoded.ids())
 
 
-async def _encode(context: ApiContext, kind: str, body: bytes) -> tuple[ChatRequest, EncodedPrompt]:
+async def _encode(context: ApiContext, kind: str, body: bytes) -> _Read:
     """Here and now; only what is long and new is encoded in a thread. Raises TooMuchWork."""
     request = READERS[kind](body, context.config.max_choices)
     model = context.catalog.get(request.model)
@@ -72,14 +80,12 @@ async def _encode(context: ApiContext, kind: str, body: bytes) -> tuple[ChatRequ
         check_text_length(model, chat.text, request.messages_field)
         token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
         encoded = encoded_prompt(model, request, chat, token_ids)
-    return request, encoded
+    return _Read(request, encoded, token_ids)
 
 
-def _answer(
-    context: ApiContext, request: ChatRequest, encoded: EncodedPrompt, new_writer: NewWriter
-) -> ApiRequest:
+def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiRequest:
+    request, encoded, token_ids = read
     model = context.catalog.get(request.model)
-    token_ids = encoded.ids()
     sampling = sampling_params(
         request,
         model,
@@ -98,6 +104,7 @@ def _answer(
         token_ids,
         sampling,
         _output_wishes(model, request, encoded),
+        packed_tokens=encoded.token_ids,
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
     )

@@ -39,6 +39,7 @@ class ChoiceOutput:
         "_detokenizer",
         "_held",
         "_is_kept",
+        "_is_plain",
         "_is_silent",
         "_num_calls",
         "_one_call",
@@ -71,6 +72,7 @@ class ChoiceOutput:
         self._one_call = one_call
         self._is_silent = is_silent
         self._is_kept = is_kept
+        self._is_plain = parser is None and not is_silent and not detokenizer.has_stop_strings
         self._held: list[int] = []
         self._num_calls = 0
         self._stopped = False
@@ -107,7 +109,7 @@ class ChoiceOutput:
 
     def hold(self, delta: TokenDelta) -> None:
         """A delta in the middle of an answer of which no text is wanted yet: it comes with a later one."""
-        self._count(delta)
+        self._count(delta.token_ids)
         self._held += delta.token_ids
         if len(self._held) >= MOST_HELD:
             held, self._held = self._held, []
@@ -117,7 +119,12 @@ class ChoiceOutput:
         """The new parts. Sets `finish_reason` with the last of them."""
         token_ids: Sequence[int] = delta.token_ids
         finish = delta.finish_reason
-        self._count(delta)
+        self._count(token_ids)
+        if self._is_plain and finish is None and not self._held:  # nearly all of them
+            said = _said(self._detokenizer.add(token_ids))
+            if said and self._is_kept:
+                self.texts.append(said[0].text)
+            return said
         if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_token_ids:
             token_ids = token_ids[:-1]
         if self._held:
@@ -138,16 +145,15 @@ class ChoiceOutput:
             self.finish_reason = TOOL_CALLS
         return parts
 
-    def _count(self, delta: TokenDelta) -> None:
-        self.num_tokens += len(delta.token_ids)
+    def _count(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens += len(token_ids)
         if self._is_kept:
-            self.token_ids += delta.token_ids
+            self.token_ids += token_ids
 
     def _parts_of(self, token_ids: Sequence[int]) -> Sequence[Part]:
         parser = self._parser
         if parser is None:
-            text = self._detokenizer.add(token_ids)
-            return (Text(text),) if text else ()
+            return _said(self._detokenizer.add(token_ids))
         parts: list[Part] = []
         for token_id in token_ids:  # one by one, since those of reasoning are counted
             was_reasoning = parser.is_reasoning
@@ -170,7 +176,7 @@ class ChoiceOutput:
     def _last_parts(self) -> Sequence[Part]:
         text = self._detokenizer.finish()
         if self._parser is None:
-            return (Text(text),) if text else ()
+            return _said(text)
         return [*self._parsed(text), *self._parser.finish()]
 
     def _took(self, parts: Sequence[Part]) -> Sequence[Part]:
@@ -184,14 +190,15 @@ class ChoiceOutput:
         return parts
 
     def _keep(self, part: Part) -> None:
-        match part:
-            case Text(text):
-                self.texts.append(text)
-            case Reasoning(text):
-                self.reasoning.append(text)
-            case CallStart(_, name):
-                self.calls.append(ToolCall(name))
-            case CallArguments(position, text):
-                self.calls[position].pieces.append(text)
-            case CallEnd():
-                pass
+        if type(part) is Text:
+            self.texts.append(part.text)
+        elif type(part) is Reasoning:
+            self.reasoning.append(part.text)
+        elif type(part) is CallStart:
+            self.calls.append(ToolCall(part.name))
+        elif type(part) is CallArguments:
+            self.calls[part.position].pieces.append(part.text)
+
+
+def _said(text: str) -> tuple[Text, ...]:
+    return (Text(text),) if text else ()

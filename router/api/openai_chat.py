@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicas.protocol.frames import TokenLogprobs
-from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
@@ -46,10 +46,10 @@ class _ChatWriter:
         return self._delta(choice, {"role": "assistant", "content": ""})
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        if type(part) is Text:  # nearly all of them
+            written = self._logprobs(logprobs) if self._with_logprobs else None
+            return self._writer.text(self._prefixes[choice], part.text, written)
         match part:
-            case Text(text):
-                written = self._logprobs(logprobs) if self._with_logprobs else None
-                return self._writer.text(self._prefixes[choice], text, written)
             case Reasoning(text):
                 delta: dict[str, Any] = {"reasoning_content": text}
             case CallStart(position, name):
@@ -62,7 +62,7 @@ class _ChatWriter:
                 }
             case CallArguments(position, text):
                 delta = {"tool_calls": [{"index": position, "function": {"arguments": text}}]}
-            case CallEnd():
+            case _:
                 return b""
         return self._delta(choice, delta, logprobs)
 
