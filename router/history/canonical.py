@@ -1,0 +1,108 @@
+"""Canonical conversations: a key for each beginning of a conversation, alike when a client sends it back.
+
+Owns what counts as the same message. Clients echo an assistant's message as they please: with other blanks
+around its text, with the arguments of its calls written out anew, without its reasoning, under ids of their
+own; none of that counts. Of other messages role, name and text count. Tools and template arguments count
+whole, but not the order of their keys.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NewType
+
+import msgspec
+
+ConversationKey = NewType("ConversationKey", bytes)
+"""Of all messages up to one, under a namespace's root: nobody can compute it who has no root."""
+
+KEY_BYTES = 16
+FIRST_KEY = ConversationKey(bytes(KEY_BYTES))
+
+Message = Mapping[str, Any]
+"""As chat templates expect it; `content` is a text, none, or a list of parts."""
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+_decode = msgspec.json.Decoder().decode
+
+
+def conversation_keys(
+    root: bytes,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any] | None,
+    messages: Sequence[Message],
+) -> list[ConversationKey]:
+    """One for each message, rolling. Raises RecursionError for JSON nested too deeply to write out."""
+    key = _next_key(root, FIRST_KEY, _written([tools or None, template_arguments or None]))
+    keys: list[ConversationKey] = []
+    for message in messages:
+        key = key_after(root, key, message)
+        keys.append(key)
+    return keys
+
+
+def key_after(root: bytes, key: ConversationKey, message: Message) -> ConversationKey:
+    """The key of the conversation that goes on with `message`."""
+    return _next_key(root, key, canonical(message))
+
+
+def canonical(message: Message) -> bytes:
+    """The same bytes for what counts as the same message."""
+    role = message.get("role")
+    text = _text(message.get("content"))
+    if role != "assistant":
+        return _written([role, message.get("name"), text])
+    calls = message.get("tool_calls")
+    if not calls and message.get("function_call"):
+        calls = [{"function": message["function_call"]}]
+    if not isinstance(calls, list):
+        calls = []
+    return _written([role, text.strip(), [_call(call) for call in calls]])
+
+
+def _next_key(root: bytes, key: ConversationKey, data: bytes) -> ConversationKey:
+    # Half of a SHA-256, which takes half of BLAKE2b's time. Roots and keys have one length.
+    return ConversationKey(hashlib.sha256(b"".join((root, key, data))).digest()[:KEY_BYTES])
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "\n".join(_part(part) for part in content)
+    return _written(content).decode()
+
+
+def _part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else _written(part).decode()
+
+
+def _call(call: Any) -> list[Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return [None, call]
+    return [function.get("name"), _arguments(function.get("arguments"))]
+
+
+def _arguments(arguments: Any) -> Any:
+    """The object that they are; what is no JSON stays as it is."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    source = arguments.strip()
+    try:
+        return _decode(source) if source else {}
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return source
+
+
+def _written(value: Any) -> bytes:
+    """As JSON with sorted keys."""
+    try:
+        return _encode(value)
+    except (UnicodeEncodeError, OverflowError):  # half a surrogate pair; an integer beyond 64 bits
+        return json.dumps(value, sort_keys=True).encode()

@@ -1,0 +1,159 @@
+"""RememberedHistory: the exact tokens of conversations that were answered here, by their keys.
+
+Owns the records and their bound in bytes. A record holds what its conversation adds to the one that it went
+on from, so that a long conversation is kept once; it can be read as long as those before it are there, and to
+use one is to use them all. What was not used for longest goes first; a tenant that holds more than its share
+of the room makes room from its own. What is not here any more is a miss, which costs a client nothing but
+tokens that could have been read from cache.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.history.canonical import ConversationKey
+
+RECORD_BYTES = 500
+"""What a record takes besides its tokens."""
+
+TENANT_SHARE = 0.5
+"""Of the room. A tenant may have more while nobody else wants it."""
+
+LARGEST_SHARE = 0.25
+"""Of the room, for one record."""
+
+
+class Found(NamedTuple):
+    """A remembered conversation: the position of its last message, and its tokens, packed."""
+
+    position: int
+    key: ConversationKey
+    token_ids: bytes
+    serial: int
+
+
+@dataclass(slots=True)
+class _Record:
+    serial: int
+    tenant: str
+    added: bytes
+    parent: ConversationKey | None
+    parent_serial: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.added) + RECORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStatistics:
+    num_records: int
+    num_bytes: int
+    max_bytes: int
+    num_remembered: int
+    num_evicted: int
+    num_refused: int
+
+
+class RememberedHistory:
+    """For one thread. `max_bytes` of 0 remembers nothing."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._records: OrderedDict[ConversationKey, _Record] = OrderedDict()
+        self._tenants: dict[str, _Tenant] = {}
+        self._num_bytes = 0
+        self._serial = 0
+        self._num_evicted = 0
+        self._num_refused = 0
+
+    @property
+    def statistics(self) -> HistoryStatistics:
+        return HistoryStatistics(
+            len(self._records),
+            self._num_bytes,
+            self._max_bytes,
+            self._serial,
+            self._num_evicted,
+            self._num_refused,
+        )
+
+    def find(self, keys: Sequence[ConversationKey]) -> Found | None:
+        """The longest beginning of a conversation, given by the keys of its messages, that is remembered."""
+        for position in range(len(keys) - 1, -1, -1):
+            key = keys[position]
+            record = self._records.get(key)
+            if record is None:
+                continue
+            chain = self._chain(key, record)
+            if chain is None:
+                self._forget(key)
+                continue
+            for used in chain:
+                self._touch(used)
+            added = [self._records[used].added for used in reversed(chain)]
+            return Found(position, key, b"".join(added), record.serial)
+        return None
+
+    def remember(self, tenant: str, key: ConversationKey, added: bytes, parent: Found | None = None) -> None:
+        """That the conversation of `key` has the packed tokens of `parent`, as it was found, and `added`."""
+        if parent is not None:
+            before = self._records.get(parent.key)
+            if parent.key == key or before is None or before.serial != parent.serial:
+                added, parent = parent.token_ids + added, None
+        if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:
+            self._num_refused += 1
+            return
+        parent_key, parent_serial = (None, 0) if parent is None else (parent.key, parent.serial)
+        known = self._records.get(key)
+        if known is not None and (known.added, known.parent_serial) == (added, parent_serial):
+            return  # what went on from it stays
+        self._forget(key)
+        self._serial += 1
+        record = _Record(self._serial, tenant, added, parent_key, parent_serial)
+        self._records[key] = record
+        holder = self._tenants.setdefault(tenant, _Tenant())
+        holder.keys[key] = None
+        holder.num_bytes += record.num_bytes
+        self._num_bytes += record.num_bytes
+        for used in self._chain(key, record) or ():
+            self._touch(used)
+        while self._num_bytes > self._max_bytes:
+            is_over = holder.num_bytes > self._max_bytes * TENANT_SHARE
+            self._num_evicted += 1
+            self._forget(next(iter(holder.keys if is_over else self._records)))
+
+    def _chain(self, key: ConversationKey, record: _Record) -> list[ConversationKey] | None:
+        """The record's key and those of all before it, the latest first; None if one of them is gone."""
+        chain = [key]
+        while record.parent is not None:
+            parent = self._records.get(record.parent)
+            if parent is None or parent.serial != record.parent_serial:
+                return None
+            chain.append(record.parent)
+            record = parent
+        return chain
+
+    def _touch(self, key: ConversationKey) -> None:
+        self._records.move_to_end(key)
+        self._tenants[self._records[key].tenant].keys.move_to_end(key)
+
+    def _forget(self, key: ConversationKey) -> None:
+        record = self._records.pop(key, None)
+        if record is None:
+            return
+        self._num_bytes -= record.num_bytes
+        holder = self._tenants[record.tenant]
+        holder.num_bytes -= record.num_bytes
+        del holder.keys[key]
+        if not holder.keys:
+            del self._tenants[record.tenant]
+
+
+class _Tenant:
+    __slots__ = ("keys", "num_bytes")
+
+    def __init__(self) -> None:
+        self.keys: OrderedDict[ConversationKey, None] = OrderedDict()
+        self.num_bytes = 0

@@ -1,0 +1,159 @@
+"""Splicing: each turn's prompt begins with the tokens of the turn before, whatever the template writes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from replicas.protocol.blocks import pack_token_ids, unpack_token_ids
+from router.history.canonical import conversation_keys, key_after
+from router.history.remembered import RememberedHistory
+from router.history.splicing import STANDS_FOR_ANSWER, text_after
+from router.prompt.template import ChatTemplate
+from tests.router import chat_templates
+from tests.router.history.conversations import SPEAKERS, TOOLS, Speaker, echoed, quoter, results, tokenizer
+
+ROOT = bytes(range(16))
+NUM_TURNS = 10
+ENDS = {"<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"}
+
+
+def _spliced(
+    who: Speaker, history: RememberedHistory, messages: list[dict[str, Any]]
+) -> tuple[list[int], Any, str]:
+    """The prompt's tokens, what was found, and the text of the plain prompt."""
+    keys = conversation_keys(ROOT, TOOLS, None, messages)
+    is_quoted = quoter().is_needed(messages)
+    rendered = quoter().quote(messages) if is_quoted else messages
+    plain = who.template.render(rendered, tools=TOOLS)
+    found = history.find(keys)
+    if found is None:
+        return tokenizer().encode(plain, is_quoted=is_quoted), None, plain
+    token_ids = unpack_token_ids(found.token_ids)
+    ends = {tokenizer().special_tokens[end] for end in ENDS}
+    tail = text_after(
+        lambda some: who.template.render(some, tools=TOOLS),
+        rendered,
+        found.position,
+        ends_of_turn=ENDS,
+        is_ended=token_ids[-1] in ends,
+    )
+    assert tail is not None
+    return token_ids + tokenizer().encode(tail, is_quoted=is_quoted), found, plain
+
+
+@pytest.mark.parametrize("who", SPEAKERS, ids=lambda who: who.name)
+def test_in_ten_turns_each_prompt_begins_with_the_tokens_of_the_turn_before(who: Speaker) -> None:
+    history = RememberedHistory(2**20)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+    before: list[int] = []
+    num_drifted = 0
+    for turn in range(NUM_TURNS):
+        if messages[-1]["role"] != "tool":
+            messages.append(
+                {"role": "user", "content": f"Question {turn}, with <|im_end|> and <|eot_id|> in it."}
+            )
+        prompt, found, plain = _spliced(who, history, messages)
+        assert (found is None) == (turn == 0)
+        assert prompt[: len(before)] == before
+        num_drifted += prompt != tokenizer().encode(plain, is_quoted=True)
+        is_cut_short = turn == 6
+        answer = who.answer(turn, calls=turn % 3 == 1 and not is_cut_short)
+        output = tokenizer().encode(answer)
+        if not is_cut_short:
+            output.append(tokenizer().special_tokens[who.end_of_turn])
+        message = echoed(who, plain, answer)
+        key = key_after(ROOT, conversation_keys(ROOT, TOOLS, None, messages)[-1], message)
+        added = prompt[0 if found is None else len(unpack_token_ids(found.token_ids)) :] + output
+        history.remember("", key, pack_token_ids(added), found)
+        before = prompt + output
+        messages = [*messages, message, *results(message)]
+    assert num_drifted >= 2, "the template was to write some turns otherwise"
+    assert history.statistics.num_bytes < 4 * len(before) + NUM_TURNS * 1000, "kept once"
+
+
+@pytest.mark.parametrize("who", SPEAKERS, ids=lambda who: who.name)
+def test_without_drift_the_spliced_prompt_is_the_plain_one(who: Speaker) -> None:
+    history = RememberedHistory(2**20)
+    messages: list[dict[str, Any]] = []
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Question {turn}."})
+        messages.append({"role": "assistant", "content": f"Answer {turn}."})
+        until_now = who.template.render(messages, tools=TOOLS, add_generation_prompt=False)
+        end = until_now.rindex(who.end_of_turn) + len(who.end_of_turn)
+        token_ids = tokenizer().encode(until_now[:end])
+        key = conversation_keys(ROOT, TOOLS, None, messages)[-1]
+        history.remember("", key, pack_token_ids(token_ids))
+        asked = [*messages, {"role": "user", "content": "And then?"}]
+        prompt, found, plain = _spliced(who, history, asked)
+        if plain.startswith(until_now[:end]):  # Qwen 3 writes an old turn without its empty reasoning
+            assert found is not None and found.position == len(messages) - 1
+            assert prompt == tokenizer().encode(plain)
+        assert prompt[: len(token_ids)] == token_ids
+
+
+def _render(source: str, **variables: Any) -> Any:
+    template = ChatTemplate({"default": source}, {})
+    return lambda messages: template.render(messages, **variables)
+
+
+HELLO = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "Again"},
+]
+
+
+def test_what_follows_begins_with_the_end_of_the_turn_unless_the_answer_has_it() -> None:
+    render = _render(chat_templates.QWEN_25)
+    rest = "\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
+    for is_ended, expected in ((True, rest), (False, "<|im_end|>" + rest)):
+        assert text_after(render, HELLO, 1, ends_of_turn=ENDS, is_ended=is_ended) == expected
+    last = text_after(render, HELLO[:2], 1, ends_of_turn=ENDS, is_ended=True)
+    assert last == "\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
+        "{% for m in messages %}{{ m.content | length }}<|im_end|>{% endfor %}",
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}",
+        "{% for m in messages if m.content | length > 9 %}{{ raise_exception('no') }}{% endfor %}",
+    ],
+    ids=["drops", "counts", "never ends", "repeats", "refuses"],
+)
+def test_where_a_template_leaves_no_place_nothing_is_spliced(source: str) -> None:
+    assert text_after(_render(source), HELLO, 1, ends_of_turn=ENDS, is_ended=True) is None
+
+
+def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
+    render = _render(chat_templates.QWEN_25)
+    for place in (0, 2):
+        messages = [dict(message) for message in HELLO]
+        messages[place]["content"] = f"{STANDS_FOR_ANSWER}<|im_end|>"
+        tail = text_after(render, messages, 1, ends_of_turn=ENDS, is_ended=True)
+        assert tail is None
+
+
+def test_of_two_ends_at_one_place_the_longer_counts() -> None:
+    render = _render("{% for m in messages %}{{ m.content }}<end><x>{% endfor %}")
+    tail = text_after(render, HELLO[:2], 1, ends_of_turn=["<end>", "<end><x>"], is_ended=True)
+    assert tail == ""
+
+
+def test_a_call_alone_is_followed_by_its_result() -> None:
+    arguments = json.loads('{"word": "x"}')
+    call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    messages = [
+        HELLO[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "found"},
+    ]
+    llama = _render(chat_templates.LLAMA_31, tools=TOOLS)
+    tail = text_after(llama, messages, 1, ends_of_turn=ENDS, is_ended=True)
+    assert tail == (
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"found"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
