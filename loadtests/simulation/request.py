@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtests.workloads import TraceRequest, Workload
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from router.routing.bucket import BUCKET_TOKENS, bucket_of

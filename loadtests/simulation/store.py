@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from loadtests.simulation.links import Link
 from loadtests.simulation.shape import TierShape
-from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory, Place
 from replicas.kvstore.plan import chunk_names, num_ready_blocks, plan_arrival
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash

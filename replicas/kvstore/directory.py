@@ -4,8 +4,7 @@ Owns every decision about both tiers, for real engines and for the simulation al
 bytes, opens no file, starts no thread and asks no clock. Its caller does what it says and tells it how
 that ended.
 
-A *chunk* is `blocks_per_chunk` consecutive blocks of one chain, named by the hash of its last block, which
-stands for everything before it. It may lie in a *slot* of host memory, in a file on disk, or in both::
+A chunk (`chunk.py`) may lie in a *slot* of host memory, in a file on disk, or in both::
 
     host    absent ──offer, fetch──> filling ──filled──> ready ──evicted──> absent
     disk    absent ──take_writes──> writing ──written──> ready ──evicted──> absent
@@ -28,13 +27,14 @@ until it is given back.
 """
 
 import enum
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from replicas.kvstore.chunk import Chunk, ChunkName, chain_before
 from replicas.kvstore.leasing.leases import EVERYBODY, LeaseRecord, Leases, TenantTag, Wish
+from replicas.kvstore.use_order import NewestChain, UseOrder
 from replicas.kvstore.write_budget import WriteBudget
+from replicas.kvstore.write_queues import WriteQueues
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
@@ -52,48 +52,11 @@ class Place(enum.Enum):
     DISK = "disk"
 
 
-class ChunkName(NamedTuple):
-    """`key` is the hash of the chunk's last block, `last_block` that block's position in its chain; `parent`
-    is the key of the chunk before it, None for a chain's first.
-    """
-
-    key: BlockHash
-    parent: BlockHash | None
-    last_block: int
-
-
 class Write(NamedTuple):
     """To write this slot's bytes to the file of this chunk."""
 
     name: ChunkName
     slot: int
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    name: ChunkName
-    slot: int | None = None
-    is_filling: bool = False
-    num_readers: int = 0
-    is_writing: bool = False
-    is_on_disk: bool = False
-    has_failed: bool = False
-    """It could not be written when it was tried last, and was not used since."""
-    num_uses: int = 1
-
-    @property
-    def may_leave_host(self) -> bool:
-        return not (self.is_filling or self.num_readers or self.is_writing)
-
-    @property
-    def has_file(self) -> bool:
-        """Or is getting one."""
-        return self.is_on_disk or self.is_writing
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is a copy of it."""
-        return self.is_on_disk or (self.slot is not None and not self.is_filling)
 
 
 class Directory:
@@ -125,21 +88,17 @@ class Directory:
         self.max_disk_chunks = disk_chunks
         self._chunk_bytes = chunk_bytes
         self._write_budget = write_budget or WriteBudget()
-        self._chunks: dict[BlockHash, _Chunk] = {}
-        self._hot: OrderedDict[BlockHash, _Chunk] = OrderedDict()
-        self._cold: OrderedDict[BlockHash, _Chunk] = OrderedDict()
-        self._owed: OrderedDict[BlockHash, _Chunk] = OrderedDict()
+        self._chunks: dict[BlockHash, Chunk] = {}
+        self._hot, self._cold = UseOrder(), UseOrder()
+        self._owed = UseOrder()
         """Chunks in host memory that are leased and have no file."""
-        self._disk: OrderedDict[BlockHash, _Chunk] = OrderedDict()
+        self._newest_in_host = NewestChain(self._hot, self._owed)
+        self._disk = UseOrder()
         """Those that are written, and those that are being written."""
-        self._disk_leased: OrderedDict[BlockHash, _Chunk] = OrderedDict()
+        self._disk_leased = UseOrder()
         """Of the same kind, and leased."""
-        self._to_write_leased: OrderedDict[BlockHash, None] = OrderedDict()
-        self._to_write_once: OrderedDict[BlockHash, None] = OrderedDict()
-        self._to_write_reused: OrderedDict[BlockHash, None] = OrderedDict()
-        """Cold chunks without a file, by whether they were used again since they were made."""
-        self._to_write_early: OrderedDict[BlockHash, None] = OrderedDict()
-        """In host memory, in the order in which they came there; some of them have a file by now."""
+        self._newest_on_disk = NewestChain(self._disk, self._disk_leased)
+        self._to_write = WriteQueues()
         self.num_changes = 0
         """Grows whenever a slot was filled, or will not be."""
         self._free_slots = list(range(host_chunks - 1, -1, -1))
@@ -169,17 +128,16 @@ class Directory:
     def has_to_write(self) -> bool:
         """Whether anything waits to be written, now or while the disk has nothing else to do."""
         has_room = self.num_on_disk < self.max_disk_chunks
-        return bool(self.num_to_write or (self._to_write_early and has_room))
+        return bool(self.num_to_write or (self._to_write.has_early and has_room))
 
     @property
     def num_to_write(self) -> int:
         """Cold and leased chunks that wait for the write budget."""
-        return len(self._to_write_once) + len(self._to_write_reused) + len(self._to_write_leased)
+        return self._to_write.num_waiting
 
     def on_disk(self) -> list[ChunkName]:
         """What has been written, oldest use first, what is leased last: what `restore` takes."""
-        files = [*self._disk.values(), *self._disk_leased.values()]
-        return [chunk.name for chunk in files if chunk.is_on_disk]
+        return [chunk.name for chunk in (*self._disk, *self._disk_leased) if chunk.is_on_disk]
 
     def place(self, key: BlockHash) -> Place | None:
         chunk = self._chunks.get(key)
@@ -219,6 +177,7 @@ class Directory:
 
     def use(self, keys: Sequence[BlockHash]) -> None:
         """A request begins with these chunks, wherever its engine finds them. Unknown ones are ignored."""
+        self._end_newest()
         for key in reversed(keys):
             self.leases.use(key)
             chunk = self._chunks.get(key)
@@ -226,10 +185,7 @@ class Directory:
                 continue
             chunk.num_uses += 1
             chunk.has_failed = False
-            if chunk.has_file:
-                self._shelve_file(chunk)
-            if chunk.slot is not None:
-                self._warm(chunk)
+            self._put_newest(chunk)
         self._cool()
 
     def pin(self, keys: Iterable[BlockHash]) -> None:
@@ -260,15 +216,13 @@ class Directory:
         refusal = self.leases.grant(wishes, seconds, tenant)
         if refusal is not None:
             return refusal
+        self._end_newest()
         for chunk in reversed(chunks):
             if chunk is None:
                 continue
             if chunk.is_ready:
                 self.leases.stored(chunk.name.key)
-            if chunk.has_file:
-                self._shelve_file(chunk)
-            if chunk.slot is not None:
-                self._warm(chunk)
+            self._put_newest(chunk)
         self._cool()
         return None
 
@@ -284,13 +238,13 @@ class Directory:
         ended = [chunk for key in self.leases.pass_time(now) if (chunk := self._chunks.get(key)) is not None]
         for chunk in sorted(ended, key=lambda chunk: chunk.name.last_block):
             key = chunk.name.key
-            if self._disk_leased.pop(key, None) is not None:
-                self._disk[key] = chunk
-                self._disk.move_to_end(key, last=False)
-            if self._owed.pop(key, None) is not None:
-                self._forget_to_write(chunk)
-                self._cold[key] = chunk
-                self._cold.move_to_end(key, last=False)
+            if self._disk_leased.take(key):
+                self._newest_on_disk.leave(key)
+                self._disk.put_oldest(chunk)
+            if self._owed.take(key):
+                self._newest_in_host.leave(key)
+                self._to_write.forget(key)
+                self._cold.put_oldest(chunk)
                 if not chunk.is_filling:
                     self._note_to_write(chunk)
 
@@ -313,7 +267,7 @@ class Directory:
         if slot is None:
             return None
         if chunk is None:
-            chunk = self._chunks[name.key] = _Chunk(name)
+            chunk = self._new_chunk(name)
         self._fill(chunk, slot)
         return slot
 
@@ -341,7 +295,7 @@ class Directory:
         if key in self._cold or self.leases.wants_file(key):
             self._note_to_write(chunk)
         elif self.max_disk_chunks and not chunk.has_file:
-            self._to_write_early[key] = None
+            self._to_write.add_early(key)
 
     def given_up(self, key: BlockHash, *, may_still_be_written: bool = False) -> None:
         """The slot was not filled. One that may still be written to is no chunk's until `give_back`."""
@@ -370,14 +324,14 @@ class Directory:
         """
         writes: list[Write] = []
         while len(writes) < max_writes:
-            key = next(iter(self._to_write_leased), None) or next(iter(self._to_write_reused), None)
+            key = self._to_write.next_urgent()
             if key is None and not self._write_budget.is_short(now):
-                key = next(iter(self._to_write_once), None)
+                key = self._to_write.next_once()
             if key is None:
                 break
             if not self._may_make_file() or not self._write_budget.take(now, self._chunk_bytes):
                 break
-            chunk = self._first_unwritten(self._chunks[key])
+            chunk = self._to_write.first_unwritten(self._chunks[key], self._chunks)
             if self.num_on_disk == self.max_disk_chunks:
                 self._evict_file()
             writes.append(self._begin_write(chunk))
@@ -390,25 +344,25 @@ class Directory:
         None while the budget is short, and none in place of another file.
         """
         writes: list[Write] = []
-        while self._to_write_early and len(writes) < max_writes and self.num_on_disk < self.max_disk_chunks:
-            key = next(iter(self._to_write_early))
+        while len(writes) < max_writes and self.num_on_disk < self.max_disk_chunks:
+            key = self._to_write.next_early()
+            if key is None:
+                break
             chunk = self._chunks[key]
             if chunk.has_file or chunk.is_filling or chunk.has_failed:
-                del self._to_write_early[key]
+                self._to_write.forget_early(key)
                 continue
             if self._write_budget.is_short(now) or not self._write_budget.take(now, self._chunk_bytes):
                 break
-            writes.append(self._begin_write(self._first_unwritten(chunk)))
+            writes.append(self._begin_write(self._to_write.first_unwritten(chunk, self._chunks)))
         return writes
 
-    def _begin_write(self, chunk: _Chunk) -> Write:
-        self._forget_to_write(chunk)
+    def _begin_write(self, chunk: Chunk) -> Write:
+        self._to_write.forget(chunk.name.key)
         self._removals.pop(chunk.name.key, None)
         chunk.is_writing = True
-        self._shelve_file(chunk)
-        for before in self._chain_before(chunk):
-            if before.has_file:
-                self._shelve_file(before)
+        before = chain_before(chunk, self._chunks)
+        self._newest_on_disk.put(chunk, before, self._take_for_disk_if_there)
         assert chunk.slot is not None
         return Write(chunk.name, chunk.slot)
 
@@ -429,7 +383,7 @@ class Directory:
         assert chunk.is_writing, "what is not written was being written"
         chunk.is_writing = False
         chunk.has_failed = True
-        self._unshelve_file(chunk)
+        self._take_from_disk(chunk)
         if not self.leases.lost_file(key) and key in self._owed:
             self._warm_chain(chunk)
 
@@ -452,12 +406,11 @@ class Directory:
         for name in names:
             if name.key in self._chunks:
                 continue
-            chunk = self._chunks[name.key] = _Chunk(name, is_on_disk=True)
-            self._disk[name.key] = chunk
+            self._chunks[name.key] = Chunk(name, is_on_disk=True)
             self._events.append(BlockStored((name.key,), name.last_block, tier=Tier.DISK))
         self.leases.restore(record for record in leases if record.key in self._chunks)
         for chunk in self._chunks.values():
-            self._shelve_file(chunk)
+            self._take_for_disk(chunk).put_newest(chunk)
         while self.num_on_disk > self.max_disk_chunks:
             self._evict_file()
 
@@ -471,26 +424,28 @@ class Directory:
         if self.num_on_disk >= self.max_disk_chunks:
             self._removals[name.key] = None
             return
-        chunk = self._chunks.setdefault(name.key, _Chunk(name))
+        chunk = known or self._new_chunk(name)
         chunk.is_on_disk = True
         self.leases.stored(name.key)
         self.leases.has_file(name.key)
-        self._shelve_file(chunk)
+        self._newest_on_disk.leave(name.key)
+        files = self._take_for_disk(chunk)
+        if files is self._disk:
+            files.put_oldest(chunk)
+        else:
+            self._newest_on_disk.end()
+            files.put_newest(chunk)
         if name.key in self._owed:
             self._warm_chain(chunk)
-        elif name.key in self._disk:
-            self._disk.move_to_end(name.key, last=False)
-        self._forget_to_write(chunk)
+        self._to_write.forget(name.key)
         self._events.append(BlockStored((name.key,), name.last_block, tier=Tier.DISK))
 
     def write_all(self) -> None:
         """Host memory is about to end: whatever has no file is to be written, the oldest first."""
+        self._newest_in_host.end()
         while self._hot:
-            key, chunk = self._hot.popitem(last=False)
-            self._cold[key] = chunk
-            if not chunk.is_filling:
-                self._note_to_write(chunk)
-        for chunk in self._owed.values():
+            self._cool_oldest()
+        for chunk in self._owed:
             if not chunk.is_filling:
                 self._note_to_write(chunk)
 
@@ -498,15 +453,15 @@ class Directory:
         """Forget everything and remove every file. False, and nothing happens, while anything moves."""
         if not all(chunk.may_leave_host for chunk in self._chunks.values()):
             return False
-        for chunk in [*self._hot.values(), *self._cold.values(), *self._owed.values()]:
+        self._end_newest()
+        for chunk in (*self._hot, *self._cold, *self._owed):
             assert chunk.slot is not None
             self._free_slots.append(chunk.slot)
-        self._removals.update(dict.fromkeys([*self._disk, *self._disk_leased]))
-        for table in (self._chunks, self._hot, self._cold, self._owed, self._disk, self._disk_leased):
-            table.clear()
-        for waiting in (self._to_write_once, self._to_write_reused, self._to_write_leased):
-            waiting.clear()
-        self._to_write_early.clear()
+        self._removals.update((chunk.name.key, None) for chunk in (*self._disk, *self._disk_leased))
+        self._chunks.clear()
+        for part in (self._hot, self._cold, self._owed, self._disk, self._disk_leased):
+            part.clear()
+        self._to_write.clear()
         self.leases.clear()
         self._events += [AllBlocksCleared(Tier.HOST), AllBlocksCleared(Tier.DISK)]
         return True
@@ -520,12 +475,32 @@ class Directory:
         events, self._events = self._events, []
         return events
 
+    # One chunk.
+
+    def _new_chunk(self, name: ChunkName) -> Chunk:
+        chunk = self._chunks[name.key] = Chunk(name)
+        self._newest_in_host.has_come(name.key)
+        self._newest_on_disk.has_come(name.key)
+        return chunk
+
+    def _end_newest(self) -> None:
+        """What comes next is used by itself, or goes."""
+        self._newest_in_host.end()
+        self._newest_on_disk.end()
+
+    def _put_newest(self, chunk: Chunk) -> None:
+        """By itself, wherever it is."""
+        if chunk.has_file:
+            self._take_for_disk(chunk).put_newest(chunk)
+        if chunk.slot is not None:
+            self._take_for_host(chunk).put_newest(chunk)
+
     # Slots.
 
     def _take_slot(self) -> int | None:
         if not self._free_slots:
             parts = (self._cold, self._hot, self._owed)
-            victim = next((each for part in parts for each in part.values() if each.may_leave_host), None)
+            victim = next((each for part in parts for each in part if each.may_leave_host), None)
             if victim is None:
                 return None
             assert victim.slot is not None
@@ -536,121 +511,100 @@ class Directory:
         self._generations[slot] += 1
         return slot
 
-    def _fill(self, chunk: _Chunk, slot: int) -> None:
+    def _fill(self, chunk: Chunk, slot: int) -> None:
         chunk.slot = slot
         chunk.is_filling = True
         self._warm_chain(chunk)
 
-    def _leave_host(self, chunk: _Chunk, cause: LeaseBreak) -> None:
+    def _leave_host(self, chunk: Chunk, cause: LeaseBreak) -> None:
         chunk.slot = None
         for part in (self._hot, self._cold, self._owed):
-            part.pop(chunk.name.key, None)
-        self._forget_to_write(chunk)
-        self._to_write_early.pop(chunk.name.key, None)
+            part.take(chunk.name.key)
+        self._to_write.forget(chunk.name.key)
+        self._to_write.forget_early(chunk.name.key)
         self._forget_if_nowhere(chunk, cause)
 
-    def _warm_chain(self, chunk: _Chunk) -> None:
-        self._warm(chunk)
-        for before in self._chain_before(chunk):
-            if before.slot is not None:
-                self._warm(before)
+    def _warm_chain(self, chunk: Chunk) -> None:
+        self._newest_in_host.put(chunk, chain_before(chunk, self._chunks), self._take_for_host_if_there)
         self._cool()
 
-    def _warm(self, chunk: _Chunk) -> None:
-        """The newest of those among which it belongs."""
+    def _take_for_host_if_there(self, chunk: Chunk) -> UseOrder | None:
+        return None if chunk.slot is None else self._take_for_host(chunk)
+
+    def _take_for_host(self, chunk: Chunk) -> UseOrder:
+        """Out of where it is, for the part where it belongs while it is warm."""
         key = chunk.name.key
-        if self.leases.holds(key) and not chunk.is_on_disk:
-            self._owed[key] = chunk
-            self._owed.move_to_end(key)
-            self._hot.pop(key, None)
-            if self._cold.pop(key, None) is not None:
-                self._forget_to_write(chunk)
-            if self.leases.wants_file(key) and not (chunk.is_filling or chunk.has_failed):
-                self._note_to_write(chunk)
-            return
-        if self._cold.pop(key, None) is not None or self._owed.pop(key, None) is not None:
-            self._forget_to_write(chunk)
-        self._hot[key] = chunk
-        self._hot.move_to_end(key)
+        was_hot = self._hot.take(key)
+        if not self.leases.holds(key) or chunk.is_on_disk:
+            if not was_hot and (self._cold.take(key) or self._owed.take(key)):
+                self._to_write.forget(key)
+            return self._hot
+        if not was_hot and not self._owed.take(key) and self._cold.take(key):
+            self._to_write.forget(key)
+        if self.leases.wants_file(key) and not (chunk.is_filling or chunk.has_failed):
+            self._note_to_write(chunk)
+        return self._owed
 
     def _cool(self) -> None:
         num_others = self.num_host_slots - len(self._owed)
         max_hot = num_others - int(num_others * COLD_SHARE)
         while len(self._hot) > max_hot:
-            key, chunk = self._hot.popitem(last=False)
-            self._cold[key] = chunk
-            if not chunk.is_filling:
-                self._note_to_write(chunk)
+            self._cool_oldest()
+
+    def _cool_oldest(self) -> None:
+        chunk = self._hot.take_oldest()
+        self._newest_in_host.leave(chunk.name.key)
+        self._cold.put_newest(chunk)
+        if not chunk.is_filling:
+            self._note_to_write(chunk)
 
     # Files.
 
-    def _first_unwritten(self, chunk: _Chunk) -> _Chunk:
-        """The first chunk of its chain that has no file and can be written now, at latest itself."""
-        first = chunk
-        for before in self._chain_before(chunk):
-            if before.has_file or before.slot is None:
-                break
-            if before.is_filling or before.has_failed:
-                break
-            first = before
-        return first
+    def _note_to_write(self, chunk: Chunk) -> None:
+        if self.max_disk_chunks and not chunk.has_file:
+            self._to_write.add(chunk, is_leased=self.leases.wants_file(chunk.name.key))
 
-    def _chain_before(self, chunk: _Chunk) -> Iterator[_Chunk]:
-        """The chunks before it in its chain, nearest first, up to one that is nowhere."""
-        while chunk.name.parent is not None and (before := self._chunks.get(chunk.name.parent)) is not None:
-            if before.name.last_block >= chunk.name.last_block:
-                return  # a file has said so that we did not write
-            yield before
-            chunk = before
+    def _take_for_disk_if_there(self, chunk: Chunk) -> UseOrder | None:
+        return self._take_for_disk(chunk) if chunk.has_file else None
 
-    def _note_to_write(self, chunk: _Chunk) -> None:
-        if not self.max_disk_chunks or chunk.has_file:
-            return
-        key = chunk.name.key
-        if self.leases.wants_file(key):
-            self._to_write_leased[key] = None
-        else:
-            waiting = self._to_write_reused if chunk.num_uses > 1 else self._to_write_once
-            waiting[key] = None
-
-    def _forget_to_write(self, chunk: _Chunk) -> None:
-        for waiting in (self._to_write_once, self._to_write_reused, self._to_write_leased):
-            waiting.pop(chunk.name.key, None)
-
-    def _shelve_file(self, chunk: _Chunk) -> None:
-        """The newest of those among which it belongs."""
-        self._unshelve_file(chunk)
-        part = self._disk_leased if self.leases.holds(chunk.name.key) else self._disk
-        part[chunk.name.key] = chunk
+    def _take_for_disk(self, chunk: Chunk) -> UseOrder:
+        """Out of where its file is, for the part where it belongs."""
+        self._take_from_disk(chunk)
+        if not self.leases.holds(chunk.name.key):
+            return self._disk
         self._note_lease(chunk)
+        return self._disk_leased
 
-    def _unshelve_file(self, chunk: _Chunk) -> None:
-        for part in (self._disk, self._disk_leased):
-            part.pop(chunk.name.key, None)
+    def _take_from_disk(self, chunk: Chunk) -> None:
+        key = chunk.name.key
+        if not self._disk.take(key):
+            self._disk_leased.take(key)
 
-    def _note_lease(self, chunk: _Chunk) -> None:
+    def _note_lease(self, chunk: Chunk) -> None:
         if chunk.is_on_disk and self.leases.holds(chunk.name.key):
             self._lease_changes[chunk.name.key] = None
 
     def _may_make_file(self) -> bool:
         """Whether there is room for one more file, or a file that may go."""
-        return self.num_on_disk < self.max_disk_chunks or any(each.is_on_disk for each in self._disk.values())
+        return self.num_on_disk < self.max_disk_chunks or any(each.is_on_disk for each in self._disk)
 
     def _evict_file(self) -> None:
-        files = (each for part in (self._disk, self._disk_leased) for each in part.values())
+        files = (each for part in (self._disk, self._disk_leased) for each in part)
         self._leave_disk(next(each for each in files if each.is_on_disk), LeaseBreak.DISK_FULL)
 
-    def _leave_disk(self, chunk: _Chunk, cause: LeaseBreak) -> None:
+    def _leave_disk(self, chunk: Chunk, cause: LeaseBreak) -> None:
         key = chunk.name.key
         chunk.is_on_disk = False
-        self._unshelve_file(chunk)
+        self._take_from_disk(chunk)
         self._removals[key] = None
         self._events.append(BlockRemoved((key,), Tier.DISK))
         if chunk.slot is not None and self.leases.lost_file(key):
             self._warm_chain(chunk)
         self._forget_if_nowhere(chunk, cause)
 
-    def _forget_if_nowhere(self, chunk: _Chunk, cause: LeaseBreak) -> None:
+    def _forget_if_nowhere(self, chunk: Chunk, cause: LeaseBreak) -> None:
         if chunk.slot is None and not chunk.has_file:
             del self._chunks[chunk.name.key]
+            self._newest_in_host.leave(chunk.name.key)
+            self._newest_on_disk.leave(chunk.name.key)
             self.leases.gone(chunk.name.key, cause)

@@ -24,7 +24,7 @@ from typing import NewType
 
 import xxhash
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.frames import MAX_USER_TAG_BYTES, UserTag
 

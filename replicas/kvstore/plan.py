@@ -7,7 +7,8 @@ caller what moving and computing take.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory, Place
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
 

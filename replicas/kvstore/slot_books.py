@@ -8,7 +8,7 @@ import os
 
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.protocol.frames import UserTag
 

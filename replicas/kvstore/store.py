@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory, Place
 from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.leasing.lease_desk import LeaseDesk, leases_within, restored_leases
 from replicas.kvstore.on_disk.disk import Disk, Finished, Kind

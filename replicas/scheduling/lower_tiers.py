@@ -25,7 +25,7 @@ from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Request
 
 if TYPE_CHECKING:
-    from replicas.kvstore.directory import ChunkName
+    from replicas.kvstore.chunk import ChunkName
     from replicas.kvstore.store import ChunkStore
 
 RESET_SECONDS = 1.0

@@ -6,7 +6,7 @@ name nothing outside it.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
 

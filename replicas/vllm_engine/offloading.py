@@ -28,7 +28,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from replicas.kvstore.directory import ChunkName, Place
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Place
 from replicas.kvstore.layout import Layout
 from replicas.process.settings import SettingsError
 from replicas.protocol.blocks import BlockHash

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from replicas.kvstore.directory import ChunkName, Directory
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
 from replicas.kvstore.leasing.leases import LeaseRecord, Leases
 from replicas.protocol.blocks import BlockHash

@@ -6,7 +6,8 @@ Pure: the directory decides.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from replicas.kvstore.directory import ChunkName, Directory
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory
 from replicas.protocol.prefix_leases import (
     LeaseAnswer,
     LeaseBreak,

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader, file_bytes
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
 from replicas.kvstore.on_disk.disk_books import DiskBooks, Worker

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader
 from replicas.kvstore.on_disk.disk_health import DiskHealth
 from replicas.kvstore.on_disk.disk_jobs import Outcome

@@ -20,7 +20,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.on_disk.folder import regular_file
 from replicas.kvstore.on_disk.layout_folder import JOURNAL
 from replicas.protocol.blocks import HASH_BYTES, BlockHash

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkError, ChunkHeader, LayoutId, decode
 from replicas.protocol.pulls import PullPart
 from replicas.protocol.tier_figures import MoveFailure

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName, Directory
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory
 from replicas.kvstore.pulling.incoming import Ending, Wanted
 from replicas.kvstore.slot_books import SlotBooks
 from replicas.kvstore.tally import MoveTally

@@ -55,10 +55,10 @@ def test_after_a_storm_nothing_is_moving_pinned_or_lost(tiers: TierShape, seed: 
         assert replica.num_requests == 0 and replica.pool.num_used == 0
         while replica.moves_end_at is not None:
             host.observe(replica.end_moves(replica.moves_end_at))
-        for key in [*directory._hot, *directory._cold]:
-            assert directory.place(key) is Place.HOST
-            directory.pin([key])
-            directory.unpin([key])
+        for chunk in [*directory._hot, *directory._cold]:
+            assert directory.place(chunk.name.key) is Place.HOST
+            directory.pin([chunk.name.key])
+            directory.unpin([chunk.name.key])
         assert directory.num_in_host <= directory.num_host_slots
         assert directory.num_on_disk <= directory.max_disk_chunks
         assert not any(chunk.num_readers for chunk in directory._chunks.values())

@@ -3,7 +3,7 @@
 import mmap
 import random
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ALIGNMENT, HEADER_BYTES, ChunkHeader, Layout, encode, file_bytes
 from replicas.protocol.frames import UserTag
 from tests.replicas.kvstore.chunk_names import name

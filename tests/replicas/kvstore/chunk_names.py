@@ -1,6 +1,6 @@
 """Chunks that tests can read: the chunk "abc" follows "ab", which follows "a"."""
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 
 BLOCKS_PER_CHUNK = 4

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import ChunkHeader, LayoutId, encode
 from replicas.kvstore.pulling.incoming import ChunkKind, PullFailed, Wanted, incoming
 from replicas.protocol.pulls import PullPart

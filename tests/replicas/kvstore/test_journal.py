@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.on_disk import journal as journal_module
 from replicas.kvstore.on_disk.journal import MIN_DEAD_RECORDS, RECORD_BYTES, Journal
 from replicas.kvstore.on_disk.layout_folder import JOURNAL

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.pulling import pull as pull_module
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
 from replicas.kvstore.pulling.peers import MAX_PEERS, Peers

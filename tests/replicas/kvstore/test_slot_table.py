@@ -10,7 +10,7 @@ import pytest
 
 from replicas.engine import SharedKv
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.layout import HEADER_BYTES, LayoutId, decode
 from replicas.kvstore.pulling.chunk_reader import ChunkReader
 from replicas.kvstore.slot_books import SlotBooks

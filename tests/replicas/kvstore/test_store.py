@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore.arena import Arena
-from replicas.kvstore.directory import ChunkName, Directory, Place
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory, Place
 from replicas.kvstore.layout import decode, encode
 from replicas.kvstore.on_disk.disk import Disk, DiskOptions
 from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare

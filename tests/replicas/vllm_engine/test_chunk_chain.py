@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicas.kvstore.directory import ChunkName
+from replicas.kvstore.chunk import ChunkName
 from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.vllm_engine.chunk_chain import ChunkChain
