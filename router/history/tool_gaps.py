@@ -1,0 +1,92 @@
+"""ToolGaps: how long tools take between two turns of a conversation, as each tenant's have taken so far.
+
+Owns the measurements, and so for how long a prompt is worth keeping whose answer is likely to end in tool
+calls: the next turn is then nearly certain, and everything before it is read again.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from router.history.canonical import ConversationKey
+
+MOST_AWAITED = 4096
+"""Turns that have ended in calls and whose next turn has not come."""
+
+MOST_TENANTS = 1024
+MOST_GAPS = 64
+LEAST_GAPS = 4
+"""Measured, before anything is concluded from them."""
+
+LIKELY = 0.5
+"""The share of a tenant's turns with tools that end in calls from which on the next one is expected to."""
+
+SHARE_DECAY = 0.9
+QUANTILE = 0.9
+MARGIN = 1.5
+LEAST_SECONDS = 5
+
+
+class _Tenant:
+    __slots__ = ("call_share", "gaps")
+
+    def __init__(self) -> None:
+        self.gaps: deque[float] = deque(maxlen=MOST_GAPS)
+        self.call_share = 0.0
+
+
+class ToolGaps:
+    """For one router. `most_seconds` of 0 measures nothing and keeps nothing. All times are of one clock, in
+    seconds."""
+
+    def __init__(self, most_seconds: int) -> None:
+        self._most_seconds = most_seconds
+        self._awaited: OrderedDict[ConversationKey, tuple[str, float]] = OrderedDict()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+
+    @property
+    def is_on(self) -> bool:
+        return self._most_seconds > 0
+
+    def ended(self, tenant: str, key: ConversationKey, now: float, *, in_calls: bool) -> None:
+        """A turn that was offered tools has ended; `key` is that of the conversation with its answer."""
+        if not self.is_on:
+            return
+        known = self._tenant(tenant)
+        known.call_share = SHARE_DECAY * known.call_share + (1 - SHARE_DECAY) * in_calls
+        if not in_calls:
+            return
+        self._awaited[key] = (tenant, now)
+        self._awaited.move_to_end(key)
+        if len(self._awaited) > MOST_AWAITED:
+            self._awaited.popitem(last=False)
+
+    def came(self, keys: Iterable[ConversationKey], now: float) -> None:
+        """A turn has come; `keys` are those of its conversation's messages. What took longer than is ever
+        kept teaches nothing."""
+        if not self._awaited:
+            return
+        for key in keys:
+            awaited = self._awaited.pop(key, None)
+            if awaited is not None and now - awaited[1] <= self._most_seconds:
+                self._tenant(awaited[0]).gaps.append(now - awaited[1])
+
+    def seconds(self, tenant: str) -> int | None:
+        """For how long to keep the prompt of a turn that is offered tools. None while not enough is known, or
+        where its answer is not likely to end in calls."""
+        known = self._tenants.get(tenant)
+        if known is None or known.call_share < LIKELY or len(known.gaps) < LEAST_GAPS:
+            return None
+        gaps = sorted(known.gaps)
+        gap = gaps[min(len(gaps) - 1, math.floor(QUANTILE * len(gaps)))]
+        return max(LEAST_SECONDS, min(self._most_seconds, math.ceil(MARGIN * gap)))
+
+    def _tenant(self, name: str) -> _Tenant:
+        known = self._tenants.get(name)
+        if known is None:
+            known = self._tenants[name] = _Tenant()
+            if len(self._tenants) > MOST_TENANTS:
+                self._tenants.popitem(last=False)
+        else:
+            self._tenants.move_to_end(name)
+        return known
