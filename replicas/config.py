@@ -141,6 +141,11 @@ class ReplicaConfig:
         help="share of each tier below the device that requests may have kept for a time of theirs "
         "(prompt_cache_retention, prompt_cache_options.ttl); 0 grants none",
     )
+    grammar_seconds: float = setting(
+        10.0,
+        help="maximum time that a request waits until the schema or grammar its answer must follow is "
+        "worked out; then it is refused",
+    )
     attention: str = setting(
         "auto",
         help="how cached keys are read: gather copies them, kernel reads them where they lie and is compiled "
@@ -249,6 +254,8 @@ class ReplicaConfig:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
         if not self.engine_hang_seconds > 0:
             raise SettingsError("setting engine_hang_seconds must be above 0")
+        if not self.grammar_seconds > 0:
+            raise SettingsError("setting grammar_seconds must be above 0")
         if not (self.build_seconds > 0 and self.standstill_seconds > 0):
             raise SettingsError("settings build_seconds and standstill_seconds must be above 0")
         if (self.tls_certificate is None) != (self.tls_key is None):

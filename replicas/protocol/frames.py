@@ -25,6 +25,7 @@ from replicas.protocol.bounds import (
     Uint64,
 )
 from replicas.protocol.events import CacheEvent
+from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import TierFigures
@@ -81,7 +82,8 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. `seed` is always set by the
     router: the n-th output token of a choice depends on (seed, choice, n) alone, whatever else is in
     the batch, so a generation can be resumed elsewhere. `num_logprobs` None means no logprobs, 0 the
-    chosen token's only.
+    chosen token's only. The output follows `grammar`, in llguidance's notation, and ends where it is
+    complete, whatever `min_tokens` and `ignore_eos` say; "" is none.
     """
 
     max_tokens: Uint32
@@ -98,6 +100,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     stop_token_ids: Annotated[tuple[Uint32, ...], Meta(max_length=MAX_LISTED)] = ()
     ignore_eos: bool = False
     num_logprobs: Uint32 | None = None
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
 
 
 class Submit(Struct, frozen=True, omit_defaults=True):

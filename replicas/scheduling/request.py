@@ -6,6 +6,7 @@ Owns the token sequence with its block table. Only the scheduler and its cache m
 from typing import NamedTuple
 
 from replicas.engine import EngineRequest
+from replicas.grammars.constraint import Constraint
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, SamplingParams, Submit, TokenLogprobs
@@ -24,8 +25,10 @@ class Request:
     """
 
     __slots__ = (
+        "awaits_grammar",
         "block_hashes",
         "block_ids",
+        "constraint",
         "key",
         "lease_outcome",
         "num_cached_tokens",
@@ -46,7 +49,9 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, engine_request: EngineRequest, arrival: int) -> None:
+    def __init__(
+        self, engine_request: EngineRequest, arrival: int, constraint: Constraint | None = None
+    ) -> None:
         self.submit: Submit = engine_request.submit
         self.key: RequestKey = engine_request.key
         self.sampling: SamplingParams = self.submit.sampling
@@ -77,6 +82,9 @@ class Request:
         self.num_expected_tokens: int = 0
         """While it waits: the tokens that it would have to compute, by what is cached when it queued."""
         self.num_preemptions: int = 0
+        self.constraint: Constraint | None = constraint
+        """What its output is held to. It takes each output token once, however often that is computed."""
+        self.awaits_grammar: bool = constraint is not None
 
     @property
     def num_tokens(self) -> int:

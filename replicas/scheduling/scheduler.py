@@ -9,7 +9,8 @@ that order, so the one to preempt is always the last that runs, and in one step 
 everything that has been scheduled already: no block is ever shared that this step will not compute.
 
 Where KV lies below the device, too, a request may hold blocks without running, while KV is copied into them,
-and one that waits for KV to come to host memory lets those behind it go first.
+and one that waits for KV to come to host memory lets those behind it go first. So does one whose grammar is
+still worked out.
 """
 
 from bisect import insort
@@ -17,19 +18,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from replicas.engine import EngineRequest, RequestRefused
+from replicas.grammars.constraint import ConstraintFailed, Constraints
 from replicas.protocol.frames import (
     FinishReason,
     LoadSnapshot,
-    PromptUsage,
     RefusalCode,
     RequestKey,
     StepFrame,
     TokenDelta,
 )
 from replicas.scheduling.admission import AdmissionLimits, check_admission
+from replicas.scheduling.constraining import constrain, failure, take_unheld
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
 from replicas.scheduling.request import Chunk, Request, SampledToken
+from replicas.scheduling.usage import prompt_usage
 
 _rank = attrgetter("rank")
 
@@ -52,6 +55,7 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: Collection[int],
         lower_tiers: LowerTiers | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         assert min(max_batched_tokens, max_running, max_waiting) >= 1
         self._manager = manager
@@ -69,6 +73,9 @@ class Scheduler:
         """They hold all their blocks, and KV is copied into some of them."""
         self._loaded: list[Request] = []
         """They hold all their blocks, and may run as soon as a step has a token for them."""
+        self._constraints = constraints
+        self._refused: list[TokenDelta] = []
+        """What the next frame says of requests whose grammar cannot be followed."""
         self._num_added = 0
         self._started: list[RequestKey] = []  # of the step that is being made, like the next
         self._num_preemptions = 0
@@ -80,8 +87,9 @@ class Scheduler:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{engine_request.key} is already here")
         if len(self._waiting) >= self._max_waiting:
             raise RequestRefused(RefusalCode.OVERLOADED, f"{len(self._waiting)} requests wait already")
+        constraint = constrain(engine_request, self._constraints)
         self._num_added += 1
-        request = Request(engine_request, self._num_added)
+        request = Request(engine_request, self._num_added, constraint)
         self._requests[request.key] = request
         self._enqueue(request)
 
@@ -95,8 +103,7 @@ class Scheduler:
         else:
             self._queue_of(request).remove(request)
             self._manager.free(request)
-        if self._lower_tiers is not None:
-            self._lower_tiers.forget(request)
+        self._forget(request)
 
     def has_work(self) -> bool:
         """Whether a step has anything to do: a waiting or running request, or an event to report."""
@@ -117,8 +124,12 @@ class Scheduler:
         Blocks are allocated here, and those that the step will fill are shared already. So the engine
         must write the KV of all chunks of the step before any of them reads (layer by layer
         is enough). At least one chunk, unless there is no request that could be computed: all wait for
-        KV that is on its way.
+        KV that is on its way, or for their grammar.
         """
+        for request, delta in take_unheld(self._waiting):
+            self._waiting.remove(request)
+            self._end(request)
+            self._refused.append(delta)
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
         budget = self._max_batched_tokens - self._num_decoding()
@@ -128,7 +139,7 @@ class Scheduler:
         budget = self._schedule_running(decodes, prefills, budget)
         if len(self._running) == num_running:
             self._admit(prefills, budget)
-        assert decodes or prefills or not self._requests or self._awaits_kv, (
+        assert decodes or prefills or not self._requests or self._awaits, (
             "requests are left, and none can be computed"
         )
         return decodes + prefills
@@ -139,7 +150,7 @@ class Scheduler:
         A stopping token (EOS or a stop token) is part of its delta. Requests that were aborted since
         they were scheduled are passed over.
         """
-        deltas: list[TokenDelta] = []
+        deltas, self._refused = self._refused, []
         num_prefill_tokens = num_decode_tokens = 0
         any_finished = False
         for chunk in chunks:
@@ -174,10 +185,12 @@ class Scheduler:
         )
         return frame if self._lower_tiers is None else self._lower_tiers.fill(frame)
 
-    def wait_for_kv(self, seconds: float) -> None:
-        """Until KV may have come that the last `schedule()` had to wait for, at most so long."""
+    def wait(self, seconds: float) -> None:
+        """Until what may have come that the last `schedule()` had to wait for, at most so long."""
         if self._lower_tiers is not None:
             self._lower_tiers.wait(seconds)
+        elif self._constraints is not None:
+            self._constraints.wait(seconds)
 
     def load(self) -> LoadSnapshot:
         """How busy the engine is; its speed is for others to measure."""
@@ -245,7 +258,9 @@ class Scheduler:
             if budget <= 0 or self._num_holding >= self._max_running:
                 self._waiting += waiting[position:]
                 break
-            if self._lower_tiers is not None and self._lower_tiers.still_waits(request):
+            if request.awaits_grammar or (
+                self._lower_tiers is not None and self._lower_tiers.still_waits(request)
+            ):
                 self._waiting.append(request)
                 continue
             cached_block_ids = self._manager.find_cached(request)
@@ -293,8 +308,9 @@ class Scheduler:
         return len(self._running) + len(self._loading) + len(self._loaded)
 
     @property
-    def _awaits_kv(self) -> bool:
-        return self._lower_tiers is not None and bool(self._loading or self._waiting)
+    def _awaits(self) -> bool:
+        awaits_kv = self._lower_tiers is not None and bool(self._loading or self._waiting)
+        return awaits_kv or any(request.awaits_grammar for request in self._waiting)
 
     def _num_ready(self, request: Request, num_cached_blocks: int) -> tuple[int, bool]:
         """The leading blocks that it need not compute, and whether it should wait for more."""
@@ -333,8 +349,13 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         del self._requests[request.key]
         self._manager.free(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         if self._lower_tiers is not None:
             self._lower_tiers.forget(request)
+        if request.constraint is not None:
+            request.constraint.end()
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the last in rank; it computes again what is no longer cached by its turn."""
@@ -355,13 +376,17 @@ class Scheduler:
         insort(self._waiting, request, key=_rank)
 
     def _append(self, request: Request, sampled: SampledToken) -> TokenDelta:
+        try:
+            is_complete = request.constraint is not None and request.constraint.consume(sampled.token_id)
+        except ConstraintFailed as failed:
+            return failure(request, failed)
         request.token_ids.append(sampled.token_id)
         is_first = len(request.token_ids) == request.num_submitted_tokens + 1
         return TokenDelta(
             request.key,
             (sampled.token_id,),
-            self._finish_reason(request, sampled.token_id),
-            self._usage(request) if is_first else None,
+            FinishReason.STOP if is_complete else self._finish_reason(request, sampled.token_id),
+            prompt_usage(request, self._manager.block_size) if is_first else None,
             None if sampled.logprobs is None else (sampled.logprobs,),
         )
 
@@ -378,25 +403,3 @@ class Scheduler:
         if num_output_tokens >= sampling.max_tokens or num_tokens >= self._max_total_tokens:
             return FinishReason.LENGTH
         return None
-
-    def _usage(self, request: Request) -> PromptUsage:
-        """Measured at the first schedule; a later preemption changes nothing of it."""
-        block_size = self._manager.block_size
-        num_full_block_tokens = request.num_prompt_tokens // block_size * block_size
-        num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
-        outcome = request.lease_outcome
-        return PromptUsage(
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_written_tokens=max(0, num_full_block_tokens - request.num_cached_tokens),
-            num_cross_user_tokens=request.num_cross_user_tokens,
-            num_own_tokens=request.num_own_tokens,
-            num_slower_tier_tokens=min(request.num_slower_tier_tokens, request.num_prompt_tokens),
-            num_disk_tokens=min(request.num_disk_tokens, request.num_prompt_tokens),
-            num_pulled_tokens=min(request.num_pulled_tokens, request.num_prompt_tokens),
-            leases=outcome.answers,
-            num_evicted_early_tokens=min(
-                outcome.num_evicted_early_tokens, request.num_prompt_tokens - num_cached_tokens
-            ),
-            broken_by=outcome.broken_by,
-        )

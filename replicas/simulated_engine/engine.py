@@ -1,13 +1,15 @@
 """SimulatedEngine: the real scheduler and block pool over a cost model instead of a model.
 
 Owns the tokens that stand in for an answer: of a script where it has some for the prompt, arbitrary ones
-elsewhere. Nothing is computed, and time is the `sleep` that it is given.
+elsewhere; of an answer that is held to a grammar, only such as the grammar allows. Nothing is computed, and
+time is the `sleep` that it is given.
 For load tests of the router and for planning; what it measures says nothing of any engine.
 """
 
 from collections.abc import Callable, Sequence
 
 from replicas.engine import EngineRequest, SharedKv
+from replicas.grammars.constraint import Constraints
 from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
@@ -16,11 +18,14 @@ from replicas.scheduling.scheduler import Scheduler
 from replicas.simulated_engine.hardware import FREE, CostModel
 from replicas.simulated_engine.script import Script
 
+_PAUSE_SECONDS = 0.0005
+"""How long a step waits in which every request waits for its grammar."""
 _MASK = 2**64 - 1
 
 
 class SimulatedEngine:
-    """`num_blocks` counts the null block. `printable` narrows the token ids of answers, EOS left out."""
+    """`num_blocks` counts the null block. `printable` narrows the token ids of answers, EOS left out. Without
+    `constraints`, requests with a grammar are refused."""
 
     def __init__(
         self,
@@ -34,7 +39,9 @@ class SimulatedEngine:
         sleep: Callable[[float], None],
         printable: Sequence[int] | None = None,
         script: Script | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
+        self._constraints = constraints
         self._script = script
         self._answers: dict[RequestKey, Sequence[int]] = {}
         """What the script has for requests that run or wait."""
@@ -55,6 +62,7 @@ class SimulatedEngine:
             context_length=card.context_length,
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
+            constraints=constraints,
         )
 
     @property
@@ -85,6 +93,8 @@ class SimulatedEngine:
 
     def step(self) -> StepFrame:
         chunks = self._scheduler.schedule()
+        if not chunks and self._scheduler.has_work():
+            self._scheduler.wait(_PAUSE_SECONDS)
         if self._cost is not None:
             seconds = self._cost.step_seconds(chunks)
             if seconds > 0:
@@ -100,11 +110,14 @@ class SimulatedEngine:
         return self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        if self._constraints is not None:
+            self._constraints.close()
 
     def _sample(self, request: Request) -> SampledToken:
         token_id = self._scripted(request)
-        if token_id is None:
+        if token_id is None or (
+            request.constraint is not None and token_id not in request.constraint.allowed()
+        ):
             token_id = self._arbitrary(request)
         if request.sampling.num_logprobs is None:
             return SampledToken(token_id)
@@ -126,4 +139,5 @@ class SimulatedEngine:
         """The n-th output token, from the choice's seed and n alone: the same wherever it is resumed."""
         mixed = (request.seed * 0x9E3779B97F4A7C15 + request.num_output_tokens * 0xD1B54A32D192ED03) & _MASK
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
-        return self._token_ids[(mixed >> 20) % len(self._token_ids)]
+        candidates = self._token_ids if request.constraint is None else request.constraint.allowed()
+        return candidates[(mixed >> 20) % len(candidates)]

@@ -13,6 +13,8 @@ from replicas.checkpoints.model_config import ModelConfig
 from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_headers
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
+from replicas.grammars.holding import GrammarHolder
+from replicas.grammars.vocabulary import read_vocabulary
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
@@ -32,8 +34,8 @@ from replicas.toy_model import checkpoint_directory
 
 _CPU_CACHE_BYTES = 128 * 2**20
 _FREE_GPU_MEMORY_RATIO = 0.85
-_MOVE_PAUSE_SECONDS = 0.0005
-"""How long a step waits in which every request waits for KV that is on its way."""
+_PAUSE_SECONDS = 0.0005
+"""How long a step waits in which every request waits for KV that is on its way, or for its grammar."""
 _SENSIBLE_CONTEXT = 256
 """A cache that cannot hold one sequence of this many tokens is a mistake in the settings."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,9 +85,15 @@ class TorchEngine:
         manager = KVCacheManager(num_ids, config.tokens_per_block)
         self.store, lower_tiers = _lower_tiers(config, self._card.fingerprint, pool, manager, self._meter)
         self._card = with_layout(self._card, self.shared_kv)
-        self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers)
+        self._grammars = GrammarHolder(
+            lambda: read_vocabulary(self._bundle, self._card.vocab_size, self._card.eos_token_ids),
+            checkpoint.eos_token_ids,
+            seconds=config.grammar_seconds,
+            clock=time.monotonic,
+        )
+        self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers, self._grammars)
         self.runner = ModelRunner(model, pool, context_length)
-        self._sampler = Sampler(checkpoint.eos_token_ids)
+        self._sampler = Sampler(checkpoint.eos_token_ids, self._grammars)
 
     @property
     def card(self) -> ModelCard:
@@ -119,7 +127,7 @@ class TorchEngine:
         chunks = self._scheduler.schedule()
         sampled: dict[RequestKey, SampledToken] = {}
         if not chunks and self._scheduler.has_work():
-            self._scheduler.wait_for_kv(_MOVE_PAUSE_SECONDS)
+            self._scheduler.wait(_PAUSE_SECONDS)
         if chunks:
             logits = self.runner.run(chunks)
             requests = [chunk.request for chunk in chunks if chunk.samples]
@@ -136,6 +144,7 @@ class TorchEngine:
     def close(self) -> None:
         """The model and its cache go with the runner, the only one that holds them."""
         del self.runner
+        self._grammars.close()
         if self.store is not None:
             self.store.close(self._spill_seconds)
         if torch.cuda.is_available():
@@ -224,7 +233,11 @@ def _lower_tiers(
 
 
 def _scheduler(
-    card: ModelCard, manager: KVCacheManager, max_waiting: int, lower_tiers: LowerTiers | None
+    card: ModelCard,
+    manager: KVCacheManager,
+    max_waiting: int,
+    lower_tiers: LowerTiers | None,
+    grammars: GrammarHolder,
 ) -> Scheduler:
     return Scheduler(
         manager,
@@ -235,4 +248,5 @@ def _scheduler(
         vocab_size=card.vocab_size,
         eos_token_ids=card.eos_token_ids,
         lower_tiers=lower_tiers,
+        constraints=grammars,
     )

@@ -4,12 +4,14 @@ Owns the meaning of SamplingParams. When a request ends is the scheduler's.
 
 A row goes this way, each step only where its request asks for it::
 
-    logits + logit_bias → stop tokens out (min_tokens) → repetition, frequency, presence penalty
+    logits → what the grammar forbids out
+           + logit_bias → stop tokens out (min_tokens) → repetition, frequency, presence penalty
            → greedy: the largest
            → else: / temperature → min_p → top_k → top_p → inverse CDF at uniform(seed, n)
 
 No generator is kept: the number that draws output token n is a hash of (seed, n). So a choice depends
-neither on what else is in the batch nor on which replica drew the tokens before it.
+neither on what else is in the batch nor on which replica drew the tokens before it. When an answer that is
+held to a grammar may end is the grammar's.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replicas.grammars.holding import GrammarHolder, HeldChoice
 from replicas.protocol.frames import RequestKey, SamplingParams, TokenLogprobs
 from replicas.scheduling.request import Request, SampledToken
 
@@ -37,8 +40,9 @@ def uniform(seed: int, index: int) -> float:
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], grammars: GrammarHolder | None = None) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars = grammars
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """One token for each request from its row of float32 `logits` (changed in place)."""
@@ -48,6 +52,7 @@ class Sampler:
                 row for row, request in enumerate(requests) if request.sampling.num_logprobs is not None
             ]
             raw = logits[explained].log_softmax(dim=-1) if explained else None
+            self._hold_to_grammars(requests, logits)
             for row, request in enumerate(requests):
                 if _adjusts(request):
                     self._adjust(logits[row], request)
@@ -68,13 +73,27 @@ class Sampler:
             for request, token_id in zip(requests, token_ids, strict=True)
         }
 
+    def _hold_to_grammars(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
+        held: dict[int, HeldChoice] = {}
+        for row, request in enumerate(requests):
+            if request.constraint is not None:
+                assert isinstance(request.constraint, HeldChoice)
+                held[row] = request.constraint
+        if not held:
+            return
+        assert self._grammars is not None
+        bits = self._grammars.masks(list(held.values())).view(np.uint8)
+        forbidden = np.unpackbits(bits, axis=1, count=logits.shape[1], bitorder="little") == 0
+        rows = _indices(list(held), logits)
+        logits[rows] = logits[rows].masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+
     def _adjust(self, row: torch.Tensor, request: Request) -> None:
         """Everything that changes which token is likeliest, in place."""
         sampling = request.sampling
         if sampling.logit_bias:
             ids, biases = zip(*sampling.logit_bias, strict=True)
             row.index_add_(0, _indices(ids, row), torch.tensor(biases, dtype=row.dtype, device=row.device))
-        if request.num_output_tokens < sampling.min_tokens:
+        if request.num_output_tokens < sampling.min_tokens and request.constraint is None:
             ends = (
                 sampling.stop_token_ids
                 if sampling.ignore_eos

@@ -1,0 +1,98 @@
+"""Matcher: where one choice stands in its grammar.
+
+Owns llguidance's matcher of the choice, and when the answer may end: at a token that ends answers only where
+the grammar allows it, and before `min_tokens`, or at all with `ignore_eos`, only where the grammar allows
+nothing else.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from replicas.grammars.constraint import ConstraintFailed
+from replicas.protocol.frames import SamplingParams
+from replicas.protocol.grammar_bounds import PARSER_LIMITS
+
+LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
+
+_MAX_REASON_CHARACTERS = 300
+
+Masks = npt.NDArray[np.int32]
+"""A row for each choice: a bit for each token of the vocabulary, the lowest first."""
+
+
+def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning of the grammar, to be copied. Raises ConstraintFailed.
+
+    What may come first is worked out at once: for some grammars this takes the most time of all.
+    """
+    inner = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+    if not inner.is_error():
+        inner.compute_bitmask()
+    if inner.is_error():
+        raise ConstraintFailed(f"the grammar cannot be followed: {reason(inner)}")
+    return inner
+
+
+def reason(inner: LLMatcher) -> str:
+    """The first line of what went wrong."""
+    return inner.get_error().partition("\n")[0][:_MAX_REASON_CHARACTERS]
+
+
+class Matcher:
+    """Takes the `output` that a resumed choice has already. Raises ConstraintFailed if it does not fit."""
+
+    def __init__(
+        self,
+        inner: LLMatcher,
+        sampling: SamplingParams,
+        eos_token_ids: Sequence[int],
+        output: Sequence[int] = (),
+    ) -> None:
+        self.inner = inner
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._sampling = sampling
+        self._num_output_tokens = len(output)
+        if output and not inner.consume_tokens(list(output)):
+            raise ConstraintFailed(f"the output so far does not follow the grammar: {reason(inner)}")
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow but a token that ends the answer."""
+        return self.inner.is_stopped()
+
+    def consume(self, token_id: int) -> bool:
+        """The next token; whether the answer is complete with it. Raises ConstraintFailed."""
+        self._num_output_tokens += 1
+        if not self.inner.consume_token(token_id) or self.inner.is_error():
+            raise ConstraintFailed(f"the grammar could not be followed further: {reason(self.inner)}")
+        return self.is_complete
+
+    def put_off_end(self, mask: Masks) -> None:
+        """Take the tokens that end the answer too early out of its row, unless nothing else is left."""
+        sampling = self._sampling
+        is_early = self._num_output_tokens < sampling.min_tokens
+        ends = {*self._eos_token_ids} if is_early or sampling.ignore_eos else set()
+        if is_early:
+            ends.update(sampling.stop_token_ids)
+        ids = np.array([token for token in ends if token < 32 * len(mask)], dtype=np.int64)
+        if not len(ids):
+            return
+        without = mask.view(np.uint32).copy()
+        np.bitwise_and.at(without, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+        if without.any():
+            mask[:] = without.view(np.int32)
+
+
+def fill_masks(matchers: Sequence[Matcher], executor: LLExecutor, masks: Masks) -> None:
+    """What each may say next, in a row of `masks`, which has as many. One that fails finds out when it takes
+    its next token.
+    """
+    fill_next_token_bitmask_par(
+        executor, [(matcher.inner, row) for row, matcher in enumerate(matchers)], masks
+    )
+    for matcher, mask in zip(matchers, masks, strict=True):
+        matcher.put_off_end(mask)

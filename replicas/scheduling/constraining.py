@@ -1,0 +1,40 @@
+"""What a scheduler does with requests whose output is held to a grammar.
+
+Owns which of them wait for their grammar, and what is said of those that cannot be held to it.
+"""
+
+from collections.abc import Iterable
+
+from replicas.engine import EngineRequest, RequestRefused
+from replicas.grammars.constraint import Constraint, ConstraintFailed, Constraints
+from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, TokenDelta
+from replicas.scheduling.request import Request
+
+
+def constrain(request: EngineRequest, constraints: Constraints | None) -> Constraint | None:
+    """What the request is held to, if it asks for that. Raises RequestRefused."""
+    if not request.sampling.grammar:
+        return None
+    if constraints is None:
+        raise RequestRefused(RefusalCode.INVALID_REQUEST, "this engine cannot hold its output to a grammar")
+    return constraints.begin(request)
+
+
+def take_unheld(waiting: Iterable[Request]) -> list[tuple[Request, TokenDelta]]:
+    """Those whose grammar turned out to be none, with their last deltas. Notes whose grammar is there."""
+    unheld: list[tuple[Request, TokenDelta]] = []
+    for request in waiting:
+        if request.constraint is None or not request.awaits_grammar:
+            continue
+        try:
+            request.awaits_grammar = not request.constraint.is_ready()
+        except ConstraintFailed as failed:
+            unheld.append((request, failure(request, failed)))
+    return unheld
+
+
+def failure(request: Request, failed: ConstraintFailed) -> TokenDelta:
+    """The last delta of a request that cannot be held to its grammar, or no longer."""
+    return TokenDelta(
+        request.key, finish_reason=FinishReason.ERROR, refusal=Refusal(failed.code, failed.message)
+    )

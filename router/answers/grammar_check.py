@@ -1,0 +1,154 @@
+"""Whether llguidance can follow a grammar, found before any replica is asked.
+
+Owns the vocabulary that stands in for a model's: one token for each byte. What a schema or regular expression
+of a client may cost is bounded by the limits that engines have, too: the worst known takes two seconds and
+100 MiB for a moment. llguidance lets other threads run meanwhile, so nobody waits for it but who calls it in
+a thread of its own.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+
+from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS, PARSER_LIMITS
+from router.answers.grammars import TOOL_PARAMETER
+from router.errors import InvalidRequest
+
+_LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
+MAX_GRAMMAR_TEXT_CHARACTERS = 64 * 1024
+MAX_RULES = 400
+MAX_RULE_LEVELS = 1_000
+"""Rules, with the brackets within each. llguidance follows them from one to the next on the machine's stack,
+and bears twice as many."""
+_RULE = re.compile(r"(?m)^\s*[?!]*[\w-]+(?:\[[^\n]*\]|\{[^\n]*\}|::\s*\w+)?(?:\.\d+)?\s*:(?!:)")
+_BRACKET = re.compile(r"[()\[\]]")
+_JSON_RULE = re.compile(r"%\s*json\b")
+_MAX_REASON_CHARACTERS = 300
+_NUM_BYTES = 256
+_ANY_ARGUMENTS = {"type": "object"}
+
+
+def checked_grammar(
+    grammar: str,
+    *,
+    parameter: str | None,
+    special_tokens: Collection[str] = (),
+    tool_parameter: str = TOOL_PARAMETER,
+) -> str:
+    """What `grammar_for` made, as it can be followed. Blocks for as long as a grammar takes to work out.
+
+    The arguments of a tool that is not strict are any object where its schema cannot be followed. Raises
+    InvalidRequest where that is so of anything else, with `parameter` for what the text must be.
+    """
+    if not grammar:
+        return ""
+    vocabulary = _vocabulary(tuple(sorted(special_tokens)))
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    for part in parts[1:]:
+        if "lark_grammar" in part:
+            part["lark_grammar"] = _in_lark(part["lark_grammar"], parameter)
+    grammar = json.dumps({"grammars": parts}, ensure_ascii=False)
+    problem = _problem(grammar, vocabulary)
+    if problem is not None:
+        grammar = _loosened(parts, vocabulary, parameter, tool_parameter)
+        problem = _problem(grammar, vocabulary)
+    if problem is not None:
+        raise InvalidRequest(f"the answer cannot be held to this: {problem}", parameter=parameter)
+    if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequest(
+            f"the schemas have {len(grammar)} characters together, and may have {MAX_GRAMMAR_CHARACTERS}",
+            parameter=parameter,
+        )
+    return grammar
+
+
+def _in_lark(text: str, parameter: str | None) -> str:
+    """What a client may have written in GBNF, too. Raises InvalidRequest."""
+    if len(text) > MAX_GRAMMAR_TEXT_CHARACTERS:
+        raise InvalidRequest(
+            f"the grammar has {len(text)} characters, and may have {MAX_GRAMMAR_TEXT_CHARACTERS}",
+            parameter=parameter,
+        )
+    if _JSON_RULE.search(text):
+        raise InvalidRequest("a grammar has no %json here: ask for a JSON schema", parameter=parameter)
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # whatever the converter has raised: it names no class of its own
+        raise InvalidRequest(f"the grammar cannot be read: {error}", parameter=parameter) from error
+    rules = _RULE.split(lark)
+    num_levels = sum(1 + _nesting(rule) for rule in rules)
+    if len(rules) > MAX_RULES or num_levels > MAX_RULE_LEVELS:
+        raise InvalidRequest(
+            f"the grammar has {len(rules)} rules, with {num_levels} levels of brackets; it may have "
+            f"{MAX_RULES} and {MAX_RULE_LEVELS}",
+            parameter=parameter,
+        )
+    return lark
+
+
+def _nesting(rule: str) -> int:
+    """How deep its brackets are, at the most: those in quotes are counted, too."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(rule):
+        depth = max(0, depth + (1 if bracket in "([" else -1))
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _loosened(
+    parts: Sequence[dict[str, Any]], vocabulary: LLTokenizer, parameter: str | None, tool_parameter: str
+) -> str:
+    """The grammar without the schemas of tools that are not strict and cannot be followed. Raises
+    InvalidRequest if anything else cannot, alone.
+    """
+    kept = [parts[0]]
+    for part in parts[1:]:
+        name = part["name"]
+        problem = _problem(json.dumps({"grammars": [part]}, ensure_ascii=False), vocabulary)
+        if problem is not None and name == "text":
+            raise InvalidRequest(f"the answer cannot be held to this: {problem}", parameter=parameter)
+        kind, _, number = name.partition("_")
+        if problem is not None and kind == "strict":
+            raise InvalidRequest(
+                f"arguments cannot be held to this schema: {problem}", parameter=tool_parameter.format(number)
+            )
+        if problem is not None:
+            spacing = part["json_schema"]["x-guidance"]
+            part = {"name": name, "json_schema": {**_ANY_ARGUMENTS, "x-guidance": spacing}}
+        kept.append(part)
+    return json.dumps({"grammars": kept}, ensure_ascii=False)
+
+
+def _problem(grammar: str, vocabulary: LLTokenizer) -> str | None:
+    """Why llguidance cannot follow it; also found by looking at what may come first."""
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error().partition("\n")[0][:_MAX_REASON_CHARACTERS] if matcher.is_error() else None
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        specials = ["<|end|>", *(token for token in special_tokens if token != "<|end|>")]
+        self.tokens = [bytes([byte]) for byte in range(_NUM_BYTES)]
+        self.tokens += [b"\xff" + token.encode() for token in specials]
+        self.eos_token_id = _NUM_BYTES
+        self.special_token_ids = list(range(_NUM_BYTES, len(self.tokens)))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@functools.lru_cache(maxsize=16)
+def _vocabulary(special_tokens: tuple[str, ...]) -> LLTokenizer:
+    """One for each model that is served; they are small."""
+    return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))

@@ -1,0 +1,149 @@
+"""JSON schemas of clients, as llguidance takes them.
+
+Owns the bounds on what a client may send, how JSON that follows a schema is spaced, and which keywords are
+taken out: those that say nothing of what is valid here.
+
+llguidance bounds most of what a schema may cost by itself. Not so the number of entries that an array must or
+may have, whose rules it writes out, and how far references lead from one to the next, which it follows on
+the machine's stack.
+
+JSON has no space in it but one after a comma or colon, so an answer cannot go on in spaces for ever. What a
+chat template makes of a call's arguments has that space, so arguments that are generated have it, too.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from router.errors import InvalidRequest
+
+MAX_SCHEMA_CHARACTERS = 256 * 1024
+MAX_SCHEMA_DEPTH = 100
+"""Objects and lists within one another; llguidance reads somewhat more."""
+MAX_FOLLOWED_DEPTH = 1_000
+"""The depths of the schema and of all that it refers to, together; llguidance bears twice as much."""
+MAX_ARRAY_ENTRIES = 2_000
+"""A larger `maxItems` is taken for this many."""
+MAX_COUNTED_ENTRIES = 10_000
+"""All `minItems` and `maxItems` together."""
+
+_ENFORCED_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+_VALUES = frozenset(("const", "default", "enum", "example", "examples"))
+"""Keywords whose contents are JSON, and no schemas."""
+
+ANSWER_SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+ARGUMENT_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def answer_schema(schema: Any, parameter: str) -> dict[str, Any]:
+    """For JSON that is an answer's text. Raises InvalidRequest."""
+    return {**_checked(schema, parameter), "x-guidance": ANSWER_SPACING}
+
+
+def arguments_schema(schema: Any, parameter: str, *, strict: bool) -> dict[str, Any]:
+    """For the arguments of a tool, which are an object. Of a tool that is not strict, keywords that
+    llguidance does not know are passed over. Raises InvalidRequest.
+    """
+    checked = {"type": "object", **_checked({} if schema is None else schema, parameter)}
+    return {**checked, "x-guidance": {**ARGUMENT_SPACING, "lenient": not strict}}
+
+
+def _checked(schema: Any, parameter: str) -> dict[str, Any]:
+    """The schema as an object, with what is enforced only. Raises InvalidRequest."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("a JSON schema is an object", parameter=parameter)
+    reader = _Reader(parameter)
+    checked = reader.schema(schema, depth=1)
+    reader.check_followed_depth(checked)
+    num_characters = len(json.dumps(checked, ensure_ascii=False))
+    if num_characters > MAX_SCHEMA_CHARACTERS:
+        raise reader.too_much(f"has {num_characters} characters, and may have {MAX_SCHEMA_CHARACTERS}")
+    return checked
+
+
+class _Reader:
+    """Copies one schema, counting what may cost too much in it."""
+
+    def __init__(self, parameter: str) -> None:
+        self._parameter = parameter
+        self._num_entries = 0
+        self._references: set[str] = set()
+
+    def too_much(self, what: str) -> InvalidRequest:
+        return InvalidRequest(f"the JSON schema {what}", parameter=self._parameter)
+
+    def schema(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        """What maps names to schemas is copied as if it were one: its names are kept, since no value of a
+        name like `format` is a text there.
+        """
+        copied: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword in ("minItems", "maxItems"):
+                value = self._entries(keyword, value)
+            elif keyword == "$ref" and isinstance(value, str):
+                self._references.add(value)
+            if _counts(keyword, value):
+                copied[keyword] = self._copy(value, depth, is_value=keyword in _VALUES)
+        return copied
+
+    def _copy(self, value: Any, depth: int, *, is_value: bool) -> Any:
+        if depth > MAX_SCHEMA_DEPTH:
+            raise self.too_much(f"is more than {MAX_SCHEMA_DEPTH} levels deep")
+        if isinstance(value, list):
+            return [self._copy(entry, depth + 1, is_value=is_value) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        if not is_value:
+            return self.schema(value, depth + 1)
+        return {name: self._copy(entry, depth + 1, is_value=True) for name, entry in value.items()}
+
+    def _entries(self, keyword: str, value: Any) -> Any:
+        if not isinstance(value, int | float):
+            return value
+        if value > MAX_ARRAY_ENTRIES:
+            if keyword == "minItems":
+                raise self.too_much(f"asks for {value} entries of an array; at most are {MAX_ARRAY_ENTRIES}")
+            value = MAX_ARRAY_ENTRIES
+        self._num_entries += max(0, int(value))
+        if self._num_entries > MAX_COUNTED_ENTRIES:
+            raise self.too_much(f"counts more than {MAX_COUNTED_ENTRIES} entries of arrays")
+        return value
+
+    def check_followed_depth(self, schema: dict[str, Any]) -> None:
+        """Raises InvalidRequest."""
+        depth = _depth(schema) + sum(_depth(_referred(schema, name)) for name in self._references)
+        if depth > MAX_FOLLOWED_DEPTH:
+            raise self.too_much(
+                f"is {depth} levels deep with what it refers to, and may be {MAX_FOLLOWED_DEPTH}"
+            )
+
+
+def _referred(schema: dict[str, Any], reference: str) -> Any:
+    """What a reference within the schema stands for; the whole of it for one that is not understood here."""
+    if not reference.startswith("#/"):
+        return schema
+    found: Any = schema
+    for step in unquote(reference[2:]).split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return schema
+    return found
+
+
+def _depth(value: Any) -> int:
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if entries is None else 1 + max(map(_depth, entries), default=0)
+
+
+def _counts(keyword: str, value: Any) -> bool:
+    """Whether it is kept. `x-guidance` is llguidance's own, and none of a client's."""
+    if keyword == "format":
+        return not isinstance(value, str) or value in _ENFORCED_FORMATS
+    return keyword != "x-guidance"
