@@ -32,12 +32,21 @@ class EngineRun:
         self._next_id = random.Random().randrange(2**40)
 
     def add(self, token_ids: Sequence[int], *, root: BlockHash = ROOT, **fields: Any) -> RequestKey:
+        return self.add_choices(token_ids, root=root, **fields)[0]
+
+    def add_choices(
+        self, token_ids: Sequence[int], *, root: BlockHash = ROOT, num_choices: int = 1, **fields: Any
+    ) -> list[RequestKey]:
         self._next_id += 1
-        fields = {"temperature": 0.0, "ignore_eos": True, **fields}
-        request = engine_request(token_ids, serial=self._next_id, root=root, **fields)
-        self.engine.add(request)
-        self.deltas[request.key] = []
-        return request.key
+        fields = {"temperature": 0.0, "ignore_eos": True, "num_choices": num_choices, **fields}
+        requests = [
+            engine_request(token_ids, serial=self._next_id, choice=choice, root=root, **fields)
+            for choice in range(num_choices)
+        ]
+        for request in requests:
+            self.engine.add(request)
+            self.deltas[request.key] = []
+        return [request.key for request in requests]
 
     def abort(self, key: RequestKey) -> None:
         self.engine.abort(key)
