@@ -102,8 +102,8 @@ class HeldChoice:
 
 
 class GrammarHolder:
-    """`read_vocabulary` may raise NoVocabulary: then whatever asks for a grammar fails. A choice waits at most
-    `seconds` of the `clock` for its grammar. One thread calls everything here and of what `begin` returns.
+    """`read_vocabulary` may raise NoVocabulary: then whatever asks for a grammar fails. A choice waits for
+    its grammar at most `seconds` of the `clock`. One thread calls all this, and all that `begin` returns.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ _BRACKET = re.compile(r"[()\[\]]")
 _JSON_RULE = re.compile(r"%\s*json\b")
 _MAX_REASON_CHARACTERS = 300
 _NUM_BYTES = 256
-_ANY_ARGUMENTS = {"type": "object"}
 
 
 def checked_grammar(
@@ -47,7 +46,7 @@ def checked_grammar(
     """
     if not grammar:
         return ""
-    vocabulary = _vocabulary(tuple(sorted(special_tokens)))
+    vocabulary = byte_vocabulary(tuple(sorted(special_tokens)))
     parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
     for part in parts[1:]:
         if "lark_grammar" in part:
@@ -108,18 +107,24 @@ def _loosened(
     """
     kept = [parts[0]]
     for part in parts[1:]:
-        name = part["name"]
+        name: str = part["name"]
         problem = _problem(json.dumps({"grammars": [part]}, ensure_ascii=False), vocabulary)
-        if problem is not None and name == "text":
-            raise InvalidRequest(f"the answer cannot be held to this: {problem}", parameter=parameter)
-        kind, _, number = name.partition("_")
+        if name == "text":
+            if problem is not None:
+                raise InvalidRequest(f"the answer cannot be held to this: {problem}", parameter=parameter)
+            kept.append(part)
+            continue
+        kind, number, *its_parameter = name.split("_")
         if problem is not None and kind == "strict":
             raise InvalidRequest(
                 f"arguments cannot be held to this schema: {problem}", parameter=tool_parameter.format(number)
             )
         if problem is not None:
-            spacing = part["json_schema"]["x-guidance"]
-            part = {"name": name, "json_schema": {**_ANY_ARGUMENTS, "x-guidance": spacing}}
+            anything = {} if its_parameter else {"type": "object"}
+            part = {
+                "name": name,
+                "json_schema": {**anything, "x-guidance": part["json_schema"]["x-guidance"]},
+            }
         kept.append(part)
     return json.dumps({"grammars": kept}, ensure_ascii=False)
 
@@ -149,6 +154,6 @@ class _Bytes:
 
 
 @functools.lru_cache(maxsize=16)
-def _vocabulary(special_tokens: tuple[str, ...]) -> LLTokenizer:
+def byte_vocabulary(special_tokens: tuple[str, ...]) -> LLTokenizer:
     """One for each model that is served; they are small."""
     return LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from router.errors import InvalidRequest
 
-MAX_SCHEMA_CHARACTERS = 256 * 1024
+MAX_SCHEMA_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 100
 """Objects and lists within one another; llguidance reads somewhat more."""
 MAX_FOLLOWED_DEPTH = 1_000
@@ -29,6 +29,7 @@ MAX_COUNTED_ENTRIES = 10_000
 """All `minItems` and `maxItems` together."""
 
 _ENFORCED_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+_REMARKS = frozenset(("$comment", "description", "title"))
 _VALUES = frozenset(("const", "default", "enum", "example", "examples"))
 """Keywords whose contents are JSON, and no schemas."""
 
@@ -47,6 +48,14 @@ def arguments_schema(schema: Any, parameter: str, *, strict: bool) -> dict[str, 
     """
     checked = {"type": "object", **_checked({} if schema is None else schema, parameter)}
     return {**checked, "x-guidance": {**ARGUMENT_SPACING, "lenient": not strict}}
+
+
+def argument_schema(schema: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """For one argument by itself, of a schema that `arguments_schema` has made: what it refers to in there
+    comes with it.
+    """
+    shared = {name: arguments[name] for name in ("$defs", "definitions", "x-guidance") if name in arguments}
+    return {**(schema if isinstance(schema, dict) else {}), **shared}
 
 
 def _checked(schema: Any, parameter: str) -> dict[str, Any]:
@@ -143,7 +152,7 @@ def _depth(value: Any) -> int:
 
 
 def _counts(keyword: str, value: Any) -> bool:
-    """Whether it is kept. `x-guidance` is llguidance's own, and none of a client's."""
-    if keyword == "format":
-        return not isinstance(value, str) or value in _ENFORCED_FORMATS
+    """Whether it says anything of what is valid. `x-guidance` is llguidance's own, and none of a client's."""
+    if isinstance(value, str):
+        return keyword not in _REMARKS and (keyword != "format" or value in _ENFORCED_FORMATS)
     return keyword != "x-guidance"

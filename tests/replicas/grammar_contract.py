@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-import pytest
 import tokenizers
 
 from replicas.protocol.frames import FinishReason, RefusalCode, RequestKey

@@ -1,0 +1,27 @@
+"""Texts and special tokens in a grammar.
+
+Owns how they are quoted, whatever they contain.
+"""
+
+import json
+import re
+from collections.abc import Collection
+
+_SPECIAL_NAME = re.compile(r"<[^<>\s\[\]]+>")
+
+
+def literal(text: str) -> str:
+    """As Lark quotes it, which is how JSON does."""
+    return json.dumps(text)
+
+
+def slashed(regex: str) -> str:
+    """Between slashes: a bare slash or line break in it is escaped, what is escaped already stays."""
+    named = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    inside = re.sub(r"(?s)\\.|[/\n\r]", lambda found: named.get(found[0], found[0]), regex)
+    return f"/{inside}/"
+
+
+def is_special(mark: str, special_tokens: Collection[str]) -> bool:
+    """Whether a mark stands in a grammar as a token of its own name, which no text matches."""
+    return mark in special_tokens and _SPECIAL_NAME.fullmatch(mark) is not None

@@ -1,0 +1,217 @@
+"""Grammars of answers: what follows one is read back as what was asked, in every tool syntax."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.answers.formats import AnswerFormat, ReasoningMarks, ToolSyntax
+from router.answers.grammar_check import checked_grammar
+from router.answers.grammars import MAX_CALLABLE_TOOLS, grammar_for
+from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
+from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
+from router.errors import InvalidRequest
+from tests.json_schemas import random_schema
+from tests.router.answers.grammar_following import follows, random_answer
+from tests.router.answers.spoken import parts_of
+
+MARKS = ReasoningMarks()
+HERMES = AnswerFormat(ToolSyntax.HERMES)
+LLAMA = AnswerFormat(ToolSyntax.LLAMA)
+XML = AnswerFormat(ToolSyntax.QWEN_XML)
+SYNTAXES = [HERMES, LLAMA, XML]
+REQUIRED = ToolChoice(ToolMode.REQUIRED)
+JSON = OutputFormat(
+    FormatKind.JSON_SCHEMA, schema={"type": "object", "properties": {"name": {"type": "string"}}}
+)
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 9},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, parameters: Any = None, *, strict: bool = False) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+
+
+TOOLS = [tool("weather", WEATHER, strict=True), tool("f", WEATHER)]
+
+HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+HERMES_F = HERMES_CALL.replace("weather", "f")
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
+XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+CALLS = {ToolSyntax.HERMES: HERMES_CALL, ToolSyntax.LLAMA: LLAMA_CALL, ToolSyntax.QWEN_XML: XML_CALL}
+BETWEEN = {ToolSyntax.HERMES: "\n", ToolSyntax.LLAMA: "; ", ToolSyntax.QWEN_XML: "\n"}
+
+
+def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
+    names = [part.name for part in parts if isinstance(part, CallStart)]
+    arguments = [json.loads(part.text) for part in parts if isinstance(part, CallArguments)]
+    assert not [part for part in parts if isinstance(part, Text)]
+    return list(zip(names, arguments, strict=True))
+
+
+@pytest.mark.parametrize("answer", SYNTAXES)
+def test_a_required_call_is_one_of_a_tool_and_reads_back(answer: AnswerFormat) -> None:
+    rng = random.Random(1)
+    for number in range(30):
+        schema = random_schema(rng)
+        schema["properties"].pop("größe", None)  # bytes that are letters only together are not drawn here
+        schema["required"] = [name for name in schema["required"] if name in schema["properties"]]
+        tools = [tool("first", schema, strict=True), tool("other one"[: 5 + number % 4], WEATHER)]
+        grammar = checked_grammar(grammar_for(None, tools, REQUIRED, answer), parameter=None)
+        for name, arguments in calls_of(parts_of(answer, [random_answer(grammar, rng)], tools=tools)):
+            function = next(t["function"] for t in tools if t["function"]["name"] == name)
+            if answer is not XML:  # in which a string's length and pattern are not held to
+                jsonschema.validate(arguments, function["parameters"])
+            assert set(function["parameters"].get("required", ())) <= set(arguments)
+            assert set(arguments) <= set(function["parameters"]["properties"])
+
+
+@pytest.mark.parametrize("answer", SYNTAXES)
+def test_how_many_calls_there_may_be(answer: AnswerFormat) -> None:
+    assert answer.tools is not None
+    call, between = CALLS[answer.tools], BETWEEN[answer.tools]
+    any_number = grammar_for(None, TOOLS, REQUIRED, answer)
+    one = grammar_for(None, TOOLS, ToolChoice(ToolMode.REQUIRED, parallel=False), answer)
+    named = grammar_for(None, TOOLS, ToolChoice(ToolMode.REQUIRED, names=("weather",)), answer)
+    other = grammar_for(None, TOOLS, ToolChoice(ToolMode.REQUIRED, names=("f",)), answer)
+    assert follows(any_number, call) and follows(any_number, between.join([call] * 3))
+    for grammar in (one, named):
+        assert follows(grammar, call) and not follows(grammar, between.join([call] * 2))
+    assert not follows(other, call) and follows(other, call.replace("weather", "f"))
+    for grammar in (any_number, one, named):
+        assert not follows(grammar, "") and not follows(grammar, "No.")
+
+
+@pytest.mark.parametrize("answer", SYNTAXES)
+def test_text_with_strict_tools_is_free_until_a_call_begins(answer: AnswerFormat) -> None:
+    assert answer.tools is not None
+    call = CALLS[answer.tools]
+    grammar = grammar_for(None, TOOLS, ToolChoice(), answer)
+    assert all(follows(grammar, text) for text in ("", "Hello.", "A {brace}", call))
+    assert not follows(grammar, call.replace("weather", "climate"))
+    assert not follows(grammar, call.replace("city", "town"))
+    if answer is not LLAMA:
+        assert follows(grammar, f"I look.\n{call} And {call}\n")
+        alone = grammar_for(None, TOOLS, ToolChoice(parallel=False), answer)
+        assert follows(alone, f"I look.\n{call}") and follows(alone, "Hello.")
+        assert not follows(alone, f"{call}\n{call}")
+    else:
+        assert follows(grammar, '{"a": 1}') and not follows(grammar, '{"name": 1}')
+
+
+@pytest.mark.parametrize("answer", SYNTAXES)
+def test_text_of_a_format_or_calls(answer: AnswerFormat) -> None:
+    assert answer.tools is not None
+    grammar = checked_grammar(grammar_for(JSON, TOOLS, ToolChoice(), answer), parameter=None)
+    assert follows(grammar, CALLS[answer.tools])
+    assert follows(grammar, '{"name": "x"}') and follows(grammar, '{"name":"weather"}')
+    assert not follows(grammar, "Hello.") and not follows(grammar, CALLS[answer.tools] + "Hello.")
+
+
+def test_nothing_is_held_to_a_grammar_that_nobody_asks_for() -> None:
+    loose = [tool("f", WEATHER)]
+    for answer in (*SYNTAXES, AnswerFormat(), AnswerFormat(ToolSyntax.HERMES, MARKS)):
+        assert grammar_for(None, loose, ToolChoice(), answer) == ""
+        assert grammar_for(None, (), ToolChoice(), answer) == ""
+        assert grammar_for(None, TOOLS, ToolChoice(ToolMode.NONE), answer) == ""
+    assert grammar_for(None, TOOLS, ToolChoice(), AnswerFormat()) == ""
+    assert checked_grammar("", parameter=None) == ""
+
+
+def test_tools_that_may_not_be_called_are_not() -> None:
+    only = grammar_for(None, [tool("weather", WEATHER), tool("f")], ToolChoice(names=("f",)), HERMES)
+    assert follows(only, "Hello.") and follows(only, HERMES_F) and not follows(only, HERMES_CALL)
+    none = grammar_for(JSON, TOOLS, ToolChoice(ToolMode.NONE), HERMES)
+    assert follows(none, '{"name": "x"}') and not follows(none, HERMES_CALL)
+
+
+@pytest.mark.parametrize("choice", [REQUIRED, ToolChoice()])
+def test_reasoning_comes_first(choice: ToolChoice) -> None:
+    answer = AnswerFormat(ToolSyntax.HERMES, MARKS)
+    output = None if choice is REQUIRED else JSON
+    grammar = grammar_for(output, TOOLS, choice, answer)
+    text = f"<think>\nHm. <tool_call>\n</think>\n\n{HERMES_CALL}"
+    assert follows(grammar, text) and follows(grammar, HERMES_CALL)
+    assert isinstance(parts_of(answer, [text])[0], Reasoning)
+    inside = grammar_for(output, TOOLS, choice, answer, starts_in_reasoning=True)
+    assert follows(inside, f"Hm.\n</think>\n\n{HERMES_CALL}") and not follows(inside, HERMES_CALL)
+    for unfinished in ("<think>\nHm.", f"<think></think>{HERMES_CALL}</think>{HERMES_CALL}"):
+        assert not follows(grammar, unfinished)
+
+
+def test_marks_that_are_special_tokens_are_tokens() -> None:
+    answer = AnswerFormat(ToolSyntax.LLAMA, MARKS)
+    specials = {"</think>", "<|python_tag|>", "<|eot_id|>"}
+    grammar = grammar_for(
+        None, TOOLS, ToolChoice(), answer, starts_in_reasoning=True, special_tokens=specials
+    )
+    (whole, *_) = json.loads(grammar)["grammars"]
+    assert "</think>" in whole["lark_grammar"] and '"</think>"' not in whole["lark_grammar"]
+    assert "<|python_tag|>?" in whole["lark_grammar"]
+    assert checked_grammar(grammar, parameter=None, special_tokens=specials) == grammar
+
+
+@given(st.text(min_size=1, max_size=30), st.lists(st.text(max_size=20), min_size=1, max_size=5))
+def test_names_and_texts_of_clients_are_only_themselves(name: str, choices: list[str]) -> None:
+    tools = [tool(name)]
+    call = f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {{}}}}\n</tool_call>'
+    try:
+        call.encode()
+        "".join(choices).encode()
+    except UnicodeEncodeError:
+        return
+    grammar = checked_grammar(grammar_for(None, tools, REQUIRED, HERMES), parameter=None)
+    assert follows(grammar, call) and not follows(grammar, call.replace("arguments", "argument"))
+    output = OutputFormat(FormatKind.CHOICE, choices=tuple(choices))
+    grammar = checked_grammar(grammar_for(output, (), ToolChoice(), HERMES), parameter=None)
+    assert all(follows(grammar, choice) for choice in choices)
+    assert follows(grammar, "x|y") == ("x|y" in choices)
+
+
+@pytest.mark.parametrize(
+    ("output", "good", "bad"),
+    [
+        (OutputFormat(FormatKind.JSON_OBJECT), ['{"a": [1, {}]}', "{}"], ["[]", "1", '{"a"}']),
+        (OutputFormat(FormatKind.JSON_SCHEMA, schema=True), ["1", '{"a":null}'], ["", "a"]),
+        (OutputFormat(FormatKind.REGEX, text=r"a/b\/[\n]?" + "\n\\d"), ["a/b/\n\n7", "a/b/\n7"], ["a/b/7"]),
+        (OutputFormat(FormatKind.CHOICE, choices=("yes", "no", 'a "é"\\')), ["no", 'a "é"\\'], ["", "yesno"]),
+        (OutputFormat(FormatKind.GRAMMAR, text='root ::= "a"+ b\nb ::= [0-9]'), ["aa1"], ["a", "1"]),
+        (OutputFormat(FormatKind.GRAMMAR, text='start: "a"+ B\nB: /[0-9]/\n%ignore " "'), ["a a 1"], ["1"]),
+    ],
+)
+def test_text_has_its_format(output: OutputFormat, good: list[str], bad: list[str]) -> None:
+    grammar = checked_grammar(grammar_for(output, (), ToolChoice(), AnswerFormat()), parameter=None)
+    assert all(follows(grammar, text) for text in good)
+    assert not any(follows(grammar, text) for text in bad)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "answer", "parameter"),
+    [
+        (TOOLS, ToolChoice(ToolMode.REQUIRED, names=("climate",)), HERMES, "tool_choice"),
+        (TOOLS, ToolChoice(names=("climate",)), HERMES, "tool_choice"),
+        ([], REQUIRED, HERMES, "tool_choice"),
+        (TOOLS, REQUIRED, AnswerFormat(), "tool_choice"),
+        ([tool(f"f{n}") for n in range(MAX_CALLABLE_TOOLS + 1)], REQUIRED, HERMES, "tools"),
+        ([tool("f", [])], REQUIRED, HERMES, "tools[0].function.parameters"),
+        ([tool("f>")], REQUIRED, XML, "tools"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    tools: list[dict[str, Any]], choice: ToolChoice, answer: AnswerFormat, parameter: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_for(None, tools, choice, answer)
+    assert caught.value.parameter == parameter
