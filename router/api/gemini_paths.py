@@ -1,0 +1,52 @@
+"""What a path of Gemini's API says: which model, and what to do with it.
+
+Owns its methods' names, which requests speak this dialect, and how the path's words get into a body.
+"""
+
+import re
+from typing import NamedTuple
+
+from starlette.types import Scope
+
+from router.api.http import header
+from router.api.json_body import encode_json
+
+GENERATE = "generateContent"
+STREAM = "streamGenerateContent"
+COUNT = "countTokens"
+VERSIONS = ("/v1beta", "/v1")
+
+_METHOD = re.compile(rf"/v1(?:beta)?/models/(.+):({GENERATE}|{STREAM}|{COUNT})", re.DOTALL)
+_CACHES = re.compile(r"/v1(?:beta)?/cachedContents(?:/|$)")
+
+
+class ModelMethod(NamedTuple):
+    model: str
+    method: str
+
+
+def model_method(path: str) -> ModelMethod | None:
+    """Of a path that ends in one, whatever stands before it. A model's name may have slashes and colons."""
+    if ":" not in path:
+        return None
+    found = _METHOD.search(path)
+    return None if found is None or found.end() != len(path) else ModelMethod(found.group(1), found.group(2))
+
+
+def speaks_gemini(scope: Scope) -> bool:
+    """Told from the path, and where other dialects share it, from the header that has Gemini's key."""
+    path: str = scope["path"]
+    if path.startswith("/v1beta/") or _CACHES.match(path) or model_method(path) is not None:
+        return True
+    return header(scope, b"x-goog-api-key") is not None
+
+
+def with_path_fields(body: bytes, asked: ModelMethod) -> bytes:
+    """The body with `model` and `stream` at its end, where they count whatever it says itself. What is no
+    object stays as it is: reading it says what is wrong."""
+    stripped = body.strip()
+    if stripped[:1] != b"{" or stripped[-1:] != b"}":
+        return body
+    fields = encode_json({"model": asked.model, "stream": asked.method == STREAM})[1:]
+    inner = stripped[1:-1]
+    return b"{%b,%b" % (inner, fields) if inner.strip() else b"{" + fields
