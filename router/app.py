@@ -4,7 +4,7 @@ Owns the routes: which are the clients', and which the operators', who may have 
 routes that generate bypass Starlette: they are raw endpoints and write by themselves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -21,7 +21,11 @@ from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.door import Door
+from router.api.error_shapes import error_shape
 from router.api.explaining import ExplainRoutes
+from router.api.gemini import prepare_content
+from router.api.gemini_models import GeminiRoutes
+from router.api.gemini_paths import COUNT, model_method
 from router.api.http import ClientGone
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.api.live import LiveFleet, LiveRoutes
@@ -47,9 +51,10 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
         "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
     }
+    explained = {**prepares, "/v1beta/models/{model:path}:generateContent": prepare_content}
     access = admin_access(context.config)
     plain = ControlRoutes(context)
-    admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, prepares).routes()]
+    admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, explained).routes()]
     admin += PageRoutes(access, plain.index).routes()
     if fleet is not None:
         admin += LiveRoutes(context, access, fleet).routes()
@@ -57,21 +62,33 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
         for path, prepare in prepares.items()
     }
+    generate_content = GenerationEndpoint(context, "generate_content", prepare_content)
+
+    def endpoint_of(path: str) -> ASGIApp | None:
+        endpoint = hot.get(path)
+        if endpoint is not None:
+            return endpoint
+        asked = model_method(path)
+        return None if asked is None or asked.method == COUNT else generate_content
+
     config = context.config
 
     def behind_door(app: ASGIApp, host: str | None) -> ASGIApp:
         return Door(app, host=host, allowed_hosts=config.allowed_hosts, count=context.metrics.count_refusal)
 
     common = plain.health_routes()
-    clients = [*plain.routes(), *CacheRoutes(context).routes()]
+    clients = [*GeminiRoutes(context).routes(), *plain.routes(), *CacheRoutes(context).routes()]
     if not config.has_admin_listener:
-        return Apps(behind_door(_app([*common, *clients, *admin], hot), config.host), None)
-    main = _app([*common, *clients, *plain.index_routes()], hot)
+        return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of), config.host), None)
+    main = _app([*common, *clients, *plain.index_routes()], endpoint_of)
     admin_host = None if config.admin_port is None else config.admin_host
-    return Apps(behind_door(main, config.host), behind_door(_app([*common, *admin], {}), admin_host))
+    return Apps(
+        behind_door(main, config.host), behind_door(_app([*common, *admin], lambda path: None), admin_host)
+    )
 
 
-def _app(routes: Sequence[Route], hot: Mapping[str, ASGIApp]) -> ASGIApp:
+def _app(routes: Sequence[Route], endpoint_of: Callable[[str], ASGIApp | None]) -> ASGIApp:
+    """`endpoint_of` knows the raw ones by their path."""
     control = Starlette(
         routes=routes,
         exception_handlers={
@@ -83,7 +100,7 @@ def _app(routes: Sequence[Route], hot: Mapping[str, ASGIApp]) -> ASGIApp:
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = hot.get(scope["path"]) if scope["type"] == "http" else None
+        endpoint = endpoint_of(scope["path"]) if scope["type"] == "http" else None
         if endpoint is not None:
             await endpoint(scope, receive, send)
         else:
@@ -94,19 +111,19 @@ def _app(routes: Sequence[Route], hot: Mapping[str, ASGIApp]) -> ASGIApp:
 
 async def _on_router_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
-    return _response(http_error(error))
+    return _response(request, http_error(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        return _response(unknown_route(request.method, path))
+        return _response(request, unknown_route(request.method, path))
     if error.status_code == 405:
-        response = _response(method_not_allowed(request.method, path))
+        response = _response(request, method_not_allowed(request.method, path))
         response.headers.update(error.headers or {})
         return response
-    return _response(HttpError(error.status_code, error.detail, "invalid_request_error"))
+    return _response(request, HttpError(error.status_code, error.detail, "invalid_request_error"))
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -114,11 +131,12 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _on_any_error(request: Request, error: Exception) -> Response:
-    return _response(INTERNAL_ERROR)
+    return _response(request, INTERNAL_ERROR)
 
 
-def _response(error: HttpError) -> Response:
-    response = Response(error.body(), error.status)
+def _response(request: Request, error: HttpError) -> Response:
+    errors = error_shape(request.scope)
+    response = Response(errors.body(error, None), errors.status(error))
     for name, value in error.headers():
         response.headers[name.decode()] = value.decode()
     return response

@@ -3,28 +3,20 @@
 Owns their shapes (OpenAI's for models, vLLM's for tokens). Speed does not matter here.
 """
 
-import contextlib
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.body_weight import is_light
 from router.api.context import ApiContext
+from router.api.gemini_models import gemini_model
 from router.api.json_body import encode_json
-from router.api.prepared import WrittenAnswer
 from router.api.token_counts import detokenize, tokenize
+from router.api.written_answers import WriteAnswer, written_answer
 from router.errors import UnknownModel
-from router.limits.connections import address_of
 from router.prompt.catalog import ServedModel
-from router.prompt.engines import TooMuchWork
-from router.prompt.text_model import TextModels
-
-
-class _Answer(Protocol):
-    def __call__(self, models: TextModels, body: bytes, *, is_bounded: bool) -> bytes: ...
 
 
 class ControlRoutes:
@@ -57,11 +49,19 @@ class ControlRoutes:
         return _json({"name": "kvasir", "models": self._names()})
 
     async def models(self, request: Request) -> Response:
-        catalog = self._context.catalog
-        return _json({"object": "list", "data": [_model_object(catalog.get(name)) for name in self._names()]})
+        """In OpenAI's words and in Gemini's, whose clients read different fields."""
+        models = [self._context.catalog.get(name) for name in self._names()]
+        return _json(
+            {
+                "object": "list",
+                "data": [_model_object(model) for model in models],
+                "models": [gemini_model(model) for model in models],
+            }
+        )
 
     async def model(self, request: Request) -> Response:
-        return _json(_model_object(self._context.catalog.get(request.path_params["name"])))
+        model = self._context.catalog.get(request.path_params["name"])
+        return _json(_model_object(model) | gemini_model(model))
 
     async def health(self, request: Request) -> Response:
         """The process is up; whether it can serve is `ready`'s answer."""
@@ -88,17 +88,10 @@ class ControlRoutes:
     async def detokenize(self, request: Request) -> Response:
         return await self._answer(request, "detokenize", detokenize)
 
-    async def _answer(self, request: Request, kind: str, answer: _Answer) -> Response:
-        """Small bodies here and now, others where they hold up no other request."""
-        context = self._context
-        async with context.body(request.scope, request.receive) as body:
-            if is_light(body):
-                with contextlib.suppress(TooMuchWork):
-                    written = answer(context.catalog, body, is_bounded=True)
-                    return Response(written, media_type="application/json")
-            outcome = await context.offload.prepare(kind, body, address_of(request.scope.get("client")))
-        assert isinstance(outcome, WrittenAnswer)
-        return Response(outcome.body, media_type="application/json")
+    async def _answer(self, request: Request, kind: str, write: WriteAnswer) -> Response:
+        async with self._context.body(request.scope, request.receive) as body:
+            written = await written_answer(self._context, request, kind, body, write)
+        return Response(written, media_type="application/json")
 
     def _names(self) -> list[str]:
         """All that can be asked for; models first, since some clients take the first."""

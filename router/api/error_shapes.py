@@ -7,18 +7,20 @@ from typing import Protocol
 
 from starlette.types import Scope
 
+from router.api.gemini_errors import GEMINI_ERRORS
+from router.api.gemini_paths import speaks_gemini
 from router.api.http_error import HttpError
 
 
 class ErrorShape(Protocol):
     @property
-    def request_id_header(self) -> bytes: ...
+    def request_id_headers(self) -> tuple[bytes, ...]: ...
 
     def status(self, error: HttpError) -> int: ...
 
-    def body(self, error: HttpError, request_id: str) -> bytes: ...
+    def body(self, error: HttpError, request_id: str | None) -> bytes: ...
 
-    def event(self, error: HttpError, request_id: str) -> bytes:
+    def event(self, error: HttpError, request_id: str | None) -> bytes:
         """What a stream ends with that fails."""
         ...
 
@@ -26,15 +28,15 @@ class ErrorShape(Protocol):
 class OpenAiErrors:
     """Chats, plain completions, and every route that is no dialect's. No [DONE] follows an error."""
 
-    request_id_header = b"x-request-id"
+    request_id_headers = (b"x-request-id",)
 
     def status(self, error: HttpError) -> int:
         return error.status
 
-    def body(self, error: HttpError, request_id: str) -> bytes:
+    def body(self, error: HttpError, request_id: str | None) -> bytes:
         return error.body()
 
-    def event(self, error: HttpError, request_id: str) -> bytes:
+    def event(self, error: HttpError, request_id: str | None) -> bytes:
         return b"data: " + error.body() + b"\n\n"
 
 
@@ -42,4 +44,4 @@ OPENAI_ERRORS = OpenAiErrors()
 
 
 def error_shape(scope: Scope) -> ErrorShape:
-    return OPENAI_ERRORS
+    return GEMINI_ERRORS if speaks_gemini(scope) else OPENAI_ERRORS

@@ -1,7 +1,7 @@
 """POST …/models/{model}:generateContent and :streamGenerateContent: the dialect of their answers.
 
-That of the question is in `gemini_body.py`. Every event of a stream has a candidate with a part in it: clients
-that keep a conversation drop what has none. The last one ends all candidates and has the usage.
+That of the question is in `gemini_body.py`. Every event of a stream has a candidate with a part in it:
+clients that keep a conversation drop what has none. The last one ends all candidates and has the usage.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
-from router.api.choice_output import ChoiceOutput, ToolCall
+from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.gemini_paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
@@ -35,12 +35,13 @@ _EMPTY_PART = {"text": ""}
 class _Candidate:
     """What a stream has yet to write of one."""
 
-    __slots__ = ("call", "logprobs", "malformed")
+    __slots__ = ("arguments", "call", "is_malformed", "logprobs")
 
     def __init__(self) -> None:
-        self.call: ToolCall | None = None
+        self.call = ""
+        self.arguments: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.malformed = False
+        self.is_malformed = False
 
 
 class _GeminiWriter:
@@ -75,15 +76,12 @@ class _GeminiWriter:
             case Reasoning(text):
                 return self._event(choice, {"text": text, "thought": True}) if self._with_thoughts else b""
             case CallStart(_, name):
-                candidate.call = ToolCall(name)
+                candidate.call, candidate.arguments = name, []
             case CallArguments(_, text):
-                assert candidate.call is not None
-                candidate.call.pieces.append(text)
+                candidate.arguments.append(text)
             case CallEnd():
-                assert candidate.call is not None
-                written = self._call(candidate.call)
-                candidate.call = None
-                candidate.malformed |= written is None
+                written = self._call(candidate.call, "".join(candidate.arguments))
+                candidate.is_malformed |= written is None
                 return b"" if written is None else self._event(choice, written)
         return b""
 
@@ -92,7 +90,7 @@ class _GeminiWriter:
 
     def end(self, usage: AnswerUsage) -> bytes:
         candidates = [
-            self._ended(index, output, [_EMPTY_PART], held.logprobs, held.malformed or held.call is not None)
+            self._ended(index, output, [_EMPTY_PART], held.logprobs, held.is_malformed)
             for index, (output, held) in enumerate(zip(self._prompt.outputs, self._candidates, strict=True))
         ]
         return self._frame({"candidates": candidates, "usageMetadata": usage_of(usage)})
@@ -105,20 +103,20 @@ class _GeminiWriter:
                 parts.append({"text": "".join(output.reasoning), "thought": True})
             if output.text:
                 parts.append({"text": output.text})
-            calls = [self._call(call) for call in output.calls]
+            calls = [self._call(call.name, call.arguments) for call in output.calls]
             parts += [call for call in calls if call is not None]
             candidates.append(
                 self._ended(index, output, parts or [_EMPTY_PART], output.logprobs, None in calls)
             )
         return encode_json({"candidates": candidates, "usageMetadata": usage_of(usage), **self._tail})
 
-    def _call(self, call: ToolCall) -> dict[str, Any] | None:
+    def _call(self, name: str, arguments: str) -> dict[str, Any] | None:
         """None for one that the model has not finished, or not well."""
         try:
-            arguments = _arguments_decoder.decode(call.arguments or "{}")
+            values = _arguments_decoder.decode(arguments or "{}")
         except (ValueError, RecursionError):
             return None
-        return {"functionCall": {"id": self._context.new_id("call_"), "name": call.name, "args": arguments}}
+        return {"functionCall": {"id": self._context.new_id("call_"), "name": name, "args": values}}
 
     def _ended(
         self,
@@ -126,12 +124,12 @@ class _GeminiWriter:
         output: ChoiceOutput,
         parts: list[dict[str, Any]],
         logprobs: Sequence[TokenLogprobs],
-        malformed: bool,
+        is_malformed: bool,
     ) -> dict[str, Any]:
         reason = "MAX_TOKENS" if output.finish_reason == FinishReason.LENGTH.value else "STOP"
         return {
             "content": {"parts": parts, "role": "model"},
-            "finishReason": MALFORMED_CALL if malformed and reason == "STOP" else reason,
+            "finishReason": MALFORMED_CALL if is_malformed and reason == "STOP" else reason,
             "index": index,
             **self._logprobs(logprobs),
         }
@@ -139,7 +137,11 @@ class _GeminiWriter:
     def _text(self, choice: int, text: str) -> bytes:
         if self._candidates[choice].logprobs or not text:
             return self._event(choice, {"text": text})
-        return b'data: {"candidates":[{"content":{"parts":[{"text":' + encode_json(text) + self._text_closing[choice]
+        return (
+            b'data: {"candidates":[{"content":{"parts":[{"text":'
+            + encode_json(text)
+            + self._text_closing[choice]
+        )
 
     def _event(self, choice: int, part: dict[str, Any]) -> bytes:
         held = self._candidates[choice]

@@ -16,7 +16,6 @@ from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.gemini_fields import (
     Content,
     CountTokens,
-    FieldsReader,
     FunctionCall,
     FunctionDeclaration,
     FunctionResponse,
@@ -26,6 +25,7 @@ from router.api.gemini_fields import (
     Tool,
     ToolConfig,
 )
+from router.api.gemini_names import FieldsReader
 from router.api.gemini_schemas import json_schema
 from router.api.json_body import check_range, check_salt, unsupported
 from router.api.openai_caching import check_caching, keep_seconds
@@ -140,7 +140,8 @@ def _check(asked: GenerateContent, config: GenerationConfig, max_choices: int) -
         check_range(f"generationConfig.{name}", value, low, high)
     if config.top_p == 0.0:
         raise InvalidRequest(
-            "Invalid value for 'generationConfig.topP': it must be above 0.", parameter="generationConfig.topP"
+            "Invalid value for 'generationConfig.topP': it must be above 0.",
+            parameter="generationConfig.topP",
         )
     if config.top_k is not None and config.top_k != int(config.top_k):
         raise InvalidRequest(
@@ -233,10 +234,9 @@ class _Messages:
             raise unsupported(f"{path}.functionResponse.parts", "This model reads text only.")
         waiting = self._unanswered.get(result.name)
         call_id = result.id
-        if waiting:
-            if call_id is None or call_id in waiting:
-                call_id = call_id or waiting[0]
-                waiting.remove(call_id)
+        if waiting and (call_id is None or call_id in waiting):
+            call_id = call_id or waiting[0]
+            waiting.remove(call_id)
         message = {"role": "tool", "name": result.name, "content": _result_text(result.response)}
         return message if call_id is None else {**message, "tool_call_id": call_id}
 
@@ -323,7 +323,7 @@ def _tool_choice(config: ToolConfig | None, tools: Sequence[dict[str, Any]]) -> 
     path = "toolConfig.functionCallingConfig"
     if calling.mode not in _MODES:
         raise InvalidRequest(
-            f"Invalid value for '{path}.mode': '{calling.mode[:40]}'. Supported are AUTO, ANY and NONE.",
+            f"Invalid value for '{path}.mode': '{calling.mode!s:.40}'. Supported are AUTO, ANY and NONE.",
             parameter=f"{path}.mode",
         )
     allowed = calling.allowed_function_names or []
@@ -349,7 +349,9 @@ def _output_format(config: GenerationConfig) -> OutputFormat | None:
             return None
         case "application/json":
             return OutputFormat(
-                FormatKind.JSON_SCHEMA, ANY_JSON if schema is None else schema, parameter=_schema_field(config)
+                FormatKind.JSON_SCHEMA,
+                ANY_JSON if schema is None else schema,
+                parameter=_schema_field(config),
             )
         case "text/x.enum":
             choices = schema.get("enum") if isinstance(schema, dict) else None

@@ -27,12 +27,12 @@ _OTHER = "INTERNAL"
 
 
 class GeminiErrors:
-    request_id_header = b"x-request-id"
+    request_id_headers = (b"x-request-id",)
 
     def status(self, error: HttpError) -> int:
         return error.status
 
-    def body(self, error: HttpError, request_id: str) -> bytes:
+    def body(self, error: HttpError, request_id: str | None) -> bytes:
         words: dict[str, Any] = {
             "code": error.status,
             "message": error.message,
@@ -42,7 +42,7 @@ class GeminiErrors:
             words["details"] = details
         return encode_json({"error": words})
 
-    def event(self, error: HttpError, request_id: str) -> bytes:
+    def event(self, error: HttpError, request_id: str | None) -> bytes:
         return b"data: " + self.body(error, request_id) + b"\n\n"
 
 
@@ -58,9 +58,7 @@ def _details(error: HttpError) -> list[dict[str, Any]]:
         )
     if error.param is not None:
         violation = {"field": error.param, "description": error.message}
-        details.append(
-            {"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [violation]}
-        )
+        details.append({"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [violation]})
     if error.retry_after_seconds is not None:
         details.append(
             {

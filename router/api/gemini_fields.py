@@ -1,74 +1,148 @@
-"""The fields of Gemini's requests, and how their two spellings are read.
+"""The fields of Gemini's requests.
 
-Owns the Structs. Google's parser takes each field as `lowerCamelCase` and as `snake_case`, in one body too,
-and one object where a list of objects belongs.
+Plain data. Where a list of objects belongs there may be one object, as Google's own examples have it.
 """
 
-import re
-import typing
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from router.api.json_body import decode_body, encode_json
 from router.api.openai_caching import PromptCacheOptions
 
-class _Named(NamedTuple):
-    """A field's name in JSON, and the Struct in it, if there is one."""
+
+class FunctionCall(Struct, rename="camel", kw_only=True):
+    name: str
+    id: str | None = None
+    args: dict[str, Any] | None = None
+
+
+class FunctionResponse(Struct, rename="camel", kw_only=True):
+    name: str
+    id: str | None = None
+    response: Any = None
+    parts: list[Any] | None = None
+
+
+class Part(Struct, rename="camel", kw_only=True):
+    """One of these; `thought` says that the text is reasoning. The last five are what text models lack."""
+
+    text: str | None = None
+    thought: bool | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    inline_data: Any = None
+    file_data: Any = None
+    executable_code: Any = None
+    code_execution_result: Any = None
+    tool_response: Any = None
+
+
+class Content(Struct, rename="camel", kw_only=True):
+    role: str | None = None
+    parts: list[Part] | Part | None = None
+
+
+class FunctionDeclaration(Struct, rename="camel", kw_only=True):
+    """`parameters` are in Gemini's own dialect of schemas, `parameters_json_schema` is a JSON schema."""
 
     name: str
-    kind: type[Struct] | None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: Any = None
 
 
-class FieldsReader(Generic[Body]):
-    """Reads bodies of one kind in either spelling, or in both. Most are in the first, and read at once."""
+class Tool(Struct, rename="camel", kw_only=True):
+    """Functions. The others are tools that Google runs, and nobody here."""
 
-    def __init__(self, kind: type[Body]) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
-        self._kind = kind
-        self._names: dict[type[Struct], dict[str, _Named]] = {}
-        self._collect(kind)
-        spellings = {snake for names in self._names.values() for snake in names if "_" in snake}
-        self._snake = re.compile(rb'"(?:%b)"' % "|".join(sorted(spellings)).encode())
-
-    def read(self, body: bytes) -> Body:
-        """Raises InvalidRequest that names the field in the first spelling."""
-        if self._snake.search(body) is not None:
-            body = encode_json(self._renamed(decode_body(_any_decoder, body), self._kind))
-        return decode_body(self._decoder, body)
-
-    def _collect(self, kind: type[Struct]) -> None:
-        if kind in self._names:
-            return
-        names = self._names[kind] = {}
-        for field in msgspec.structs.fields(kind):
-            inner = _struct_in(field.type)
-            names[field.name] = names[field.encode_name] = _Named(field.encode_name, inner)
-            if inner is not None:
-                self._collect(inner)
-
-    def _renamed(self, value: Any, kind: type[Struct]) -> Any:
-        """What is none of a Struct's fields stays as it is."""
-        if isinstance(value, list):
-            return [self._renamed(each, kind) if isinstance(each, dict) else each for each in value]
-        if not isinstance(value, dict):
-            return value
-        names = self._names[kind]
-        renamed: dict[str, Any] = {}
-        for name, inner in value.items():
-            known = names.get(name)
-            if known is None:
-                renamed[name] = inner
-            else:
-                renamed[known.name] = inner if known.kind is None else self._renamed(inner, known.kind)
-        return renamed
+    function_declarations: list[FunctionDeclaration] | FunctionDeclaration | None = None
+    google_search: Any = None
+    google_search_retrieval: Any = None
+    google_maps: Any = None
+    code_execution: Any = None
+    url_context: Any = None
+    file_search: Any = None
+    computer_use: Any = None
+    retrieval: Any = None
+    mcp_servers: Any = None
 
 
-_any_decoder: "msgspec.json.Decoder[Any]" = msgspec.json.Decoder(Any)
+class FunctionCallingConfig(Struct, rename="camel", kw_only=True):
+    mode: str | None = None
+    allowed_function_names: list[str] | None = None
 
 
-def _struct_in(annotation: Any) -> type[Struct] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Struct):
-        return annotation
-    return next(filter(None, map(_struct_in, typing.get_args(annotation))), None)
+class ToolConfig(Struct, rename="camel", kw_only=True):
+    function_calling_config: FunctionCallingConfig | None = None
+
+
+class ThinkingConfig(Struct, rename="camel", kw_only=True):
+    include_thoughts: bool | None = None
+    thinking_budget: int | None = None
+
+
+class GenerationConfig(Struct, rename="camel", kw_only=True):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    max_output_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    candidate_count: int | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_mime_type: str | None = None
+    response_schema: dict[str, Any] | None = None
+    response_json_schema: Any = None
+    response_logprobs: bool | None = None
+    logprobs: int | None = None
+    thinking_config: ThinkingConfig | None = None
+    response_modalities: list[str] | None = None
+    speech_config: Any = None
+    image_config: Any = None
+
+
+class GenerateContent(Struct, rename="camel", kw_only=True):
+    """`model` and `stream` stand in the path, and are put here by the router. From `prompt_cache_key` on the
+    fields are those of every dialect; `add_generation_prompt` is for what is computed to be kept."""
+
+    model: str = ""
+    stream: bool = False
+    contents: list[Content] | Content | None = None
+    system_instruction: Content | None = None
+    tools: list[Tool] | Tool | None = None
+    tool_config: ToolConfig | None = None
+    generation_config: GenerationConfig | None = None
+    cached_content: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    add_generation_prompt: bool = True
+
+
+class CountTokens(GenerateContent, kw_only=True, rename="camel"):
+    """Either the fields of a request, or a request in a field of its own."""
+
+    generate_content_request: GenerateContent | None = None
+
+
+class NewCachedContent(Struct, rename="camel", kw_only=True):
+    """What creates a cache: what it is made of stays JSON. One of `ttl` ("3600s") and `expire_time`."""
+
+    model: str
+    contents: Raw = Raw(b"")
+    system_instruction: Raw = Raw(b"")
+    tools: Raw = Raw(b"")
+    tool_config: Raw = Raw(b"")
+    ttl: str | None = None
+    expire_time: str | None = None
+    display_name: str | None = None
+    kms_key_name: str | None = None
+    cache_salt: str | None = None
+
+
+class CachedContentChange(Struct, rename="camel", kw_only=True):
+    ttl: str | None = None
+    expire_time: str | None = None
+    display_name: str | None = None

@@ -30,7 +30,7 @@ _SCHEMA_MAPS = ("properties", "$defs", "definitions")
 
 
 def json_schema(schema: Mapping[str, Any], parameter: str) -> dict[str, Any]:
-    """`parameter` is where it stands. Raises InvalidRequest, and RecursionError for one that nests too deeply."""
+    """`parameter` is where it stands. Raises InvalidRequest, and RecursionError for one too deep."""
     made: dict[str, Any] = {_RENAMED.get(name, name): value for name, value in schema.items()}
     order = made.pop("propertyOrdering", None)
     for name, value in list(made.items()):

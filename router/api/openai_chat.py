@@ -15,10 +15,12 @@ from router.api.choice_output import ChoiceOutput
 from router.api.json_body import encode_json
 from router.api.openai_logprobs import logprobs_of
 from router.api.openai_usage import usage_of
-from router.api.sse import DONE, ChunkWriter
+from router.api.sse import COMMENT, DONE, ChunkWriter
 
 
 class _ChatWriter:
+    keep_alive = COMMENT
+
     def __init__(self, chat: Chat) -> None:
         context, request, model = chat.context, chat.request, chat.model
         self._context = context

@@ -29,7 +29,7 @@ from router.api.openai_logprobs import finite
 from router.api.openai_usage import usage_of
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.sampling import TokenRules, sampling_params
-from router.api.sse import DONE, ChunkWriter
+from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.errors import about_model
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
@@ -120,6 +120,8 @@ def _max_tokens(request: CompletionRequest, model: ServedModel, num_prompt_token
 
 
 class _CompletionWriter:
+    keep_alive = COMMENT
+
     def __init__(
         self, context: ApiContext, request: CompletionRequest, model: ServedModel, prompts: list[Prompt]
     ) -> None:

@@ -18,6 +18,8 @@ from router.api.completion_prompt import (
     check_tokens,
     prompts_of,
 )
+from router.api.gemini_body import read_gemini
+from router.api.gemini_count import count_tokens
 from router.api.json_body import decode_body
 from router.api.openai_chat_body import read_chat
 from router.api.prepared import (
@@ -85,8 +87,13 @@ def _detokenize(job: Job, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(detokenize(models, body, is_bounded=False))
 
 
+def _gemini_count(job: Job, models: TextModels, body: bytes) -> Outcome:
+    return WrittenAnswer(count_tokens(models, body, is_bounded=False))
+
+
 READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
     "chat": read_chat,
+    "gemini": read_gemini,
 }
 """How each dialect's body becomes a conversation: from it, and from how many choices there may be at most."""
 
@@ -95,4 +102,5 @@ KINDS: Mapping[str, Callable[[Job, TextModels, bytes], Outcome]] = {
     "completion": _completion,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
+    "gemini_count": _gemini_count,
 }

@@ -4,6 +4,7 @@ Owns the limits.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,7 +102,7 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
         raise InvalidRequest("The field 'cache' must be written without escapes.", parameter="cache")
     check_salt(request.cache_salt)
     check_caching(request.prompt_cache_retention, request.prompt_cache_options)
-    stop_strings(request.stop)
+    check_stop_strings("stop", stop_strings(request.stop), MAX_STOP_STRINGS)
     _check_sizes(request)
 
 
@@ -126,18 +127,21 @@ def _check_sizes(request: GenerationFields) -> None:
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(strings) > MAX_STOP_STRINGS:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def check_stop_strings(parameter: str, strings: Sequence[str], most: int) -> None:
+    if len(strings) > most:
         raise InvalidRequest(
-            f"Invalid 'stop': {len(strings)} stop strings, but at most {MAX_STOP_STRINGS} are allowed.",
-            parameter="stop",
+            f"Invalid '{parameter}': {len(strings)} stop strings, but at most {most} are allowed.",
+            parameter=parameter,
         )
     for text in strings:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest(
-                f"Invalid 'stop': a stop string has 1 to {MAX_STOP_CHARACTERS} characters.", parameter="stop"
+                f"Invalid '{parameter}': a stop string has 1 to {MAX_STOP_CHARACTERS} characters.",
+                parameter=parameter,
             )
-    return strings
 
 
 class TokenRules(NamedTuple):

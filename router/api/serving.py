@@ -29,7 +29,7 @@ from router.api.http import (
 )
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
 from router.api.openai_caching import lease_headers
-from router.api.sse import COMMENT, EVENT_STREAM_HEADERS
+from router.api.sse import EVENT_STREAM_HEADERS
 from router.errors import ErrorKind, RouterError
 from router.limits.connections import address_of
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
@@ -262,7 +262,7 @@ class _Exchange:
                 events.append(writer.close(prompt, choice))
         return b"".join(events)
 
-    async def _stream(self, events: bytes) -> None:
+    async def _stream(self, events: bytes, *, is_last: bool = False) -> None:
         if not self._is_streaming:
             self._is_streaming = True
             await self._send(
@@ -273,29 +273,27 @@ class _Exchange:
                 }
             )
         self._num_sent += 1
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
     async def _beat(self) -> None:
-        """Proxies cut what is silent: a stream of which nothing was sent since the last time gets a comment.
+        """Proxies cut what is silent: a stream of which nothing was sent since the last time is kept alive.
 
         None before a replica has it: until then it can still be refused with a status of its own.
         """
         is_silent = self._num_sent == self._num_sent_before
-        is_stream = self._request is not None and self._request.stream and self._run is not None
-        if is_silent and is_stream and not (self._connection is not None and self._connection.is_backed_up):
+        request, run = self._request, self._run
+        is_backed_up = self._connection is not None and self._connection.is_backed_up
+        if is_silent and not is_backed_up and request is not None and request.stream and run is not None:
             if not self._is_streaming:
-                assert self._run is not None
-                self._name_run(self._run)
-            await self._stream(COMMENT)
+                self._name_run(run)
+            await self._stream(request.writer.keep_alive)
         self._num_sent_before = self._num_sent
 
     async def finish(self, request: ApiRequest) -> None:
         """The end of a stream, or the whole answer."""
         usage = request.usage()
         if request.stream:
-            await self._send(
-                {"type": "http.response.body", "body": request.writer.end(usage), "more_body": False}
-            )
+            await self._stream(request.writer.end(usage), is_last=True)
         else:
             headers = [(b"content-type", b"application/json"), *self._own_headers()]
             await send_whole(self._send, 200, headers, request.writer.whole(usage))
@@ -333,7 +331,8 @@ class _Exchange:
         return [*self._id_headers(), *self._run_headers]
 
     def _id_headers(self) -> list[Header]:
-        return [(self._errors.request_id_header, self.request_id.encode())]
+        value = self.request_id.encode()
+        return [(name, value) for name in self._errors.request_id_headers]
 
 
 def _served(prompt: Prompt) -> ServedPrompt:

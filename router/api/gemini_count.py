@@ -1,0 +1,20 @@
+"""countTokens: how many tokens the prompt of a request has, in Gemini's shape.
+
+Owns the answer. Runs beside the event loop for small bodies, and in a process of its own for others.
+"""
+
+from router.api.chat_prompt import encode_chat, render_chat
+from router.api.gemini_body import read_counted
+from router.api.json_body import encode_json
+from router.errors import about_model
+from router.prompt.text_model import TextModels
+
+
+def count_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
+    """Raises InvalidRequest or UnknownModel, and TooMuchWork if it is to be bounded and is not."""
+    request = read_counted(body)
+    model = models.get(request.model)
+    with about_model(request.model):
+        num_tokens = len(encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded)))
+    details = [{"modality": "TEXT", "tokenCount": num_tokens}]
+    return encode_json({"totalTokens": num_tokens, "promptTokensDetails": details})

@@ -1,0 +1,68 @@
+"""Gemini's routes that generate nothing: its models, and countTokens.
+
+Owns the shape of a model in Gemini's words. `/v1/models` is also other dialects'; what stands there for each
+of them stands in one answer.
+"""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.context import ApiContext
+from router.api.gemini_body import MODELS
+from router.api.gemini_count import count_tokens
+from router.api.gemini_paths import COUNT, GENERATE, STREAM, VERSIONS, model_method, with_path_fields
+from router.api.json_body import encode_json
+from router.api.written_answers import written_answer
+from router.prompt.catalog import ServedModel
+
+
+def gemini_model(model: ServedModel) -> dict[str, Any]:
+    return {
+        "name": MODELS + model.name,
+        "baseModelId": model.card.name,
+        "version": model.card.fingerprint[:12],
+        "displayName": model.name,
+        "inputTokenLimit": model.card.context_length,
+        "outputTokenLimit": model.card.context_length,
+        "supportedGenerationMethods": [GENERATE, STREAM, COUNT],
+    }
+
+
+class GeminiRoutes:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[Route]:
+        """Those of methods before those of names, which may have anything in them."""
+        counts = [
+            Route(f"{version}/models/{{model:path}}:{COUNT}", self.count, methods=["POST"])
+            for version in VERSIONS
+        ]
+        return [
+            *counts,
+            Route("/v1beta/models", self.models, methods=["GET"]),
+            Route("/v1beta/models/{name:path}", self.model, methods=["GET"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        catalog = self._context.catalog
+        names = [*catalog.names(), *catalog.adapter_names()]
+        return _json({"models": [gemini_model(catalog.get(name)) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        return _json(gemini_model(self._context.catalog.get(request.path_params["name"])))
+
+    async def count(self, request: Request) -> Response:
+        asked = model_method(request.scope["path"])
+        assert asked is not None
+        async with self._context.body(request.scope, request.receive) as sent:
+            body = with_path_fields(sent, asked)
+            written = await written_answer(self._context, request, "gemini_count", body, count_tokens)
+        return Response(written, media_type="application/json")
+
+
+def _json(content: Any) -> Response:
+    return Response(encode_json(content), media_type="application/json")
