@@ -69,7 +69,7 @@ class ApiRequest:
         return AnswerUsage(
             prompts=[prompt.usage_or_bare() for prompt in self.prompts],
             leases=[prompt.generation.submit.leases for prompt in self.prompts],
-            num_output_tokens=sum(output.num_tokens for output in outputs),
+            num_output_tokens=sum(output.num_said_tokens for output in outputs),
             num_reasoning_tokens=sum(output.num_reasoning_tokens for output in outputs),
         )
 
@@ -135,13 +135,21 @@ def _output(
     silent = model.eos_token_ids
     if sampling.stop_token_ids:
         silent = silent.union(sampling.stop_token_ids)
+    shown = wishes.shown
+    if request.skip_special_tokens is False:
+        shown = shown.union(model.tokenizer.special_tokens)
+    shows_stop = bool(request.include_stop_str_in_output)
     return ChoiceOutput(
         model.tokenizer.new_detokenizer(
-            stop_strings(request.stop), min_tokens=sampling.min_tokens, shown=wishes.shown
+            stop_strings(request.stop),
+            min_tokens=sampling.min_tokens,
+            shown=shown,
+            shows_stop=shows_stop,
         ),
         silent,
         wishes.new_parser(),
         one_call=wishes.one_call,
         is_silent=wishes.is_silent,
         is_kept=wishes.is_kept,
+        shows_stop=shows_stop,
     )

@@ -12,8 +12,8 @@ from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
 from router.api.chat_request import ChatRequest
 from router.api.prepared import EncodedPrompt
-from router.api.sampling import check_text_length, most_tokens, too_many_tokens
-from router.errors import ContextLengthExceeded, InvalidRequest
+from router.api.sampling import check_text_length, context_exceeded, kept_end, most_tokens, too_many_tokens
+from router.errors import InvalidRequest
 from router.keeping import Keep
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel
@@ -65,6 +65,8 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
         raise InvalidRequest(f"{error}", parameter=parameter) from error
     except RecursionError as error:
         raise InvalidRequest(f"The {parameter} are nested too deeply.", parameter=parameter) from error
+    if request.continue_final_message:
+        text = _through_last_message(text, messages, parameter)
     return RenderedChat(text, messages, is_quoted)
 
 
@@ -78,15 +80,41 @@ def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> l
 
 
 def encoded_prompt(
-    model: TextModel, request: ChatRequest, chat: RenderedChat, token_ids: Sequence[int]
+    model: TextModel, request: ChatRequest, chat: RenderedChat, token_ids: list[int]
 ) -> EncodedPrompt:
     """The tokens, with what is known of places in them."""
+    kept = kept_end(request, model, token_ids)
+    if len(kept) < len(token_ids):  # the places in it are no longer where they were
+        keeps = [Keep(keep.seconds) for keep in request.keeps]
+        return EncodedPrompt(
+            pack_token_ids(kept), keeps=keeps, starts_in_reasoning=_starts_in_reasoning(model, chat)
+        )
     return EncodedPrompt(
         pack_token_ids(token_ids),
         num_stable_tokens=_num_stable_tokens(model, chat),
-        starts_in_reasoning=starts_in_reasoning(chat.text[-MARK_CHARACTERS:], model.answer_format.reasoning),
+        starts_in_reasoning=_starts_in_reasoning(model, chat),
         keeps=[Keep(keep.seconds, _num_kept_tokens(model, chat, keep.message)) for keep in request.keeps],
     )
+
+
+def _starts_in_reasoning(model: TextModel, chat: RenderedChat) -> bool:
+    return starts_in_reasoning(chat.text[-MARK_CHARACTERS:], model.answer_format.reasoning)
+
+
+def _through_last_message(text: str, messages: Sequence[Mapping[str, Any]], parameter: str) -> str:
+    """The rendered text without what the template has put behind the last message's. Raises InvalidRequest
+    where the message does not stand in it as it was sent."""
+    content = messages[-1]["content"]
+    stripped = content.strip()
+    start = text.rfind(stripped) if stripped else -1
+    if start < 0:
+        raise InvalidRequest(
+            "The last message cannot be continued: its text does not stand in the prompt that the chat"
+            " template makes.",
+            parameter=parameter,
+        )
+    as_sent = content.lstrip()
+    return text[: start + len(as_sent if text.startswith(as_sent, start) else stripped)]
 
 
 def _check_number(model: TextModel, request: ChatRequest) -> None:
@@ -95,10 +123,11 @@ def _check_number(model: TextModel, request: ChatRequest) -> None:
     number = len(request.messages) + len(request.tools)
     number += sum(len(some) for some in calls if isinstance(some, list))
     if number > model.card.context_length:
-        raise ContextLengthExceeded(
-            f"This model's context holds {model.card.context_length} tokens, too few for {number} messages,"
-            " tools and tool calls.",
-            parameter=request.messages_field,
+        raise context_exceeded(
+            model.card.context_length,
+            f"your {request.messages_field} and tools are {number} messages, tools and tool calls. Please"
+            f" reduce the length of the {request.messages_field}.",
+            request.messages_field,
         )
 
 

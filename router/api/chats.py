@@ -19,7 +19,7 @@ from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.preparing import READERS
-from router.api.sampling import TokenRules, check_text_length, sampling_params
+from router.api.sampling import TokenRules, check_text_length, kept_end, sampling_params
 from router.errors import about_model
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
@@ -80,7 +80,7 @@ async def _encode(context: ApiContext, kind: str, body: bytes) -> _Read:
         check_text_length(model, chat.text, request.messages_field)
         token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
         encoded = encoded_prompt(model, request, chat, token_ids)
-    return _Read(request, encoded, token_ids)
+    return _Read(request, encoded, kept_end(request, model, token_ids))
 
 
 def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiRequest:
@@ -130,5 +130,5 @@ def _output_wishes(model: ServedModel, request: ChatRequest, encoded: EncodedPro
         shown=answer_format.marks(wants_calls=wants_calls),
         one_call=wants_calls and not choice.parallel,
         is_silent=request.only_prompt,
-        is_kept=not request.stream,
+        is_kept=not request.stream or bool(request.return_token_ids),
     )

@@ -32,8 +32,9 @@ class ToolCall:
 
 class ChoiceOutput:
     """Feed it the choice's deltas. Without a parser all of the text is the answer's. With `one_call` it ends
-    after its first tool call, and with `is_silent` it says nothing at all: only the prompt matters. If it is
-    kept, `text`, `reasoning`, `calls` and `token_ids` have all of it in the end; else they stay empty."""
+    after its first tool call, and with `is_silent` it says nothing at all: only the prompt matters. The token
+    that ends it stands for nothing, unless it `shows_stop`. If it is kept, `text`, `reasoning`, `calls` and
+    `token_ids` have all of it in the end; else they stay empty."""
 
     __slots__ = (
         "_detokenizer",
@@ -44,6 +45,7 @@ class ChoiceOutput:
         "_num_calls",
         "_one_call",
         "_parser",
+        "_shows_stop",
         "_silent_token_ids",
         "_stopped",
         "calls",
@@ -52,6 +54,7 @@ class ChoiceOutput:
         "num_reasoning_tokens",
         "num_tokens",
         "reasoning",
+        "stop_token_id",
         "texts",
         "token_ids",
     )
@@ -65,6 +68,7 @@ class ChoiceOutput:
         one_call: bool = False,
         is_silent: bool = False,
         is_kept: bool = True,
+        shows_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._silent_token_ids = silent_token_ids
@@ -73,6 +77,7 @@ class ChoiceOutput:
         self._is_silent = is_silent
         self._is_kept = is_kept
         self._is_plain = parser is None and not is_silent and not detokenizer.has_stop_strings
+        self._shows_stop = shows_stop
         self._held: list[int] = []
         self._num_calls = 0
         self._stopped = False
@@ -84,6 +89,8 @@ class ChoiceOutput:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
+        self.stop_token_id: int | None = None
+        """The token that ended it, if one did."""
 
     @property
     def text(self) -> str:
@@ -107,6 +114,20 @@ class ChoiceOutput:
         """Its text may end it before the engine does."""
         return self._detokenizer.has_stop_strings or self._one_call
 
+    @property
+    def num_said_tokens(self) -> int:
+        """What the answer has cost its client."""
+        return 0 if self._is_silent else self.num_tokens
+
+    def said_logprobs(self, delta: TokenDelta) -> Sequence[TokenLogprobs]:
+        """Of a delta that has been added: without the token that stands for nothing."""
+        logprobs = delta.logprobs
+        if not logprobs or self._is_silent:
+            return ()
+        if self.stop_token_id is not None and not self._shows_stop and delta.finish_reason is not None:
+            return logprobs[:-1]
+        return logprobs
+
     def hold(self, delta: TokenDelta) -> None:
         """A delta in the middle of an answer of which no text is wanted yet: it comes with a later one."""
         self._count(delta.token_ids)
@@ -126,7 +147,9 @@ class ChoiceOutput:
                 self.texts.append(said[0].text)
             return said
         if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_token_ids:
-            token_ids = token_ids[:-1]
+            self.stop_token_id = token_ids[-1]
+            if not self._shows_stop:
+                token_ids = token_ids[:-1]
         if self._held:
             token_ids = (*self._held, *token_ids)
             self._held.clear()
@@ -140,6 +163,8 @@ class ChoiceOutput:
                 parts = [*parts, *self._parser.finish()]
         if self._stopped:
             self.finish_reason = FinishReason.STOP.value
+        if self._is_silent and self.finish_reason is not None:
+            self.finish_reason = FinishReason.LENGTH.value
         parts = self._took(parts)
         if self.finish_reason == FinishReason.STOP.value and self._num_calls:
             self.finish_reason = TOOL_CALLS

@@ -6,13 +6,14 @@ Owns what such a request may look like. Runs beside the event loop and elsewhere
 from typing import Any
 
 from router.api.json_body import check_range, unsupported
+from router.api.peer_fields import PeerFields, check_peer_fields
 from router.api.sampling import (
-    GenerationFields,
     check_fields,
     check_prompt_length,
     check_text_length,
     check_token_ids,
 )
+from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel
 
@@ -20,19 +21,36 @@ MAX_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionRequest(GenerationFields, kw_only=True):
+class CompletionRequest(PeerFields, kw_only=True):
+    """With `max_tokens` 0, or to be prewarmed, the prompt is computed and nothing is said."""
+
     prompt: str | list[Any]
+    add_special_tokens: bool | None = None
+    response_format: Any = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
     best_of: int | None = None
 
+    @property
+    def only_prompt(self) -> bool:
+        options = self.prompt_cache_options
+        return self.max_tokens == 0 or (options is not None and bool(options.prewarm))
+
 
 def check_completion(request: CompletionRequest, max_choices: int) -> None:
-    check_fields(request, max_choices)
+    check_fields(request, max_choices, least_tokens=0)
+    check_peer_fields(request)
+    wished = output_format_of(request, request.response_format)
+    if wished is not None:
+        raise unsupported(wished.parameter, f"Answers cannot be held to '{wished.parameter}' yet.")
     check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     if request.echo and request.logprobs is not None:
-        raise unsupported("echo", "'echo' together with 'logprobs' is not supported.")
+        raise unsupported(
+            "echo",
+            "'echo' together with 'logprobs' is not supported: the log-probabilities of a prompt's tokens are"
+            " not computed.",
+        )
     if request.suffix:
         raise unsupported("suffix", "'suffix' is not supported.")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -62,15 +80,23 @@ def prompts_of(prompt: str | list[Any], max_prompts: int) -> list[str | list[Any
     return prompt
 
 
-def check_prompt(model: TextModel, prompt: str | list[Any]) -> None:
+def check_prompt(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> None:
     """What can be told before it is encoded."""
     if isinstance(prompt, str):
         check_text_length(model, prompt, "prompt")
-    else:
+        return
+    if request.truncate_prompt_tokens is None:
         check_prompt_length(model.card.context_length, len(prompt), "prompt")
-        check_token_ids(prompt, model, "prompt")
+    check_token_ids(prompt, model, "prompt")
 
 
 def check_tokens(token_ids: list[int]) -> None:
     if not token_ids:
         raise InvalidRequest("Invalid 'prompt': it has no tokens.", parameter="prompt")
+
+
+def echo_of(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> str:
+    """The text that the answer is to begin with."""
+    if not request.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)

@@ -58,14 +58,10 @@ def _wrong_field(message: str) -> InvalidRequest:
     path = _JSON_PATH.search(message)
     parameter = path.group(1) or None if path else None
     text = message[: path.start()] if path else message
-    missing = _MISSING_FIELD.search(text)
-    if missing:
-        parameter = f"{parameter}.{missing.group(1)}" if parameter else missing.group(1)
-        return InvalidRequest(
-            f"Missing required parameter: '{parameter}'.",
-            parameter=parameter,
-            code="missing_required_parameter",
-        )
+    absent = _MISSING_FIELD.search(text)
+    if absent:
+        parameter = f"{parameter}.{absent.group(1)}" if parameter else absent.group(1)
+        return missing(parameter)
     text = text.replace("`", "").replace(" | null", "")
     where = f" for '{parameter}'" if parameter else " for the request body"
     return InvalidRequest(f"Invalid type{where}: {text}.", parameter=parameter, code="invalid_type")
@@ -73,6 +69,20 @@ def _wrong_field(message: str) -> InvalidRequest:
 
 def unsupported(parameter: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, parameter=parameter, code="unsupported_value")
+
+
+def missing(parameter: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: '{parameter}'.",
+        parameter=parameter,
+        code="missing_required_parameter",
+    )
+
+
+def wrong_type(parameter: str, expected: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid type for '{parameter}': expected {expected}.", parameter=parameter, code="invalid_type"
+    )
 
 
 def check_range(parameter: str, value: float | None, low: float, high: float) -> None:

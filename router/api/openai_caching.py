@@ -1,10 +1,11 @@
-"""OpenAI's fields for how long a prompt stays cached: read, checked, and answered.
+"""OpenAI's fields for what of a prompt stays cached, and how long: read, checked, and answered.
 
 Owns these fields' values. A time to live is the least that a prompt is kept after each use; of several the
 longest holds. OpenAI's chats and completions do not echo these fields; what became of them stands in `usage`
 and in a header of our own.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
+from router.api.json_body import wrong_type
 from router.errors import InvalidRequest
 from router.keeping import Kept, kept_of
 
@@ -21,30 +23,83 @@ RETENTION_SECONDS = {"in_memory": 300, "in-memory": 300, "24h": 86_400}
 TTL_SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}
 """OpenAI's own are 30m and 12h; the others are those of other vendors that took the field over."""
 
-MODES = ("implicit", "explicit")
+BREAKPOINT_SECONDS = TTL_SECONDS["30m"]
+"""For breakpoints where nothing says how long."""
+
+MAX_TTL_SECONDS = 86_400
+
+EXPLICIT = "explicit"
+MODES = ("implicit", EXPLICIT)
+
+MAX_BREAKPOINTS = 4
+"""The latest count, one less where the end of the prompt is one as well."""
+
+_SECONDS = re.compile("([0-9]{1,6})s")
 
 
 class PromptCacheOptions(msgspec.Struct):
-    """`mode` is checked and changes nothing: what is kept reaches to the end of the prompt."""
+    """Where `mode` is explicit, only what breakpoints name is kept; else all of the prompt is, too, if a time
+    is given. `prewarm` asks for the prompt to be computed and kept, and for no answer.
+    `comparison_response_id` asks for a diagnosis that these routes have no field for.
+    """
 
     mode: str | None = None
     ttl: str | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
+
+    @property
+    def is_explicit(self) -> bool:
+        return self.mode == EXPLICIT
 
 
 def check_caching(retention: str | None, options: PromptCacheOptions | None) -> None:
     """Raises InvalidRequest for a value that OpenAI does not know either."""
     _check("prompt_cache_retention", retention, ["in_memory", "24h"], RETENTION_SECONDS)
-    if options is not None:
+    if options is None:
+        return
+    if options.ttl is not None and _ttl_seconds(options.ttl) is None:
         _check("prompt_cache_options.ttl", options.ttl, TTL_SECONDS, TTL_SECONDS)
-        _check("prompt_cache_options.mode", options.mode, MODES, MODES)
+    _check("prompt_cache_options.mode", options.mode, MODES, MODES)
+
+
+def check_breakpoint(path: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object")
+    if value.get("mode") != EXPLICIT:
+        raise InvalidRequest(
+            f"Invalid value for '{path}.mode': it is '{EXPLICIT}'.", parameter=f"{path}.mode"
+        )
 
 
 def keep_seconds(retention: str | None, options: PromptCacheOptions | None) -> list[int]:
-    """For how long the whole prompt is to be kept: nothing, or one number. The fields have been checked."""
+    """For how long the prompt is to be kept: nothing, or one number. The fields have been checked."""
     seconds = [] if retention is None else [RETENTION_SECONDS[retention]]
     if options is not None and options.ttl is not None:
-        seconds.append(TTL_SECONDS[options.ttl])
+        seconds.append(_ttl_seconds(options.ttl) or 0)
     return [max(seconds)] if seconds else []
+
+
+def keeps_of(
+    retention: str | None, options: PromptCacheOptions | None, breakpoints: Sequence[int] = ()
+) -> list[tuple[int, int | None]]:
+    """What is to be kept: for so many seconds, through which message, or all of the prompt for None.
+    `breakpoints` are positions of messages, in their order; the latest of them count."""
+    seconds = keep_seconds(retention, options)
+    if options is not None and options.is_explicit:
+        whole, most = [], MAX_BREAKPOINTS
+    else:
+        whole, most = [(each, None) for each in seconds], MAX_BREAKPOINTS - 1
+    each = max(seconds, default=BREAKPOINT_SECONDS)
+    return [*whole, *((each, position) for position in breakpoints[-most:])]
+
+
+def _ttl_seconds(ttl: str) -> int | None:
+    """None for what is no time to live."""
+    if ttl in TTL_SECONDS:
+        return TTL_SECONDS[ttl]
+    found = _SECONDS.fullmatch(ttl)
+    return int(found[1]) if found and 1 <= int(found[1]) <= MAX_TTL_SECONDS else None
 
 
 def lease_details(asked: Sequence[tuple[Sequence[PrefixLease], PromptUsage]]) -> dict[str, Any]:

@@ -11,11 +11,15 @@ from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
-from router.api.choice_output import ChoiceOutput
+from router.api.choice_output import TOOL_CALLS, ChoiceOutput
 from router.api.json_body import encode_json
+from router.api.openai_choice import TokenIds, stop_fields, usage_so_far
 from router.api.openai_logprobs import logprobs_of
 from router.api.openai_usage import usage_of
 from router.api.sse import COMMENT, DONE, ChunkWriter
+
+FUNCTION_CALL = "function_call"
+"""Why an answer has ended that calls a function, as those say it who still ask for `functions`."""
 
 
 class _ChatWriter:
@@ -24,9 +28,12 @@ class _ChatWriter:
     def __init__(self, chat: Chat) -> None:
         context, request, model = chat.context, chat.request, chat.model
         self._context = context
+        self._request = request
         self._tokenizer = model.tokenizer
         self._prompt = chat.prompt
         self._with_logprobs = request.num_logprobs is not None
+        self._with_reasoning = bool(request.answers["reasoning"])
+        self._with_functions = bool(request.answers["functions"])
         self._head = {
             "id": context.new_id("chatcmpl-"),
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -36,82 +43,147 @@ class _ChatWriter:
         }
         if request.stream:
             options = request.stream_options
+            with_usage = options is not None and bool(options.include_usage)
             self._writer = ChunkWriter(
-                self._head,
-                text_open=b'"delta":{"content":',
-                text_close=b"}",
-                with_usage=options is not None and bool(options.include_usage),
+                self._head, text_open=b'"delta":{"content":', text_close=b"}", with_usage=with_usage
             )
-            self._prefixes = [self._writer.prefix(choice) for choice in range(len(chat.prompt.outputs))]
+            self._counts = with_usage and options is not None and bool(options.continuous_usage_stats)
+            num_choices = len(chat.prompt.outputs)
+            self._prefixes = [self._writer.prefix(choice) for choice in range(num_choices)]
+            self._token_ids = TokenIds(num_choices) if request.return_token_ids else None
+            self._is_plain = not (self._with_logprobs or self._counts or request.return_token_ids)
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
-        return self._delta(choice, {"role": "assistant", "content": ""})
+        closing = None
+        if self._token_ids is not None and choice == 0:
+            more = {"prompt_token_ids": prompt.generation.token_ids}
+            closing = self._writer.closing(more, self._usage_so_far())
+        return self._delta(choice, {"role": "assistant", "content": ""}, closing=closing)
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
         if type(part) is Text:  # nearly all of them
-            written = self._logprobs(logprobs) if self._with_logprobs else None
-            return self._writer.text(self._prefixes[choice], part.text, written)
+            if self._is_plain:
+                return self._writer.text(self._prefixes[choice], part.text)
+            return self._writer.text(
+                self._prefixes[choice],
+                part.text,
+                self._logprobs(logprobs) if self._with_logprobs else None,
+                token_ids=None if self._token_ids is None else self._new_ids(choice),
+                closing=self._closing() if self._counts else None,
+            )
         match part:
             case Reasoning(text):
-                delta: dict[str, Any] = {"reasoning_content": text}
+                delta: dict[str, Any] = {"reasoning_content": text} if self._with_reasoning else {}
             case CallStart(position, name):
-                function = {"name": name, "arguments": ""}
-                call_id = self._context.new_id("call_")
-                delta = {
-                    "tool_calls": [
-                        {"index": position, "id": call_id, "type": "function", "function": function}
-                    ]
-                }
+                delta = self._call_started(position, name)
             case CallArguments(position, text):
-                delta = {"tool_calls": [{"index": position, "function": {"arguments": text}}]}
+                delta = self._call_said(position, text)
             case _:
-                return b""
-        return self._delta(choice, delta, logprobs)
+                delta = {}
+        return self._delta(choice, delta, logprobs) if delta or logprobs else b""
 
     def close(self, prompt: Prompt, choice: int) -> bytes:
-        reason = prompt.outputs[choice].finish_reason
-        return self._writer.choice({"index": choice, "delta": {}, "logprobs": None, "finish_reason": reason})
+        output = prompt.outputs[choice]
+        ended: dict[str, Any] = {
+            "index": choice,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": self._finish_reason(output),
+            **stop_fields(self._request, output),
+        }
+        if self._token_ids is not None:
+            ended["token_ids"] = self._new_ids(choice)
+        return self._writer.choice(ended, closing=self._closing() if self._counts else None)
 
     def end(self, usage: AnswerUsage) -> bytes:
         return self._writer.usage(usage_of(usage)) + DONE
 
     def whole(self, usage: AnswerUsage) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "message": self._message(output),
-                "logprobs": self._logprobs(output.logprobs) if self._with_logprobs else None,
-                "finish_reason": output.finish_reason,
-            }
-            for index, output in enumerate(self._prompt.outputs)
-        ]
-        return encode_json({**self._head, "choices": choices, "usage": usage_of(usage)})
+        answer: dict[str, Any] = {
+            **self._head,
+            "choices": [self._choice(index, output) for index, output in enumerate(self._prompt.outputs)],
+            "usage": usage_of(usage),
+        }
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = self._prompt.generation.token_ids
+        return encode_json(answer)
+
+    def _choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": self._message(output),
+            "logprobs": self._logprobs(output.logprobs) if self._with_logprobs else None,
+            "finish_reason": self._finish_reason(output),
+            **stop_fields(self._request, output),
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
 
     def _message(self, output: ChoiceOutput) -> dict[str, Any]:
         text = output.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if output.reasoning:
+        if output.reasoning and self._with_reasoning:
             message["reasoning_content"] = "".join(output.reasoning)
-        if output.calls:
-            message["content"] = text or None
+        if not output.calls:
+            return message
+        message["content"] = text or None
+        functions = [{"name": call.name, "arguments": call.arguments} for call in output.calls]
+        if self._with_functions:
+            message["function_call"] = functions[0]
+        else:
             message["tool_calls"] = [
-                {
-                    "id": self._context.new_id("call_"),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in output.calls
+                {"id": self._context.new_id("call_"), "type": "function", "function": function}
+                for function in functions
             ]
         return message
 
-    def _delta(self, choice: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprobs] = ()) -> bytes:
+    def _finish_reason(self, output: ChoiceOutput) -> str | None:
+        if self._with_functions and output.finish_reason == TOOL_CALLS:
+            return FUNCTION_CALL
+        return output.finish_reason
+
+    def _call_started(self, position: int, name: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": ""}
+        if self._with_functions:
+            return {"function_call": function}
+        call_id = self._context.new_id("call_")
+        return {"tool_calls": [{"index": position, "id": call_id, "type": "function", "function": function}]}
+
+    def _call_said(self, position: int, text: str) -> dict[str, Any]:
+        if self._with_functions:
+            return {"function_call": {"arguments": text}}
+        return {"tool_calls": [{"index": position, "function": {"arguments": text}}]}
+
+    def _delta(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: Sequence[TokenLogprobs] = (),
+        *,
+        closing: bytes | None = None,
+    ) -> bytes:
         written = self._logprobs(logprobs) if self._with_logprobs and logprobs else None
-        return self._writer.choice(
-            {"index": choice, "delta": delta, "logprobs": written, "finish_reason": None}
-        )
+        chunk = {"index": choice, "delta": delta, "logprobs": written, "finish_reason": None}
+        if self._token_ids is not None:
+            chunk["token_ids"] = self._new_ids(choice)
+        if closing is None and self._counts:
+            closing = self._closing()
+        return self._writer.choice(chunk, closing=closing)
+
+    def _new_ids(self, choice: int) -> Sequence[int]:
+        assert self._token_ids is not None
+        return self._token_ids.new(choice, self._prompt.outputs[choice])
+
+    def _usage_so_far(self) -> dict[str, Any] | None:
+        return usage_so_far([self._prompt]) if self._counts else None
+
+    def _closing(self) -> bytes:
+        return self._writer.closing(usage=self._usage_so_far())
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"content": logprobs_of(self._tokenizer, logprobs), "refusal": None}
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        return {"content": logprobs_of(self._tokenizer, logprobs, as_ids=as_ids), "refusal": None}
 
 
 prepare_chat = prepare_chats("chat", _ChatWriter)

@@ -14,21 +14,24 @@ from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
 from router.api.asked import Asked
 from router.api.body_weight import is_light_completion
+from router.api.choice_output import ChoiceOutput
 from router.api.completion_prompt import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     check_completion,
     check_prompt,
     check_tokens,
+    echo_of,
     prompts_of,
 )
 from router.api.context import ApiContext
 from router.api.json_body import decode_body, encode_json
-from router.api.openai_caching import keep_seconds
-from router.api.openai_logprobs import finite
+from router.api.openai_caching import keeps_of
+from router.api.openai_choice import TokenIds, stop_fields, usage_so_far
+from router.api.openai_logprobs import finite, token_name
 from router.api.openai_usage import usage_of
 from router.api.prepared import EncodedPrompt, PreparedRequest
-from router.api.sampling import TokenRules, sampling_params
+from router.api.sampling import TokenRules, kept_end, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.errors import about_model
 from router.keeping import Keep
@@ -65,15 +68,14 @@ async def _encode(
     model: ServedModel, request: CompletionRequest, prompts: list[str | list[Any]]
 ) -> AsyncIterator[_Encoded]:
     for prompt in prompts:
-        check_prompt(model, prompt)
+        check_prompt(model, request, prompt)
         if isinstance(prompt, str):
-            token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=True)
-            echo = prompt if request.echo else ""
+            with_special = request.add_special_tokens is not False
+            token_ids = await model.tokenizer.encode_async(prompt, add_special_tokens=with_special)
         else:
             token_ids = prompt
-            echo = model.tokenizer.decode(prompt) if request.echo else ""
         check_tokens(token_ids)
-        yield token_ids, echo
+        yield kept_end(request, model, token_ids), echo_of(model, request, prompt)
 
 
 async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
@@ -88,8 +90,11 @@ async def _make_prompts(
     num_choices = request.n or 1
     prompts: list[Prompt] = []
     rules = TokenRules.of(request, model)
-    wishes = OutputWishes(is_kept=not request.stream)
-    keeps = [Keep(s) for s in keep_seconds(request.prompt_cache_retention, request.prompt_cache_options)]
+    wishes = OutputWishes(
+        is_silent=request.only_prompt, is_kept=not request.stream or bool(request.return_token_ids)
+    )
+    wanted = keeps_of(request.prompt_cache_retention, request.prompt_cache_options)
+    keeps = [Keep(seconds) for seconds, _ in wanted]
     work = context.turns.long_work()
     async for token_ids, echo in encoded:
         first_index = len(prompts) * num_choices
@@ -113,6 +118,8 @@ async def _make_prompts(
 
 
 def _max_tokens(request: CompletionRequest, model: ServedModel, num_prompt_tokens: int) -> int | None:
+    if request.only_prompt:
+        return 1
     if request.max_tokens is not None:
         return request.max_tokens
     room = model.card.context_length - num_prompt_tokens
@@ -125,7 +132,8 @@ class _CompletionWriter:
     def __init__(
         self, context: ApiContext, request: CompletionRequest, model: ServedModel, prompts: list[Prompt]
     ) -> None:
-        self._model = model
+        self._tokenizer = model.tokenizer
+        self._request = request
         self._prompts = prompts
         self._with_logprobs = request.logprobs is not None
         self._head = {
@@ -139,72 +147,92 @@ class _CompletionWriter:
         self._num_characters = [0] * num_choices
         if request.stream:
             options = request.stream_options
+            with_usage = options is not None and bool(options.include_usage)
             self._writer = ChunkWriter(
-                self._head,
-                text_open=b'"text":',
-                text_close=b"",
-                with_usage=options is not None and bool(options.include_usage),
+                self._head, text_open=b'"text":', text_close=b"", with_usage=with_usage
             )
+            self._counts = with_usage and options is not None and bool(options.continuous_usage_stats)
             self._prefixes = [self._writer.prefix(index) for index in range(num_choices)]
+            self._token_ids = TokenIds(num_choices) if request.return_token_ids else None
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
-        if not prompt.echo:
-            return b""
-        return self._writer.text(self._prefixes[prompt.first_index + choice], prompt.echo)
+        index = prompt.first_index + choice
+        if self._token_ids is not None:
+            first = {"prompt_token_ids": prompt.generation.token_ids, "token_ids": []}
+            return self._choice(index, prompt.echo, first)
+        return self._writer.text(self._prefixes[index], prompt.echo) if prompt.echo else b""
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
         assert type(part) is Text  # nothing is parsed
-        index, text = prompt.first_index + choice, part.text
-        if not self._with_logprobs:
-            return self._writer.text(self._prefixes[index], text)
-        return self._writer.text(self._prefixes[index], text, self._logprobs(index, logprobs))
+        index = prompt.first_index + choice
+        return self._writer.text(
+            self._prefixes[index],
+            part.text,
+            self._logprobs(index, logprobs) if self._with_logprobs else None,
+            token_ids=None if self._token_ids is None else self._token_ids.new(index, prompt.outputs[choice]),
+            closing=self._closing() if self._counts else None,
+        )
 
     def close(self, prompt: Prompt, choice: int) -> bytes:
-        return self._writer.choice(
-            {
-                "index": prompt.first_index + choice,
-                "text": "",
-                "logprobs": None,
-                "finish_reason": prompt.outputs[choice].finish_reason,
-            }
-        )
+        index, output = prompt.first_index + choice, prompt.outputs[choice]
+        more: dict[str, Any] = {"finish_reason": output.finish_reason, **stop_fields(self._request, output)}
+        if self._token_ids is not None:
+            more["token_ids"] = self._token_ids.new(index, output)
+        return self._choice(index, "", more)
 
     def end(self, usage: AnswerUsage) -> bytes:
         return self._writer.usage(usage_of(usage)) + DONE
 
     def whole(self, usage: AnswerUsage) -> bytes:
         choices = [
-            {
-                "index": prompt.first_index + choice,
-                "text": prompt.echo + output.text,
-                "logprobs": self._logprobs(prompt.first_index + choice, output.logprobs)
-                if self._with_logprobs
-                else None,
-                "finish_reason": output.finish_reason,
-            }
+            self._whole_choice(prompt, prompt.first_index + choice, output)
             for prompt in self._prompts
             for choice, output in enumerate(prompt.outputs)
         ]
         return encode_json({**self._head, "choices": choices, "usage": usage_of(usage)})
+
+    def _whole_choice(self, prompt: Prompt, index: int, output: ChoiceOutput) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": prompt.echo + output.text,
+            "logprobs": self._logprobs(index, output.logprobs) if self._with_logprobs else None,
+            "finish_reason": output.finish_reason,
+            **stop_fields(self._request, output),
+        }
+        if self._request.return_token_ids:
+            choice["prompt_token_ids"] = prompt.generation.token_ids
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def _choice(self, index: int, text: str, more: dict[str, Any]) -> bytes:
+        chunk = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
+        return self._writer.choice(chunk, closing=self._closing() if self._counts else None)
+
+    def _closing(self) -> bytes:
+        return self._writer.closing(usage=usage_so_far(self._prompts))
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Offsets count characters of the tokens' own texts from the start of the choice."""
         tokens: list[str] = []
         offsets: list[int] = []
         for token in logprobs:
-            text = self._text(token.token_id)
+            text = self._name(token.token_id)
             tokens.append(text)
             offsets.append(self._num_characters[index])
             self._num_characters[index] += len(text)
         return {
             "tokens": tokens,
             "token_logprobs": [finite(token.logprob) for token in logprobs],
-            "top_logprobs": [
-                {self._text(token_id): finite(logprob) for token_id, logprob in token.top}
-                for token in logprobs
-            ],
+            "top_logprobs": [self._top(token) for token in logprobs],
             "text_offset": offsets,
         }
 
-    def _text(self, token_id: int) -> str:
-        return self._model.tokenizer.token_text(token_id)[0]
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """The likeliest ones, and the token itself where it is none of them."""
+        top = {self._name(token_id): finite(logprob) for token_id, logprob in token.top}
+        top.setdefault(self._name(token.token_id), finite(token.logprob))
+        return top
+
+    def _name(self, token_id: int) -> str:
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        return token_name(self._tokenizer, token_id, as_ids=as_ids)

@@ -17,16 +17,24 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def logprobs_of(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+def logprobs_of(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """With `as_ids` tokens are named by their ids, which no two share."""
     return [
         {
-            **_token(tokenizer, token.token_id, token.logprob),
-            "top_logprobs": [_token(tokenizer, token_id, logprob) for token_id, logprob in token.top],
+            **_token(tokenizer, token.token_id, token.logprob, as_ids),
+            "top_logprobs": [_token(tokenizer, token_id, logprob, as_ids) for token_id, logprob in token.top],
         }
         for token in logprobs
     ]
 
 
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    text, raw = tokenizer.token_text(token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+def token_name(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)[0]
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+    raw = tokenizer.token_text(token_id)[1]
+    name = token_name(tokenizer, token_id, as_ids=as_ids)
+    return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}

@@ -5,6 +5,7 @@ seconds and hundreds of megabytes, or never end; its caller sees to that.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,7 @@ from router.api.completion_prompt import (
     check_completion,
     check_prompt,
     check_tokens,
+    echo_of,
     prompts_of,
 )
 from router.api.gemini_body import read_gemini
@@ -30,7 +32,7 @@ from router.api.prepared import (
     RefusedRequest,
     WrittenAnswer,
 )
-from router.api.sampling import most_tokens, too_many_tokens
+from router.api.sampling import kept_end, most_tokens, too_many_tokens
 from router.api.token_counts import detokenize, tokenize
 from router.errors import RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
@@ -61,22 +63,23 @@ def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
     with about_model(request.model):
         check_completion(request, job.max_choices)
         prompts = prompts_of(request.prompt, job.max_prompts)
-        encoded = [_encoded(model, prompt, bool(request.echo)) for prompt in prompts]
+        encoded = [_encoded(model, request, prompt) for prompt in prompts]
     fields = msgspec.structs.replace(request, prompt="", suffix=None)
     return PreparedRequest(msgspec.msgpack.encode(fields), encoded)
 
 
-def _encoded(model: TextModel, prompt: str | list[object], echo: bool) -> EncodedPrompt:
-    check_prompt(model, prompt)
+def _encoded(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> EncodedPrompt:
+    check_prompt(model, request, prompt)
     if isinstance(prompt, str):
-        token_ids = model.tokenizer.encode_within(most_tokens(model), prompt, add_special_tokens=True)
+        token_ids = model.tokenizer.encode_within(
+            most_tokens(model), prompt, add_special_tokens=request.add_special_tokens is not False
+        )
         if token_ids is None:
             raise too_many_tokens(model, "prompt")
-        check_tokens(token_ids)
-        return EncodedPrompt(pack_token_ids(token_ids), prompt if echo else "")
-    ids: list[int] = prompt  # type: ignore[assignment]
-    check_tokens(ids)
-    return EncodedPrompt(pack_token_ids(ids), model.tokenizer.decode(ids) if echo else "")
+    else:
+        token_ids = prompt
+    check_tokens(token_ids)
+    return EncodedPrompt(pack_token_ids(kept_end(request, model, token_ids)), echo_of(model, request, prompt))
 
 
 def _tokenize(job: Job, models: TextModels, body: bytes) -> Outcome:

@@ -19,8 +19,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
-MAX_NAME_CHARACTERS = 4096
-"""Of what clients call themselves and their caches."""
+MAX_NAME_CHARACTERS = {"prompt_cache_key": 4096, "safety_identifier": 128, "user": 4096}
+"""Of what clients call their caches and their users."""
 MAX_INTEGER = 2**31 - 1
 """What the replicas' protocol carries."""
 
@@ -29,11 +29,19 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 
 class StreamOptions(msgspec.Struct):
+    """With `continuous_usage_stats` every chunk says what the answer has cost so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What chat and plain completions share. Unknown fields are ignored, as everywhere in the field."""
+    """What all dialects share. Unknown fields are ignored, as everywhere in the field.
+
+    A stop string is part of the text only with `include_stop_str_in_output`, and so is the text of a token
+    that ends the answer; special tokens are part of it unless `skip_special_tokens`. Of a prompt only the
+    last `truncate_prompt_tokens` are taken: all that fit in the context for -1.
+    """
 
     model: str
     stream: bool | None = None
@@ -53,6 +61,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: str | None = None
@@ -69,7 +82,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         return self.safety_identifier or self.user
 
 
-def check_fields(request: GenerationFields, max_choices: int) -> None:
+def check_fields(request: GenerationFields, max_choices: int, *, least_tokens: int = 1) -> None:
     """Everything that can be judged without the prompt. Raises InvalidRequest."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest(
@@ -84,11 +97,10 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
     check_range("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
     check_range("priority", request.priority, -MAX_INTEGER, MAX_INTEGER)
     check_range("top_k", request.top_k, -1, MAX_INTEGER)
-    if request.top_p == 0.0:
-        raise InvalidRequest("Invalid value for 'top_p': it must be above 0.", parameter="top_p")
     for parameter, value, low in (
-        ("max_tokens", request.max_tokens, 1),
+        ("max_tokens", request.max_tokens, least_tokens),
         ("min_tokens", request.min_tokens, 0),
+        ("truncate_prompt_tokens", request.truncate_prompt_tokens, -1),
     ):
         if value is not None and value < low:
             raise InvalidRequest(
@@ -97,6 +109,11 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
     if request.repetition_penalty is not None and not request.repetition_penalty > 0:
         raise InvalidRequest(
             "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
+        )
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "Invalid value for 'truncate_prompt_tokens': it is -1, or above 0.",
+            parameter="truncate_prompt_tokens",
         )
     if request.cache is not None:
         raise InvalidRequest("The field 'cache' must be written without escapes.", parameter="cache")
@@ -107,11 +124,11 @@ def check_fields(request: GenerationFields, max_choices: int) -> None:
 
 
 def _check_sizes(request: GenerationFields) -> None:
-    for parameter in ("prompt_cache_key", "safety_identifier", "user"):
+    for parameter, most in MAX_NAME_CHARACTERS.items():
         text = getattr(request, parameter)
-        if text is not None and len(text) > MAX_NAME_CHARACTERS:
+        if text is not None and len(text) > most:
             raise InvalidRequest(
-                f"Invalid '{parameter}': it has more than {MAX_NAME_CHARACTERS} characters.",
+                f"Invalid '{parameter}': it has more than {most} characters.",
                 parameter=parameter,
             )
     if request.logit_bias is not None and len(request.logit_bias) > MAX_LOGIT_BIASES:
@@ -183,8 +200,8 @@ def sampling_params(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=max(0, request.top_k or 0),
+        top_p=request.top_p or 1.0,
+        top_k=1 if request.top_p == 0.0 else max(0, request.top_k or 0),
         min_p=request.min_p or 0.0,
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         presence_penalty=request.presence_penalty or 0.0,
@@ -206,22 +223,41 @@ def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | N
     if max_tokens is None:
         return context_length - num_prompt_tokens
     if num_prompt_tokens + max_tokens > context_length:
-        raise ContextLengthExceeded(
-            f"This model's context holds {context_length} tokens, but you asked for"
-            f" {num_prompt_tokens + max_tokens}: {num_prompt_tokens} in the {parameter} and {max_tokens} to"
-            f" generate. Please reduce either.",
-            parameter=parameter,
+        raise context_exceeded(
+            context_length,
+            f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {parameter},"
+            f" {max_tokens} in the completion). Please reduce the length of the {parameter} or completion.",
+            parameter,
         )
     return max_tokens
 
 
+def context_exceeded(context_length: int, what: str, parameter: str) -> ContextLengthExceeded:
+    """In the words by which clients know it and fall back to another model."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {context_length} tokens. However, {what}",
+        parameter=parameter,
+    )
+
+
 def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: str) -> None:
     if num_prompt_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"This model's context holds {context_length} tokens, but the {parameter} alone came to"
-            f" {num_prompt_tokens} tokens. Please shorten the {parameter}.",
-            parameter=parameter,
+        raise context_exceeded(
+            context_length,
+            f"your {parameter} resulted in {num_prompt_tokens} tokens. Please reduce the length of the"
+            f" {parameter}.",
+            parameter,
         )
+
+
+def kept_end(request: GenerationFields, model: TextModel, token_ids: list[int]) -> list[int]:
+    """What is left of a prompt where its beginning may be left out."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most < 0:
+        most = model.card.context_length - (request.max_tokens or 1)
+    return token_ids[-most:] if most > 0 else token_ids
 
 
 def most_tokens(model: TextModel) -> int:
@@ -230,10 +266,11 @@ def most_tokens(model: TextModel) -> int:
 
 
 def too_many_tokens(model: TextModel, parameter: str) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"This model's context holds {model.card.context_length} tokens, and the {parameter} came to more"
-        f" than {most_tokens(model)}. Please shorten the {parameter}.",
-        parameter=parameter,
+    return context_exceeded(
+        model.card.context_length,
+        f"your {parameter} resulted in more than {most_tokens(model)} tokens. Please reduce the length of the"
+        f" {parameter}.",
+        parameter,
     )
 
 
@@ -242,10 +279,11 @@ def check_text_length(model: TextModel, text: str, parameter: str) -> None:
     for more characters than the longest one. Where that is not known it is encoded to see."""
     longest_token = model.tokenizer.longest_token
     if longest_token is not None and len(text) > model.card.context_length * longest_token:
-        raise ContextLengthExceeded(
-            f"This model's context holds {model.card.context_length} tokens, too few for the {len(text)}"
-            f" characters of the {parameter}. Please shorten the {parameter}.",
-            parameter=parameter,
+        raise context_exceeded(
+            model.card.context_length,
+            f"your {parameter} resulted in {len(text)} characters, which are more tokens than that. Please"
+            f" reduce the length of the {parameter}.",
+            parameter,
         )
 
 

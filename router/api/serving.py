@@ -253,7 +253,8 @@ class _Exchange:
             if output.was_stopped:
                 run.abort_choice(choice)
             if not request.stream:
-                output.logprobs.extend(delta.logprobs or ())
+                if delta.logprobs:
+                    output.logprobs.extend(output.said_logprobs(delta))
                 continue
             if is_first:
                 events.append(writer.open(prompt, choice))
@@ -344,7 +345,8 @@ def _served(prompt: Prompt) -> ServedPrompt:
 
 def _events_of(writer: AnswerWriter, prompt: Prompt, delta: TokenDelta, parts: Sequence[Part]) -> bytes:
     """Of a delta's parts. Its log-probabilities go with the first of them."""
-    choice, logprobs = delta.key.choice, delta.logprobs or ()
+    choice = delta.key.choice
+    logprobs = prompt.outputs[choice].said_logprobs(delta) if delta.logprobs else ()
     if len(parts) == 1:
         return writer.part(prompt, choice, parts[0], logprobs)
     if not parts:

@@ -4,6 +4,7 @@ Owns the frames. Everything but the text is the same in each chunk of a stream, 
 Does not know where the text comes from.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from router.api.json_body import encode_json
@@ -39,7 +40,22 @@ class ChunkWriter:
         """All that comes before the text of a choice; make it once per choice."""
         return b'%s{"index":%d,%s' % (self._head, choice, self._text_open)
 
-    def text(self, prefix: bytes, text: str, logprobs: Any | None = None) -> bytes:
+    def closing(self, more: dict[str, Any] | None = None, usage: dict[str, Any] | None = None) -> bytes:
+        """The end of a chunk that says more than others do."""
+        fields: dict[str, Any] = {**(more or {})}
+        if usage is not None or self._with_usage:
+            fields["usage"] = usage
+        return b"]}\n\n" if not fields else b"]," + encode_json(fields)[1:] + b"\n\n"
+
+    def text(
+        self,
+        prefix: bytes,
+        text: str,
+        logprobs: Any | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        closing: bytes | None = None,
+    ) -> bytes:
         encoded = b"null" if logprobs is None else encode_json(logprobs)
         return (
             prefix
@@ -47,13 +63,14 @@ class ChunkWriter:
             + self._text_close
             + b',"logprobs":'
             + encoded
+            + (b"" if token_ids is None else b',"token_ids":' + encode_json(token_ids))
             + b',"finish_reason":null}'
-            + self._closing
+            + (closing or self._closing)
         )
 
-    def choice(self, choice: dict[str, Any]) -> bytes:
+    def choice(self, choice: dict[str, Any], *, closing: bytes | None = None) -> bytes:
         """A chunk that happens once per choice: its role, its end."""
-        return self._head + encode_json(choice) + self._closing
+        return self._head + encode_json(choice) + (closing or self._closing)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The extra chunk of a stream that was asked for usage; nothing otherwise."""

@@ -49,10 +49,10 @@ class Detokenizer:
     """`add` what the engine made; stop when `stop_string` is set; `finish` when the engine is done.
 
     `token_bytes` says what each token of a byte-level vocabulary shows; with any other, `hidden` ones show
-    nothing.
+    nothing. The stop string that ended it is part of the text where it `shows_stop`.
     """
 
-    __slots__ = ("_held", "_min_tokens", "_num_tokens", "_pieces", "_stop", "stop_string")
+    __slots__ = ("_held", "_min_tokens", "_num_tokens", "_pieces", "_shows_stop", "_stop", "stop_string")
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         hidden: frozenset[int] = frozenset(),
+        shows_stop: bool = False,
     ) -> None:
         assert all(stop), "a stop string is never empty"
         self._pieces: _Pieces = (
@@ -70,6 +71,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._held = ""
         self._min_tokens = min_tokens
+        self._shows_stop = shows_stop
         self._num_tokens = 0
         self.stop_string: str | None = None
 
@@ -106,7 +108,7 @@ class Detokenizer:
         if found is not None:
             start, self.stop_string = found
             self._held = ""
-            return text[:start]
+            return text[: start + len(self.stop_string)] if self._shows_stop else text[:start]
         num_held = num_begun(text, self._stop)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

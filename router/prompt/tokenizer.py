@@ -179,11 +179,23 @@ class Tokenizer:
         return [self._reference.id_to_token(token_id) or "" for token_id in token_ids]
 
     def new_detokenizer(
-        self, stop: Sequence[str] = (), *, min_tokens: int = 0, shown: frozenset[str] = frozenset()
+        self,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        shown: frozenset[str] = frozenset(),
+        shows_stop: bool = False,
     ) -> Detokenizer:
         """Special tokens stand for nothing, but those to be `shown`, which stand for their names."""
         token_bytes, hidden = self._showing(shown)
-        return Detokenizer(self._reference, token_bytes, stop, min_tokens=min_tokens, hidden=hidden)
+        return Detokenizer(
+            self._reference,
+            token_bytes,
+            stop,
+            min_tokens=min_tokens,
+            hidden=hidden,
+            shows_stop=shows_stop,
+        )
 
     def _showing(self, shown: frozenset[str]) -> _Showing:
         """A model's answers show the same few tokens each time, so there are few tables to remember."""

@@ -20,7 +20,7 @@ TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "{{ '<|im_end|>\n' }}{%- endif %}"
     "{%- for message in messages %}"
-    "{%- if message.role == 'function' %}{{ raise_exception('no functions here') }}{%- endif %}"
+    "{%- if message.content == 'refuse me' %}{{ raise_exception('not this one') }}{%- endif %}"
     "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"

@@ -28,7 +28,7 @@ def _chat(content: object, **fields: object) -> dict[str, object]:
         _chat("?"),
         _chat([{"type": "text", "text": "?"}]),
         _chat("Hello", tools=[{"type": "function", "function": {"name": "f", "description": "?"}}]),
-        _chat("Hello", tools=[{"type": "function", "?": 1}]),
+        _chat("Hello", tools=[{"type": "function", "function": {"name": "f", "?": 1}}]),
     ],
 )
 async def test_special_tokens_in_what_a_client_sends_are_text(

@@ -64,8 +64,8 @@ def test_a_template_on_which_the_engines_differ_is_left_to_the_reference() -> No
 
 
 def test_a_refusal_of_the_template_reaches_the_client_as_its_own_sentence() -> None:
-    with pytest.raises(TemplateError, match="no functions here"):
-        _template(tiny_model.TEMPLATE).render([{"role": "function", "content": "x"}])
+    with pytest.raises(TemplateError, match="not this one"):
+        _template(tiny_model.TEMPLATE).render([{"role": "user", "content": "refuse me"}])
 
 
 def test_templates_can_ask_for_the_date() -> None:

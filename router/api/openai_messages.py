@@ -1,0 +1,198 @@
+"""OpenAI's messages → messages as chat templates expect them.
+
+Owns the forms that a message may have, the older ones of functions among them, and the places in messages
+through which a prompt is to stay cached. Pure.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from router.api.json_body import missing, unsupported, wrong_type
+from router.api.openai_caching import check_breakpoint
+from router.errors import InvalidRequest
+
+ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_LEGACY_CALL_ID = "call_{}"
+_CONVERTED = ("content", "refusal", "audio", "tool_calls", "function_call", "reasoning", "reasoning_content")
+
+
+class Messages(NamedTuple):
+    """`breakpoints` are the positions of messages that have one, in their order."""
+
+    messages: list[dict[str, Any]]
+    breakpoints: list[int]
+
+
+def read_messages(sent: Sequence[dict[str, Any]]) -> Messages:
+    """Raises InvalidRequest that names what is wrong where."""
+    messages: list[dict[str, Any]] = []
+    breakpoints: list[int] = []
+    call_ids: set[str] = set()
+    for position, message in enumerate(sent):
+        path = f"messages[{position}]"
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise _wrong_role(path, role)
+        read = {key: value for key, value in message.items() if value is not None and key not in _CONVERTED}
+        if _has_breakpoint(path, message.get("content")):
+            breakpoints.append(position)
+        read["content"] = _content(path, message)
+        if role == "assistant":
+            _read_assistant(path, message, read)
+            call_ids.update(call["id"] for call in read.get("tool_calls", ()))
+        elif role == "tool":
+            _check_answer(path, message, call_ids)
+        elif role == "function":
+            read |= {"role": "tool", "tool_call_id": _LEGACY_CALL_ID.format(message.get("name"))}
+        messages.append(read)
+    return Messages(messages, breakpoints)
+
+
+def _wrong_role(path: str, role: Any) -> InvalidRequest:
+    path += ".role"
+    if role is None:
+        return missing(path)
+    if not isinstance(role, str):
+        return wrong_type(path, "text")
+    return InvalidRequest(
+        f"Invalid value for '{path}': '{role[:40]}'. Supported are {', '.join(sorted(ROLES))}.",
+        parameter=path,
+    )
+
+
+def _content(path: str, message: dict[str, Any]) -> str:
+    content = message.get("content")
+    path += ".content"
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_texts(path, content))
+    if content is not None:
+        raise wrong_type(path, "text or a list of parts")
+    if message["role"] != "assistant":
+        raise missing(path)
+    return _text_of(path.replace(".content", ".refusal"), message.get("refusal"))
+
+
+def _texts(path: str, parts: list[Any]) -> Iterator[str]:
+    for number, part in enumerate(parts):
+        place = f"{path}[{number}]"
+        if isinstance(part, str):
+            yield part
+            continue
+        if not isinstance(part, dict):
+            raise wrong_type(place, "an object")
+        kind = part.get("type")
+        if kind not in TEXT_PARTS:
+            raise unsupported(f"{place}.type", f"This model reads text only; '{place}' is '{kind!s:.40}'.")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise wrong_type(f"{place}.text", "text")
+        yield text
+
+
+def _has_breakpoint(path: str, content: Any) -> bool:
+    found = False
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and part.get("prompt_cache_breakpoint") is not None:
+            check_breakpoint(
+                f"{path}.content[{number}].prompt_cache_breakpoint", part["prompt_cache_breakpoint"]
+            )
+            found = True
+    return found
+
+
+def _read_assistant(path: str, message: dict[str, Any], read: dict[str, Any]) -> None:
+    for field in ("reasoning_content", "reasoning"):
+        reasoning = _text_of(f"{path}.{field}", message.get(field))
+        if reasoning:
+            read.setdefault("reasoning_content", reasoning)
+    calls = message.get("tool_calls")
+    legacy = message.get("function_call")
+    if calls:
+        read["tool_calls"] = _tool_calls(f"{path}.tool_calls", calls)
+    elif legacy is not None:
+        function = _function(f"{path}.function_call", legacy)
+        call_id = _LEGACY_CALL_ID.format(function["name"])
+        read["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+    elif message.get("content") is None and not read["content"] and "reasoning_content" not in read:
+        raise InvalidRequest(
+            f"Invalid value for '{path}.content': expected text, got null. Only an assistant's message with"
+            " 'tool_calls' may be without.",
+            parameter=f"{path}.content",
+        )
+
+
+def _check_answer(path: str, message: dict[str, Any], call_ids: set[str]) -> None:
+    call_id = message.get("tool_call_id")
+    if call_id is None:
+        raise missing(f"{path}.tool_call_id")
+    if not isinstance(call_id, str):
+        raise wrong_type(f"{path}.tool_call_id", "text")
+    if call_id not in call_ids:
+        raise InvalidRequest(
+            f"Invalid value for '{path}.tool_call_id': no message before it has a tool call with the id"
+            f" '{call_id[:64]}'. Messages with role 'tool' must be a response to a preceding message with"
+            " 'tool_calls'.",
+            parameter=f"{path}.tool_call_id",
+        )
+
+
+def _tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise wrong_type(path, "a list of objects")
+    return [_tool_call(f"{path}[{number}]", call) for number, call in enumerate(calls)]
+
+
+def _tool_call(path: str, call: Any) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise wrong_type(path, "an object")
+    kind = call.get("type", "function")
+    if kind != "function":
+        raise unsupported(f"{path}.type", f"Only calls of type 'function' are supported, not '{kind!s:.40}'.")
+    if call.get("id") is None:
+        raise missing(f"{path}.id")
+    if not isinstance(call["id"], str):
+        raise wrong_type(f"{path}.id", "text")
+    function = _function(f"{path}.function", call.get("function"))
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def _function(path: str, function: Any) -> dict[str, Any]:
+    """Arguments travel as JSON in a string; templates write objects out themselves."""
+    if function is None:
+        raise missing(path)
+    if not isinstance(function, dict):
+        raise wrong_type(path, "an object")
+    name, arguments = function.get("name"), function.get("arguments")
+    if name is None:
+        raise missing(f"{path}.name")
+    if not isinstance(name, str):
+        raise wrong_type(f"{path}.name", "text")
+    if arguments is None:
+        arguments = {}
+    elif isinstance(arguments, str):
+        arguments = _read_arguments(arguments)
+    elif not isinstance(arguments, dict):
+        raise wrong_type(f"{path}.arguments", "text")
+    return {"name": name, "arguments": arguments}
+
+
+def _read_arguments(arguments: str) -> Any:
+    """What is no JSON object stays the text that it is: the model has said it."""
+    try:
+        read = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _text_of(path: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise wrong_type(path, "text")
+    return value

@@ -1,0 +1,278 @@
+"""OpenAI's tools, tool choice and messages: what they become, and what is refused, where."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.answers.wishes import ToolChoice, ToolMode
+from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.openai_chat_body import read_chat, read_tokenized_chat
+from router.errors import InvalidRequest, RouterError
+
+HELLO = {"role": "user", "content": "Hello"}
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "set.it:now-2"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+EXPLICIT = {"mode": "explicit"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+def read(**fields: Any) -> ChatRequest:
+    return read_chat(msgspec.json.encode({"model": "tiny", "messages": [HELLO]} | fields), 16)
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [TOOL, {"type": "function", "function": {"name": "f"} | fields}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "code"),
+    [
+        ({"tools": [42]}, "tools[0]", "invalid_type"),
+        ({"tools": [{}]}, "tools[0].type", "missing_required_parameter"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "unsupported_value"),
+        ({"tools": [{"type": ["function"]}]}, "tools[0].type", "unsupported_value"),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "missing_required_parameter"),
+        ({"tools": [{"type": "function", "function": 42}]}, "tools[0].function", "invalid_type"),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            "tools[0].function.name",
+            "missing_required_parameter",
+        ),
+        (function(name=3), "tools[1].function.name", "invalid_type"),
+        (function(name=""), "tools[1].function.name", "invalid_value"),
+        (function(name="a b"), "tools[1].function.name", "invalid_value"),
+        (function(name="x" * 129), "tools[1].function.name", "invalid_value"),
+        (function(name="a\n"), "tools[1].function.name", "invalid_value"),
+        (function(description=3), "tools[1].function.description", "invalid_type"),
+        (function(parameters="x"), "tools[1].function.parameters", "invalid_type"),
+        (function(strict="yes"), "tools[1].function.strict", "invalid_type"),
+        ({"tools": [TOOL] * 1025}, "tools", "invalid_value"),
+        ({"functions": [{"name": "a b"}]}, "functions[0].name", "invalid_value"),
+        ({"tools": [TOOL], "functions": [{"name": "f"}]}, "functions", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": "often"}, "tool_choice", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": 3}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "set"}}},
+            "tool_choice",
+            "invalid_value",
+        ),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "invalid_value"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            },
+            "tool_choice.allowed_tools.tools",
+            "invalid_value",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OTHER]}},
+            },
+            "tool_choice",
+            "invalid_value",
+        ),
+    ],
+)
+def test_tools_that_are_none_are_refused_by_their_place(
+    fields: dict[str, Any], parameter: str, code: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(**fields)
+    assert (refused.value.parameter, refused.value.code or "invalid_value") == (parameter, code)
+    assert refused.value.model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("asked", "choice"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("none", ToolChoice(ToolMode.NONE)),
+        ("required", ToolChoice(ToolMode.REQUIRED)),
+        ({"type": "function", "function": {"name": "get"}}, ToolChoice(ToolMode.REQUIRED, ("get",))),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [OTHER]}},
+            ToolChoice(ToolMode.REQUIRED, ("set.it:now-2",)),
+        ),
+    ],
+)
+def test_a_tool_choice_in_each_of_its_forms(asked: Any, choice: ToolChoice) -> None:
+    request = read(tools=[TOOL, OTHER], tool_choice=asked)
+    assert (request.tools, request.tool_choice) == ([TOOL, OTHER], choice)
+
+
+def test_functions_are_tools_of_which_one_is_called() -> None:
+    request = read(functions=[{"name": "f"}], function_call={"name": "f"})
+    assert request.tools == [{"type": "function", "function": {"name": "f"}}]
+    assert request.tool_choice == ToolChoice(ToolMode.REQUIRED, ("f",), parallel=False)
+    assert read(tools=[], functions=[]).tools == []
+
+
+def test_messages_reach_the_template_clean_and_with_objects_as_arguments() -> None:
+    sent = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {**CALLS, "refusal": None, "audio": None, "function_call": None, "reasoning": "Hm.", "name": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "7"}]},
+        {"role": "assistant", "content": "It is 7.", "tool_calls": None, "reasoning_content": "So.", "x": 1},
+        {"role": "assistant", "refusal": "No."},
+    ]
+    assert read(messages=sent).messages == [
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": {"a": 1}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "7"},
+        {"role": "assistant", "content": "It is 7.", "reasoning_content": "So.", "x": 1},
+        {"role": "assistant", "content": "No."},
+    ]
+
+
+def test_functions_of_old_are_calls_and_their_results() -> None:
+    sent = [
+        HELLO,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "not JSON"}},
+        {"role": "function", "name": "f", "content": "7"},
+    ]
+    call, result = read(messages=sent).messages[1:]
+    assert call["tool_calls"] == [
+        {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": "not JSON"}}
+    ]
+    assert result == {"role": "tool", "name": "f", "content": "7", "tool_call_id": "call_f"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "parameter", "code"),
+    [
+        ([{"role": ["user"], "content": "x"}], "messages[0].role", "invalid_type"),
+        ([{"role": "assistant"}], "messages[0].content", "invalid_value"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content", "invalid_value"),
+        ([{"role": "assistant", "refusal": 3}], "messages[0].refusal", "invalid_type"),
+        ([{"role": "assistant", "content": "x", "reasoning": 3}], "messages[0].reasoning", "invalid_type"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls", "invalid_type"),
+        ([{"role": "assistant", "tool_calls": [3]}], "messages[0].tool_calls[0]", "invalid_type"),
+        (
+            [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}],
+            "messages[0].tool_calls[0].type",
+            "unsupported_value",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}],
+            "messages[0].tool_calls[0].id",
+            "missing_required_parameter",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": []}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+            "invalid_type",
+        ),
+        (
+            [{"role": "assistant", "function_call": {"arguments": "{}"}}],
+            "messages[0].function_call.name",
+            "missing_required_parameter",
+        ),
+        ([CALLS, {"role": "tool", "content": "7"}], "messages[1].tool_call_id", "missing_required_parameter"),
+        (
+            [CALLS, {"role": "tool", "content": "7", "tool_call_id": "call_2"}],
+            "messages[1].tool_call_id",
+            "invalid_value",
+        ),
+        ([{"role": "tool", "content": "7", "tool_call_id": 3}], "messages[0].tool_call_id", "invalid_type"),
+    ],
+)
+def test_messages_that_are_none_are_refused_by_their_place(
+    messages: list[Any], parameter: str, code: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(messages=messages)
+    assert (refused.value.parameter, refused.value.code or "invalid_value") == (parameter, code)
+
+
+def _marked(text: str, mark: Any = EXPLICIT) -> dict[str, Any]:
+    part = {"type": "text", "text": text, "prompt_cache_breakpoint": mark}
+    return {"role": "user", "content": [part]}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_marked", "keeps"),
+    [
+        (None, 1, [KeepThrough(1800, 1)]),
+        ({"ttl": "12h"}, 1, [KeepThrough(43_200), KeepThrough(43_200, 1)]),
+        ({"ttl": "90s"}, 0, [KeepThrough(90)]),
+        ({"mode": "implicit"}, 5, [KeepThrough(1800, position) for position in (3, 4, 5)]),
+        ({"mode": "explicit"}, 5, [KeepThrough(1800, position) for position in (2, 3, 4, 5)]),
+        ({"mode": "explicit", "ttl": "24h"}, 0, []),
+    ],
+)
+def test_breakpoints_are_kept_the_latest_first_to_count(
+    options: dict[str, Any] | None, num_marked: int, keeps: list[KeepThrough]
+) -> None:
+    marked = [_marked(str(number)) for number in range(num_marked)]
+    assert read(messages=[HELLO, *marked], prompt_cache_options=options).keeps == keeps
+
+
+@pytest.mark.parametrize("mark", ["explicit", {"mode": "implicit"}, {}, [3]])
+def test_a_breakpoint_that_is_none_is_refused(mark: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].prompt_cache_breakpoint"):
+        read(messages=[_marked("x", mark)])
+
+
+def test_a_prompt_can_be_prewarmed() -> None:
+    options = {"prewarm": True, "comparison_response_id": "resp_1"}
+    assert read(prompt_cache_options=options).only_prompt
+    assert not read(prompt_cache_options={"prewarm": False}).only_prompt
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+WORDS = st.sampled_from(
+    [
+        "user", "assistant", "tool", "function", "text", "refusal", "auto", "required", "json_schema", "get",
+        "allowed_tools", "explicit", "call_1", "30m",
+    ]
+)  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        "role", "content", "type", "text", "tool_calls", "id", "function", "name", "arguments", "parameters",
+        "tool_call_id", "function_call", "reasoning", "refusal", "schema", "json_schema", "allowed_tools",
+        "mode", "tools", "ttl", "prompt_cache_breakpoint", "json", "regex", "choice", "grammar", "strict",
+    ]
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS | WORDS,
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(KEYS, children, max_size=4),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(
+    [
+        "messages", "tools", "functions", "tool_choice", "function_call", "response_format", "stop",
+        "structured_outputs", "guided_json", "guided_choice", "regex", "prompt_cache_options", "logit_bias",
+        "reasoning_effort", "stream_options", "chat_template_kwargs", "modalities", "truncate_prompt_tokens",
+        "prompt_cache_retention", "allowed_token_ids", "max_tokens", "top_logprobs", "logprobs",
+    ]
+)  # fmt: skip
+
+
+@given(st.dictionaries(FIELDS, VALUES, max_size=4), st.lists(st.dictionaries(KEYS, VALUES), max_size=3))
+def test_whatever_the_fields_hold_they_are_read_or_refused(
+    fields: dict[str, Any], messages: list[Any]
+) -> None:
+    body = msgspec.json.encode({"model": "tiny", "messages": messages} | fields)
+    for reader in (lambda: read_chat(body, 16), lambda: read_tokenized_chat(body)):
+        try:
+            request = reader()
+        except RouterError as error:
+            assert isinstance(error, InvalidRequest) and error.message
+        else:
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=ChatRequest)
