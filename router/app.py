@@ -15,6 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.access import admin_access
+from router.api.anthropic_messages import prepare_message
+from router.api.anthropic_routes import AnthropicRoutes
 from router.api.asked import Prepare
 from router.api.cached_requests import with_caches
 from router.api.caches import CacheRoutes
@@ -50,6 +52,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
     prepares: Mapping[str, Prepare] = {
         "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
         "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
+        "/v1/messages": prepare_message,
     }
     explained = {**prepares, "/v1beta/models/{model:path}:generateContent": prepare_content}
     access = admin_access(context.config)
@@ -77,7 +80,8 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         return Door(app, host=host, allowed_hosts=config.allowed_hosts, count=context.metrics.count_refusal)
 
     common = plain.health_routes()
-    clients = [*GeminiRoutes(context).routes(), *plain.routes(), *CacheRoutes(context).routes()]
+    clients = [*GeminiRoutes(context).routes(), *AnthropicRoutes(context).routes(), *plain.routes()]
+    clients += CacheRoutes(context).routes()
     if not config.has_admin_listener:
         return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of), config.host), None)
     main = _app([*common, *clients, *plain.index_routes()], endpoint_of)

@@ -10,7 +10,7 @@ from typing import Any
 
 from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
-from router.api.chat_request import ChatRequest
+from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.prepared import EncodedPrompt
 from router.api.sampling import check_text_length, context_exceeded, kept_end, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
@@ -93,7 +93,7 @@ def encoded_prompt(
         pack_token_ids(token_ids),
         num_stable_tokens=_num_stable_tokens(model, chat),
         starts_in_reasoning=_starts_in_reasoning(model, chat),
-        keeps=[Keep(keep.seconds, _num_kept_tokens(model, chat, keep.message)) for keep in request.keeps],
+        keeps=[Keep(keep.seconds, _num_kept_tokens(model, chat, keep)) for keep in request.keeps],
     )
 
 
@@ -144,20 +144,44 @@ def _num_stable_tokens(model: TextModel, chat: RenderedChat) -> int | None:
     return None
 
 
-def _num_kept_tokens(model: TextModel, chat: RenderedChat, position: int | None) -> int | None:
-    """Tokens through the message at `position`, or of what comes before the first that is no system's. None
-    for all of them, and where the template has made something else of a message's text."""
-    if position is None:
+def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) -> int | None:
+    """None for all of them, and where the template has made something else of a message's text. In the middle
+    of a text it is right to a token or two."""
+    if keep.message is None:
         return None
-    if position < 0:
-        roles = [message["role"] for message in chat.messages]
-        position = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 1) - 1
-        position = max(0, position)  # the tools alone: through the first message, which follows them
-    end = 0
+    if keep.message < 0:
+        end = _head_end(chat)
+    else:
+        found = _place_of(chat, keep.message)
+        if found is None:
+            return None
+        start, end = found
+        if keep.num_characters is None or start + keep.num_characters >= end:
+            return model.tokenizer.num_tokens_through(chat.text, end, is_quoted=chat.is_quoted)
+        end = start + keep.num_characters
+    return None if end is None else len(model.tokenizer.encode(chat.text[:end], is_quoted=chat.is_quoted))
+
+
+def _head_end(chat: RenderedChat) -> int | None:
+    """Where the first message that is no system's begins, or a little later: found from the end, since what
+    stands before it, such as tools, may have any text."""
+    roles = [message["role"] for message in chat.messages]
+    first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+    end = len(chat.text)
+    for message in reversed(chat.messages[first:]):
+        end = chat.text.rfind(message["content"].strip(), 0, end)
+        if end < 0:
+            return None
+    return end
+
+
+def _place_of(chat: RenderedChat, position: int) -> tuple[int, int] | None:
+    """Where the text of the message at `position` begins and ends."""
+    start = end = 0
     for message in chat.messages[: position + 1]:
         content = message["content"].strip()
         start = chat.text.find(content, end)
         if start < 0:
             return None
         end = start + len(content)
-    return model.tokenizer.num_tokens_through(chat.text, end, is_quoted=chat.is_quoted)
+    return start, end

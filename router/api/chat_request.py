@@ -14,10 +14,12 @@ from router.api.sampling import GenerationFields
 
 class KeepThrough(Struct, frozen=True, array_like=True):
     """The wish that the prompt stay cached through message `message` for `seconds` after each use; through
-    all that comes before the messages for -1, and through the whole prompt for None."""
+    all that comes before the messages for -1, and through the whole prompt for None. With `num_characters`
+    it reaches over so many of the message's text, and no further."""
 
     seconds: int
     message: int | None = None
+    num_characters: int | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True):
@@ -38,6 +40,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     continue_final_message: bool = False
     num_logprobs: int | None = None
     keeps: list[KeepThrough] = field(default_factory=list)
+    cut_to_context: bool = False
+    """`max_tokens` is a bound and no more: an answer may also end where the context does."""
     only_prompt: bool = False
     """Compute and keep the prompt; nothing is to be answered."""
     messages_field: str = "messages"

@@ -91,7 +91,7 @@ def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiReque
         model,
         TokenRules.of(request, model),
         num_prompt_tokens=len(token_ids),
-        max_tokens=1 if request.only_prompt else request.max_tokens,
+        max_tokens=_max_tokens(request, model.card.context_length - len(token_ids)),
         num_logprobs=request.num_logprobs,
         seed=context.rng.getrandbits(64) if request.seed is None else request.seed,
         prompt_parameter=request.messages_field,
@@ -110,6 +110,14 @@ def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiReque
     )
     writer = new_writer(Chat(context, request, model, prompt))
     return ApiRequest(model, [prompt], bool(request.stream), writer)
+
+
+def _max_tokens(request: ChatRequest, room: int) -> int | None:
+    if request.only_prompt:
+        return 1
+    if request.max_tokens is None or not request.cut_to_context:
+        return request.max_tokens
+    return max(1, min(request.max_tokens, room))
 
 
 def _output_wishes(model: ServedModel, request: ChatRequest, encoded: EncodedPrompt) -> OutputWishes:

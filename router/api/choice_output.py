@@ -5,6 +5,7 @@ Owns the choice's state: what has been said so far, and why it has ended. Knows 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from replicas.protocol.frames import FinishReason, TokenDelta, TokenLogprobs
 from router.answers.parser import AnswerParser
@@ -18,23 +19,37 @@ MOST_HELD = 256
 """Tokens that are turned into text together: few enough that nobody waits for them."""
 
 
-@dataclass(slots=True)
-class ToolCall:
-    """A call as far as it has come."""
-
+class ToolCall(NamedTuple):
     name: str
+    arguments: str
+
+
+Said = Text | Reasoning | ToolCall
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is said without a break, as far as it has come; `name` is a tool's."""
+
+    kind: type[Said]
+    name: str = ""
     pieces: list[str] = field(default_factory=list)
 
     @property
-    def arguments(self) -> str:
+    def text(self) -> str:
         return "".join(self.pieces)
+
+    def whole(self) -> Said:
+        if self.kind is ToolCall:
+            return ToolCall(self.name, self.text)
+        return Text(self.text) if self.kind is Text else Reasoning(self.text)
 
 
 class ChoiceOutput:
     """Feed it the choice's deltas. Without a parser all of the text is the answer's. With `one_call` it ends
     after its first tool call, and with `is_silent` it says nothing at all: only the prompt matters. The token
-    that ends it stands for nothing, unless it `shows_stop`. If it is kept, `text`, `reasoning`, `calls` and
-    `token_ids` have all of it in the end; else they stay empty."""
+    that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of which `text`,
+    `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay empty."""
 
     __slots__ = (
         "_detokenizer",
@@ -45,17 +60,15 @@ class ChoiceOutput:
         "_num_calls",
         "_one_call",
         "_parser",
+        "_runs",
         "_shows_stop",
         "_silent_token_ids",
         "_stopped",
-        "calls",
         "finish_reason",
         "logprobs",
         "num_reasoning_tokens",
         "num_tokens",
-        "reasoning",
         "stop_token_id",
-        "texts",
         "token_ids",
     )
 
@@ -79,12 +92,10 @@ class ChoiceOutput:
         self._is_plain = parser is None and not is_silent and not detokenizer.has_stop_strings
         self._shows_stop = shows_stop
         self._held: list[int] = []
+        self._runs: list[_Run] = []
         self._num_calls = 0
         self._stopped = False
         self.token_ids: list[int] = []
-        self.texts: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprobs] = []
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -93,8 +104,21 @@ class ChoiceOutput:
         """The token that ended it, if one did."""
 
     @property
+    def said(self) -> list[Said]:
+        """In the order in which the model said it, in whole pieces."""
+        return [run.whole() for run in self._runs]
+
+    @property
     def text(self) -> str:
-        return "".join(self.texts)
+        return "".join([run.text for run in self._runs if run.kind is Text])
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([run.text for run in self._runs if run.kind is Reasoning])
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [ToolCall(run.name, run.text) for run in self._runs if run.kind is ToolCall]
 
     def has_finished(self) -> bool:
         return self.finish_reason is not None
@@ -144,7 +168,7 @@ class ChoiceOutput:
         if self._is_plain and finish is None and not self._held:  # nearly all of them
             said = _said(self._detokenizer.add(token_ids))
             if said and self._is_kept:
-                self.texts.append(said[0].text)
+                self._keep(said[0])
             return said
         if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_token_ids:
             self.stop_token_id = token_ids[-1]
@@ -215,14 +239,15 @@ class ChoiceOutput:
         return parts
 
     def _keep(self, part: Part) -> None:
-        if type(part) is Text:
-            self.texts.append(part.text)
-        elif type(part) is Reasoning:
-            self.reasoning.append(part.text)
+        runs = self._runs
+        if type(part) is Text or type(part) is Reasoning:
+            if not runs or runs[-1].kind is not type(part):
+                runs.append(_Run(type(part)))
+            runs[-1].pieces.append(part.text)
         elif type(part) is CallStart:
-            self.calls.append(ToolCall(part.name))
+            runs.append(_Run(ToolCall, part.name))
         elif type(part) is CallArguments:
-            self.calls[part.position].pieces.append(part.text)
+            runs[-1].pieces.append(part.text)
 
 
 def _said(text: str) -> tuple[Text, ...]:

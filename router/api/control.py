@@ -1,6 +1,7 @@
 """The routes that generate nothing: models, health, metrics, tokenize and detokenize.
 
-Owns their shapes (OpenAI's for models, vLLM's for tokens). Speed does not matter here.
+Owns their shapes (OpenAI's for models, unless a client of another vendor's asks; vLLM's for tokens). Speed
+does not matter here.
 """
 
 from typing import Any
@@ -10,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.api.anthropic_models import model_object, model_page
 from router.api.context import ApiContext
+from router.api.error_shapes import is_for_anthropic
 from router.api.gemini_models import gemini_model
 from router.api.json_body import encode_json
 from router.api.token_counts import detokenize, tokenize
@@ -49,8 +52,11 @@ class ControlRoutes:
         return _json({"name": "kvasir", "models": self._names()})
 
     async def models(self, request: Request) -> Response:
-        """In OpenAI's words and in Gemini's, whose clients read different fields."""
+        """In OpenAI's words and in Gemini's, whose clients read different fields; Anthropic's clients read
+        some of OpenAI's otherwise, and are known by a header."""
         models = [self._context.catalog.get(name) for name in self._names()]
+        if is_for_anthropic(request.scope):
+            return _json(model_page(models, request.query_params))
         return _json(
             {
                 "object": "list",
@@ -61,6 +67,8 @@ class ControlRoutes:
 
     async def model(self, request: Request) -> Response:
         model = self._context.catalog.get(request.path_params["name"])
+        if is_for_anthropic(request.scope):
+            return _json(model_object(model))
         return _json(_model_object(model) | gemini_model(model))
 
     async def health(self, request: Request) -> Response:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.http import Header, send_whole
+from router.api.error_shapes import error_shape
+from router.api.http import Header, client_request_id, send_whole
 from router.api.http_error import HttpError
 from router.api.origins import calls_loopback, host_name, is_of_other_origin, means_loopback
 from router.errors import HeadFault
@@ -46,7 +47,9 @@ class Door:
             return
         self._count(fault)
         error, headers = _refusal(fault, scope)
-        await send_whole(send, error.status, [*error.headers(), *headers], error.body())
+        shape = error_shape(scope)
+        body = shape.body(error, client_request_id(scope))
+        await send_whole(send, shape.status(error), [*error.headers(), *headers], body)
 
     def _fault_of(self, scope: Scope) -> HeadFault | None:
         head = _judged(scope)
@@ -86,7 +89,7 @@ def _is_json(content_type: bytes) -> bool:
 
 
 def _refusal(fault: HeadFault, scope: Scope) -> tuple[HttpError, list[Header]]:
-    """The error in OpenAI's shape, and headers of its own."""
+    """The error, and headers of its own."""
     head = _judged(scope)
 
     def shown(name: bytes) -> str:

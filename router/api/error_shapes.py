@@ -7,6 +7,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
+from router.api.anthropic_errors import ANTHROPIC_ERRORS
 from router.api.gemini_errors import GEMINI_ERRORS
 from router.api.gemini_paths import speaks_gemini
 from router.api.http_error import HttpError
@@ -43,5 +44,19 @@ class OpenAiErrors:
 OPENAI_ERRORS = OpenAiErrors()
 
 
+_MESSAGES = "/v1/messages"
+_MODELS = "/v1/models"
+
+
 def error_shape(scope: Scope) -> ErrorShape:
+    path: str = scope["path"]
+    if path == _MESSAGES or path.startswith(_MESSAGES + "/"):
+        return ANTHROPIC_ERRORS
+    if path.startswith(_MODELS) and is_for_anthropic(scope):
+        return ANTHROPIC_ERRORS
     return GEMINI_ERRORS if speaks_gemini(scope) else OPENAI_ERRORS
+
+
+def is_for_anthropic(scope: Scope) -> bool:
+    """Of the routes that several vendors' clients ask for under one path."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])

@@ -124,7 +124,7 @@ class _ChatWriter:
         text = output.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if output.reasoning and self._with_reasoning:
-            message["reasoning_content"] = "".join(output.reasoning)
+            message["reasoning_content"] = output.reasoning
         if not output.calls:
             return message
         message["content"] = text or None

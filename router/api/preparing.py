@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
+from router.api.anthropic_body import read_message
+from router.api.anthropic_counts import count_message_tokens
 from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest
 from router.api.completion_prompt import (
@@ -94,9 +96,14 @@ def _gemini_count(job: Job, models: TextModels, body: bytes) -> Outcome:
     return WrittenAnswer(count_tokens(models, body, is_bounded=False))
 
 
+def _message_count(job: Job, models: TextModels, body: bytes) -> Outcome:
+    return WrittenAnswer(count_message_tokens(models, body, is_bounded=False))
+
+
 READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
     "chat": read_chat,
     "gemini": read_gemini,
+    "messages": read_message,
 }
 """How each dialect's body becomes a conversation: from it, and from how many choices there may be at most."""
 
@@ -106,4 +113,5 @@ KINDS: Mapping[str, Callable[[Job, TextModels, bytes], Outcome]] = {
     "tokenize": _tokenize,
     "detokenize": _detokenize,
     "gemini_count": _gemini_count,
+    "message_count": _message_count,
 }

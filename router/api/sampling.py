@@ -82,7 +82,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         return self.safety_identifier or self.user
 
 
-def check_fields(request: GenerationFields, max_choices: int, *, least_tokens: int = 1) -> None:
+def check_fields(
+    request: GenerationFields,
+    max_choices: int,
+    *,
+    least_tokens: int = 1,
+    max_stop_strings: int = MAX_STOP_STRINGS,
+) -> None:
     """Everything that can be judged without the prompt. Raises InvalidRequest."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest(
@@ -119,7 +125,7 @@ def check_fields(request: GenerationFields, max_choices: int, *, least_tokens: i
         raise InvalidRequest("The field 'cache' must be written without escapes.", parameter="cache")
     check_salt(request.cache_salt)
     check_caching(request.prompt_cache_retention, request.prompt_cache_options)
-    check_stop_strings("stop", stop_strings(request.stop), MAX_STOP_STRINGS)
+    check_stop_strings("stop", stop_strings(request.stop), max_stop_strings)
     _check_sizes(request)
 
 

@@ -1,0 +1,257 @@
+"""Anthropic's body of a message → a ChatRequest.
+
+Owns the body's fields and limits; its messages are read in `anthropic_turns.py`. Pure: it also runs in the
+process that prepares large bodies. Fields that are not known here are hints and are ignored, as are tools
+that run at Anthropic; what would make it another answer is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
+from router.api.anthropic_caching import Marks, Place
+from router.api.anthropic_turns import Turns
+from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.json_body import check_range, decode_body
+from router.api.openai_caching import keep_seconds
+from router.api.sampling import GenerationFields, check_fields, check_stop_strings
+from router.errors import InvalidRequest, about_model
+
+MAX_STOP_SEQUENCES = 64
+"""Each is looked for in every piece of text."""
+
+MIN_THINKING_TOKENS = 1024
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+
+
+class MessagesBody(GenerationFields, kw_only=True):
+    """With the fields of our own that OpenAI's routes have as well."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    stop_sequences: list[str] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    """The older place of `output_config.format`."""
+    metadata: dict[str, Any] | None = None
+    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thread: Any = None
+
+
+class ShownAnswer(msgspec.Struct, frozen=True):
+    """What the writer of the answer has to know of the question: how many of the wishes to keep the prompt
+    are the client's marks, and whether the words of its thinking stay unsaid."""
+
+    num_marks: int
+    omits_thinking: bool
+
+
+_OTHERS = (
+    "stop",
+    "stop_token_ids",
+    "n",
+    "stream_options",
+    "user",
+    "safety_identifier",
+    "cache",
+    "max_tokens",
+)
+_FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name not in _OTHERS)
+_decoder = msgspec.json.Decoder(MessagesBody)
+
+
+def read_message(body: bytes, max_choices: int) -> ChatRequest:
+    """Raises InvalidRequest that names what is wrong where."""
+    asked = decode_body(_decoder, body)
+    with about_model(asked.model):
+        if asked.max_tokens is None:
+            raise InvalidRequest(
+                "Missing required parameter: 'max_tokens'.",
+                parameter="max_tokens",
+                code="missing_required_parameter",
+            )
+        request = _request(asked)
+        if asked.max_tokens == 0:
+            _check_only_prompt(asked, request)
+        check_fields(request, max_choices, max_stop_strings=MAX_STOP_SEQUENCES)
+        return request
+
+
+def read_counted_message(body: bytes) -> ChatRequest:
+    """Of which only the prompt matters. Raises InvalidRequest."""
+    asked = decode_body(_decoder, body)
+    with about_model(asked.model):
+        return _request(asked)
+
+
+def _request(asked: MessagesBody) -> ChatRequest:
+    _check(asked)
+    marks = Marks()
+    tools = _tools(asked.tools or (), marks)
+    turns = Turns(marks)
+    turns.system(asked.system, has_tools=bool(tools))
+    for position, message in enumerate(asked.messages):
+        turns.message(position, message)
+    turns.finish()
+    if not asked.messages:
+        raise InvalidRequest("at least one message is required", parameter="messages")
+    is_begun = turns.messages[-1]["role"] == "assistant"
+    keeps = marks.keeps(asked.cache_control)
+    num_marks = len(keeps)
+    keeps += map(KeepThrough, keep_seconds(asked.prompt_cache_retention, asked.prompt_cache_options))
+    return ChatRequest(
+        **{name: getattr(asked, name) for name in _FIELDS},
+        max_tokens=asked.max_tokens or None,
+        cut_to_context=True,
+        only_prompt=asked.max_tokens == 0,
+        stop=asked.stop_sequences,
+        user=_user(asked.metadata),
+        messages=turns.messages,
+        tools=tools,
+        tool_choice=_tool_choice(asked.tool_choice, tools),
+        output_format=_output_format(asked),
+        template_arguments={"enable_thinking": _thinks(asked), **(asked.chat_template_kwargs or {})},
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
+        keeps=keeps,
+        answers=msgspec.to_builtins(
+            ShownAnswer(num_marks, (asked.thinking or {}).get("display") == "omitted")
+        ),
+    )
+
+
+def _check(asked: MessagesBody) -> None:
+    check_range("temperature", asked.temperature, 0.0, 1.0)
+    check_stop_strings("stop_sequences", asked.stop_sequences or (), MAX_STOP_SEQUENCES)
+    if asked.max_tokens is not None and asked.max_tokens < 0:
+        raise InvalidRequest("Input should be greater than or equal to 0", parameter="max_tokens")
+    for field in ("stop", "n", "cache", "thread"):
+        value = getattr(asked, field)
+        if value is not None and not (field == "n" and value == 1):
+            raise InvalidRequest("This is not supported in messages", parameter=field)
+
+
+def _check_only_prompt(asked: MessagesBody, request: ChatRequest) -> None:
+    """Nothing is answered: what asks for some form of answer is a mistake."""
+    wrong = {
+        "stream": bool(asked.stream),
+        "thinking": _thinks(asked),
+        "output_config.format": request.output_format is not None,
+        "tool_choice": request.tool_choice.mode is ToolMode.REQUIRED,
+    }
+    for field, is_wrong in wrong.items():
+        if is_wrong:
+            raise InvalidRequest("This cannot be used when `max_tokens` is 0", parameter=field)
+
+
+def _tools(asked: Sequence[dict[str, Any]], marks: Marks) -> list[dict[str, Any]]:
+    """Those that the model can be offered: the client's own."""
+    tools: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for position, tool in enumerate(asked):
+        path = f"tools[{position}]"
+        marks.block(path, tool, Place(-1))
+        if tool.get("type") not in (None, "custom"):
+            continue
+        name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
+        for field, value in (("name", name), ("input_schema", schema)):
+            if value is None:
+                raise InvalidRequest(
+                    f"Missing required parameter: '{path}.{field}'.",
+                    parameter=f"{path}.{field}",
+                    code="missing_required_parameter",
+                )
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"String should match pattern '^{_TOOL_NAME.pattern}$'", parameter=f"{path}.name"
+            )
+        if not isinstance(schema, dict):
+            raise InvalidRequest("Input should be an object", parameter=f"{path}.input_schema")
+        if description is not None and not isinstance(description, str):
+            raise InvalidRequest("Input should be text", parameter=f"{path}.description")
+        if name in names:
+            raise InvalidRequest("Tool names must be unique.", parameter="tools")
+        names.add(name)
+        described = {} if description is None else {"description": description}
+        tools.append({"type": "function", "function": {"name": name, **described, "parameters": schema}})
+    return tools
+
+
+def _tool_choice(asked: dict[str, Any] | None, tools: Sequence[dict[str, Any]]) -> ToolChoice:
+    if asked is None:
+        return ToolChoice()
+    parallel = asked.get("disable_parallel_tool_use") is not True
+    match asked:
+        case {"type": "auto"}:
+            return ToolChoice(parallel=parallel)
+        case {"type": "none"}:
+            return ToolChoice(ToolMode.NONE)
+        case {"type": "any"} if tools:
+            return ToolChoice(ToolMode.REQUIRED, parallel=parallel)
+        case {"type": "tool", "name": str(name)}:
+            if all(tool["function"]["name"] != name for tool in tools):
+                raise InvalidRequest(
+                    f"Tool '{name[:128]}' not found in provided tools", parameter="tool_choice"
+                )
+            return ToolChoice(ToolMode.REQUIRED, (name,), parallel=parallel)
+        case {"type": "any"}:
+            raise InvalidRequest(
+                "It needs tools that the model can be offered: those of the client", parameter="tool_choice"
+            )
+        case {"type": "tool"}:
+            raise InvalidRequest(
+                "Missing required parameter: 'tool_choice.name'.",
+                parameter="tool_choice.name",
+                code="missing_required_parameter",
+            )
+    raise InvalidRequest("Input should be 'auto', 'any', 'tool' or 'none'", parameter="tool_choice.type")
+
+
+def _output_format(asked: MessagesBody) -> OutputFormat | None:
+    parameter, wanted = "output_config.format", (asked.output_config or {}).get("format")
+    if wanted is None:
+        parameter, wanted = "output_format", asked.output_format
+    match wanted:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return OutputFormat(FormatKind.JSON_SCHEMA, schema, parameter=f"{parameter}.schema")
+    raise InvalidRequest("Input should be a 'json_schema' with its schema", parameter=parameter)
+
+
+def _thinks(asked: MessagesBody) -> bool:
+    """A client that does not say so expects no block of thinking before the text."""
+    match asked.thinking:
+        case None | {"type": "disabled"}:
+            return False
+        case {"type": "enabled", "budget_tokens": int(budget)}:
+            if budget < MIN_THINKING_TOKENS:
+                raise InvalidRequest(
+                    f"Input should be greater than or equal to {MIN_THINKING_TOKENS}",
+                    parameter="thinking.enabled.budget_tokens",
+                )
+            if asked.max_tokens and budget >= asked.max_tokens:
+                raise InvalidRequest(
+                    "`max_tokens` must be greater than `thinking.budget_tokens`", parameter="max_tokens"
+                )
+            return True
+        case {"type": "enabled"}:
+            raise InvalidRequest("Input should be an integer", parameter="thinking.enabled.budget_tokens")
+        case {"type": "adaptive" | "between_tools"}:
+            return True
+    raise InvalidRequest("Input should be 'enabled', 'disabled' or 'adaptive'", parameter="thinking.type")
+
+
+def _user(metadata: dict[str, Any] | None) -> str | None:
+    user = (metadata or {}).get("user_id")
+    if user is not None and not isinstance(user, str):
+        raise InvalidRequest("Input should be text", parameter="metadata.user_id")
+    return user

@@ -1,0 +1,128 @@
+"""Anthropic's marks of what is to stay cached, and its way to say what became of them.
+
+Owns the rules of `cache_control`: where it may stand, how many there may be, which times to live follow each
+other; and the disjoint convention of `usage`, in which input, read and written tokens add up to the prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.prefix_leases import HOUR_SECONDS, PrefixLease
+from router.api.chat_request import KeepThrough
+from router.api.openai_caching import lease_details
+from router.errors import InvalidRequest
+
+MAX_MARKS = 4
+TTL_SECONDS = {"5m": 300, "1h": HOUR_SECONDS}
+
+_ORDER = (
+    "a ttl='1h' cache_control block must not come after a ttl='5m' cache_control block. Note that blocks are"
+    " processed in the following order: `tools`, `system`, `messages`."
+)
+
+
+class Place(NamedTuple):
+    """A block's end: in which message of the chat, after how many characters of its text; the end of that
+    message for None. Message -1 stands for all that comes before the messages."""
+
+    message: int
+    num_characters: int | None = None
+
+
+class _Mark(NamedTuple):
+    seconds: int
+    place: Place
+    path: str
+
+
+class Marks:
+    """Filled block by block in the order of the prompt: tools, system, messages."""
+
+    def __init__(self) -> None:
+        self._marks: list[_Mark] = []
+        self._last_block: Place | None = None
+        self._last_seconds: int | None = None
+
+    def block(self, path: str, block: Mapping[str, Any], place: Place) -> None:
+        """A block that can be cached. Raises InvalidRequest."""
+        seconds = mark_seconds(path, block)
+        self._last_block, self._last_seconds = place, seconds
+        if seconds is not None:
+            self._marks.append(_Mark(seconds, place, f"{path}.cache_control"))
+
+    def keeps(self, top: Any) -> list[KeepThrough]:
+        """With what is asked for at the top level. Raises InvalidRequest for too many and a wrong order."""
+        seconds = _seconds("cache_control", top)
+        if seconds is not None and self._last_block is not None:
+            if self._last_seconds is None:
+                self._marks.append(_Mark(seconds, self._last_block, "cache_control"))
+            elif self._last_seconds != seconds:
+                raise InvalidRequest(
+                    "The last block has a cache_control with another ttl.", parameter="cache_control"
+                )
+        if len(self._marks) > MAX_MARKS:
+            raise InvalidRequest(
+                f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found"
+                f" {len(self._marks)}.",
+                parameter=self._marks[MAX_MARKS].path,
+            )
+        shortest = HOUR_SECONDS
+        for mark in self._marks:
+            if mark.seconds > shortest:
+                raise InvalidRequest(_ORDER, parameter=f"{mark.path}.ttl")
+            shortest = mark.seconds
+        longest: dict[Place, int] = {}
+        for mark in self._marks:
+            longest[mark.place] = max(mark.seconds, longest.get(mark.place, 0))
+        return [KeepThrough(seconds, *place) for place, seconds in longest.items()]
+
+
+def mark_seconds(path: str, block: Mapping[str, Any]) -> int | None:
+    """Raises InvalidRequest."""
+    return _seconds(f"{path}.cache_control", block.get("cache_control"))
+
+
+def _seconds(path: str, control: Any) -> int | None:
+    match control:
+        case None:
+            return None
+        case {"type": "ephemeral", **rest}:
+            ttl = rest.get("ttl") or "5m"
+            seconds = TTL_SECONDS.get(ttl) if isinstance(ttl, str) else None
+            if seconds is None:
+                raise InvalidRequest("Input should be '5m' or '1h'", parameter=f"{path}.ttl")
+            return seconds
+        case dict():
+            raise InvalidRequest("Input should be 'ephemeral'", parameter=f"{path}.type")
+    raise InvalidRequest("Input should be an object", parameter=path)
+
+
+def usage_of(
+    usage: PromptUsage, leases: Sequence[PrefixLease], block_size: int, num_marks: int
+) -> dict[str, Any]:
+    """All but the output's share. The first `num_marks` leases are those of the client's marks: what was
+    written up to the last mark of an hour counts as that class, from there to the last mark as five minutes',
+    and what lies beyond as plain input."""
+    marks = leases[:num_marks]
+    num_known = usage.num_cached_tokens + usage.num_written_tokens
+    hour_end = _end(marks, block_size, num_known, HOUR_SECONDS)
+    last_end = _end(marks, block_size, num_known, 0)
+    num_hour = max(0, hour_end - usage.num_cached_tokens)
+    num_minutes = max(0, last_end - max(hour_end, usage.num_cached_tokens))
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens - num_hour - num_minutes,
+        "cache_creation_input_tokens": num_hour + num_minutes,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": num_minutes,
+            "ephemeral_1h_input_tokens": num_hour,
+        },
+        **lease_details([(leases, usage)]),
+    }
+
+
+def _end(leases: Sequence[PrefixLease], block_size: int, num_known: int, least_seconds: int) -> int:
+    """Of the prompt's beginning, as far as it is cached or written, that leases of this class reach over."""
+    ends = [lease.end_block * block_size for lease in leases if lease.seconds >= least_seconds]
+    return min(num_known, max(ends, default=0))

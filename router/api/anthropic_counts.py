@@ -1,0 +1,19 @@
+"""POST /v1/messages/count_tokens: how many tokens a message's prompt has.
+
+Owns its answer. Runs beside the event loop for small bodies, and in a process of its own for others.
+"""
+
+from router.api.anthropic_body import read_counted_message
+from router.api.chat_prompt import encode_chat, render_chat
+from router.api.json_body import encode_json
+from router.errors import about_model
+from router.prompt.text_model import TextModels
+
+
+def count_message_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
+    """Raises InvalidRequest or UnknownModel, and TooMuchWork if it is to be bounded and is not."""
+    request = read_counted_message(body)
+    model = models.get(request.model)
+    with about_model(request.model):
+        token_ids = encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
+    return encode_json({"input_tokens": len(token_ids)})

@@ -1,0 +1,63 @@
+"""Anthropic's shape of errors.
+
+Owns their types, which go by the status, and their sentences, which begin with the path of the field. What is
+busy or has no replica is overloaded to these clients, who know 529 for it and try again.
+"""
+
+import re
+from typing import Any
+
+from router.api.http_error import HttpError
+from router.api.json_body import encode_json
+
+OVERLOADED = 529
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+_INDEX = re.compile(r"\[(\d+)\]")
+
+
+class AnthropicErrors:
+    request_id_headers = (b"request-id", b"x-request-id")
+
+    def status(self, error: HttpError) -> int:
+        return OVERLOADED if error.status == 503 else error.status
+
+    def body(self, error: HttpError, request_id: str | None) -> bytes:
+        return encode_json(self._content(error, request_id))
+
+    def event(self, error: HttpError, request_id: str | None) -> bytes:
+        return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"
+
+    def _content(self, error: HttpError, request_id: str | None) -> dict[str, Any]:
+        status = self.status(error)
+        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": _message(error)},
+            "request_id": request_id,
+        }
+
+
+ANTHROPIC_ERRORS = AnthropicErrors()
+
+
+def _message(error: HttpError) -> str:
+    if error.code == "context_length_exceeded":
+        return f"prompt is too long: {error.message}"  # coding agents look for these words, and compact
+    if error.param is None:
+        return error.message
+    message = "Field required" if error.code == "missing_required_parameter" else error.message
+    return _INDEX.sub(r".\1", error.param) + ": " + message

@@ -1,0 +1,64 @@
+"""Anthropic's shape of models: one of them, and a page of the list.
+
+Owns both, and the places at which a page may begin and end.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from router.api.json_body import check_range
+from router.errors import InvalidRequest
+from router.prompt.catalog import ServedModel
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 1000
+
+
+def model_page(models: Sequence[ServedModel], query: Mapping[str, str]) -> dict[str, Any]:
+    """Raises InvalidRequest for a place that is none."""
+    names = [model.name for model in models]
+    limit = _limit(query.get("limit"))
+    after, before = query.get("after_id"), query.get("before_id")
+    first, end = 0, len(names)
+    if after is not None:
+        first = _place("after_id", after, names) + 1
+    if before is not None:
+        end = _place("before_id", before, names)
+    page = models[first:end][:limit] if before is None else models[first:end][-limit:]
+    return {
+        "data": [model_object(model) for model in page],
+        "has_more": len(page) < end - first,
+        "first_id": page[0].name if page else None,
+        "last_id": page[-1].name if page else None,
+    }
+
+
+def model_object(model: ServedModel) -> dict[str, Any]:
+    created = datetime.fromtimestamp(model.created, UTC)
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.card.context_length,
+        "max_tokens": model.card.context_length,
+    }
+
+
+def _limit(asked: str | None) -> int:
+    if asked is None:
+        return DEFAULT_LIMIT
+    if not asked.isdecimal() or not asked.isascii() or len(asked) > 6:
+        raise InvalidRequest("Input should be an integer", parameter="limit")
+    limit = int(asked)
+    check_range("limit", limit, 1, MAX_LIMIT)
+    return limit
+
+
+def _place(field: str, name: str, names: Sequence[str]) -> int:
+    try:
+        return names.index(name)
+    except ValueError:
+        raise InvalidRequest("There is no such model", parameter=field) from None

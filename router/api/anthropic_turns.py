@@ -1,0 +1,286 @@
+"""Anthropic's system prompt and messages → messages as chat templates expect them.
+
+Owns the kinds of content blocks, which of them a text model can read, and the rule that each call of a tool
+is followed by its result. Consecutive messages of one role become one, as at Anthropic. Every error names the
+block.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from router.api.anthropic_caching import Marks, Place, mark_seconds
+from router.errors import InvalidRequest
+
+BILLING_HEADER = "x-anthropic-billing-header"
+"""A text block of a coding agent that begins with this is for Anthropic's accounts. It changes with every
+request, and stands before all else: a prompt that had it would never be found in a cache."""
+
+_ROLES = ("user", "assistant", "system")
+
+
+class Turns:
+    """Feed it the system prompt, then the messages, then `finish`; `messages` are the chat's. Every method
+    raises InvalidRequest."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._marks = marks
+        self._role = ""
+        self._texts: list[str] = []
+        self._num_characters = 0
+        self._reasoning: list[str] = []
+        self._calls: dict[str, str] = {}
+        """Of the latest turn of the assistant: the names of the tools that it called, by the calls' ids."""
+        self._unanswered: dict[str, None] = {}
+        self._calls_path = ""
+
+    def system(self, system: str | Sequence[Mapping[str, Any]] | None, *, has_tools: bool) -> None:
+        """With tools a mark on a block stands for all that comes before the messages, since it depends on the
+        template which of the two comes first."""
+        if system is None:
+            return
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        for number, block in enumerate(blocks):
+            path = f"system[{number}]"
+            self._system_text(path, block, Place(-1) if has_tools else None)
+        self._close()
+
+    def message(self, position: int, message: Mapping[str, Any]) -> None:
+        path = f"messages[{position}]"
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            wanted = "'user', 'assistant' or 'system'"
+            raise _missing(f"{path}.role") if role is None else _wrong(f"{path}.role", wanted)
+        if content is None:
+            raise _missing(f"{path}.content")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        elif not isinstance(content, list):
+            raise _wrong(f"{path}.content", "text or a list of content blocks")
+        if role == "assistant":
+            self._assistant(path, content)
+        elif role == "user":
+            self._user(path, content)
+        else:
+            self._system_message(path, content)
+
+    def finish(self) -> None:
+        self._close()
+        self._check_answered()
+
+    def _user(self, path: str, content: Sequence[Any]) -> None:
+        if not content:
+            self._turn("user")
+        for number, block in enumerate(content):
+            here = f"{path}.content[{number}]"
+            if _kind(here, block) == "tool_result":
+                self._result(here, block)
+            else:
+                self._turn("user")
+                self._say(_read_text(here, block))
+                self._mark(here, block)
+
+    def _result(self, path: str, block: Mapping[str, Any]) -> None:
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str):
+            raise _missing(f"{path}.tool_use_id")
+        if call_id not in self._calls:
+            raise InvalidRequest(
+                f"unexpected `tool_use_id` found in `tool_result` blocks: {call_id[:80]}. Each `tool_result`"
+                " block must have a corresponding `tool_use` block in the previous message.",
+                parameter=path,
+            )
+        if call_id not in self._unanswered:
+            raise InvalidRequest(
+                "each `tool_use` must have a single result. Found multiple `tool_result` blocks with id:"
+                f" {call_id[:80]}",
+                parameter=path,
+            )
+        del self._unanswered[call_id]
+        text = _joined(f"{path}.content", block.get("content"), _read_text)
+        if block.get("is_error"):
+            text = f"Error: {text}"
+        self._close()
+        name = self._calls[call_id]
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
+        self._marks.block(path, block, Place(len(self.messages) - 1))
+
+    def _assistant(self, path: str, content: Sequence[Any]) -> None:
+        if self._role != "assistant":
+            self._check_answered()
+            self._turn("assistant")
+            self._calls = {}
+        for number, block in enumerate(content):
+            here = f"{path}.content[{number}]"
+            match _kind(here, block):
+                case "thinking":
+                    thinking = block.get("thinking")
+                    if not isinstance(thinking, str):
+                        raise _wrong(f"{here}.thinking", "text")
+                    self._reasoning.append(thinking)
+                    _no_mark(here, block, "thinking")
+                case "redacted_thinking":
+                    _no_mark(here, block, "thinking")
+                case "tool_use":
+                    self._call(path, here, block)
+                    self._mark(here, block, Place(len(self.messages) - 1))
+                case _:
+                    self._say(_read_text(here, block))
+                    self._mark(here, block)
+
+    def _call(self, path: str, here: str, block: Mapping[str, Any]) -> None:
+        call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
+        for field, value in (("id", call_id), ("name", name)):
+            if not isinstance(value, str) or not value:
+                raise _missing(f"{here}.{field}")
+        assert isinstance(call_id, str) and isinstance(name, str)
+        if not isinstance(arguments, dict):
+            raise _wrong(f"{here}.input", "an object")
+        if call_id in self._calls:
+            raise InvalidRequest("`tool_use` ids must be unique", parameter=here)
+        self._calls[call_id] = name
+        self._unanswered[call_id] = None
+        self._calls_path = path
+        function = {"name": name, "arguments": arguments}
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _system_message(self, path: str, content: Sequence[Any]) -> None:
+        """In the middle of the conversation, where it may stand between a call and its result."""
+        self._close()
+        for number, block in enumerate(content):
+            self._system_text(f"{path}.content[{number}]", block, None)
+        self._close()
+
+    def _system_text(self, path: str, block: Any, place: Place | None) -> None:
+        text = _text(path, block)
+        if text.startswith(BILLING_HEADER):
+            return
+        if text:
+            self._turn("system")
+            self._say(text)
+        self._mark(path, block, place)
+
+    def _check_answered(self) -> None:
+        if self._unanswered:
+            ids = ", ".join(call_id[:80] for call_id in list(self._unanswered)[:10])
+            raise InvalidRequest(
+                f"`tool_use` ids were found without `tool_result` blocks immediately after: {ids}. Each"
+                " `tool_use` block must have a corresponding `tool_result` block in the next message.",
+                parameter=self._calls_path,
+            )
+
+    def _turn(self, role: str) -> None:
+        """The message that what follows belongs to."""
+        if self._role != role:
+            self._close()
+            self._role = role
+            self.messages.append({"role": role, "content": ""})
+
+    def _say(self, text: str) -> None:
+        if self._texts and self._role != "assistant":
+            self._num_characters += 1
+        self._texts.append(text)
+        self._num_characters += len(text)
+
+    def _mark(self, path: str, block: Mapping[str, Any], place: Place | None = None) -> None:
+        """A block of the message that is open. An empty text cannot be cached."""
+        if block.get("type") == "text" and not block["text"]:
+            _no_mark(path, block, "empty text")
+            return
+        self._marks.block(path, block, place or Place(len(self.messages) - 1, self._num_characters))
+
+    def _close(self) -> None:
+        """What the assistant says goes on from block to block; the blocks of others are lines."""
+        if self._role:
+            message = self.messages[-1]
+            message["content"] = ("" if self._role == "assistant" else "\n").join(self._texts)
+            if self._reasoning:
+                message["reasoning_content"] = "".join(self._reasoning)
+        self._role = ""
+        self._texts, self._reasoning, self._num_characters = [], [], 0
+
+
+def _kind(path: str, block: Any) -> str:
+    if not isinstance(block, dict):
+        raise _wrong(path, "a content block")
+    kind = block.get("type")
+    if not isinstance(kind, str):
+        raise _missing(f"{path}.type")
+    return kind
+
+
+def _text(path: str, block: Any) -> str:
+    if _kind(path, block) != "text":
+        raise _wrong(f"{path}.type", "'text'")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise _missing(f"{path}.text") if text is None else _wrong(f"{path}.text", "text")
+    return text
+
+
+def _read_text(path: str, block: Any) -> str:
+    """Of a block whose content is text in one way or another."""
+    match _kind(path, block):
+        case "text":
+            return _text(path, block)
+        case "document":
+            return _document(path, block)
+        case "search_result":
+            found = _joined(f"{path}.content", block.get("content"), _text)
+            return "\n".join([*_filled(block, "title", "source"), found])
+        case "tool_reference":
+            return "\n".join(_filled(block, "tool_name"))
+        case "image" | "container_upload" | "browser_state" as kind:
+            raise InvalidRequest(
+                f"This model reads text only; '{kind}' blocks are not supported.", parameter=path
+            )
+        case kind:
+            raise InvalidRequest(
+                f"Blocks of type '{kind[:40]}' are not supported here.", parameter=f"{path}.type"
+            )
+
+
+def _document(path: str, block: Mapping[str, Any]) -> str:
+    match block.get("source"):
+        case {"type": "text", "data": str(data)}:
+            text = data
+        case {"type": "content", "content": content}:
+            text = _joined(f"{path}.source.content", content, _text)
+        case _:
+            raise InvalidRequest(
+                "Documents are read as text only: the source's type is 'text' or 'content'.",
+                parameter=f"{path}.source",
+            )
+    return "\n".join([*_filled(block, "title", "context"), text])
+
+
+def _filled(block: Mapping[str, Any], *fields: str) -> list[str]:
+    return [value for field in fields if isinstance(value := block.get(field), str) and value]
+
+
+def _joined(path: str, content: Any, read: Callable[[str, Any], str]) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(path, "text or a list of content blocks")
+    return "\n".join([read(f"{path}[{number}]", block) for number, block in enumerate(content)])
+
+
+def _no_mark(path: str, block: Mapping[str, Any], what: str) -> None:
+    if mark_seconds(path, block) is not None:
+        raise InvalidRequest(
+            f"cache_control cannot be set for {what} blocks", parameter=f"{path}.cache_control"
+        )
+
+
+def _missing(path: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: '{path}'.", parameter=path, code="missing_required_parameter"
+    )
+
+
+def _wrong(path: str, wanted: str) -> InvalidRequest:
+    return InvalidRequest(f"Input should be {wanted}", parameter=path, code="invalid_type")

@@ -1,0 +1,444 @@
+"""Anthropic's bodies as conversations: every field and every kind of block, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
+from router.api.anthropic_body import MAX_STOP_SEQUENCES, read_counted_message, read_message
+from router.api.anthropic_errors import ANTHROPIC_ERRORS
+from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.http_error import http_error
+from router.errors import InvalidRequest, RouterError
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": HELLO}
+TOOL = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Århus"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "21 degrees"}
+MINUTES = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+USES_TOOL = [*HELLO, {"role": "assistant", "content": [CALL]}]
+
+
+def read(**fields: Any) -> ChatRequest:
+    return read_message(json.dumps(ASKED | fields).encode(), 8)
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def refusal(**fields: Any) -> str:
+    """As the client reads it."""
+    with pytest.raises(InvalidRequest) as caught:
+        read(**fields)
+    body = json.loads(ANTHROPIC_ERRORS.body(http_error(caught.value), "req_1"))
+    assert (body["type"], body["error"]["type"], body["request_id"]) == (
+        "error",
+        "invalid_request_error",
+        "req_1",
+    )
+    message: str = body["error"]["message"]
+    return message
+
+
+def test_texts_and_blocks_of_texts_are_the_same() -> None:
+    plain = read(system="Be brief.", messages=HELLO)
+    in_blocks = read(system=[text("Be brief.")], messages=[{"role": "user", "content": [text("Hello")]}])
+    assert plain == in_blocks
+    assert plain.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+    assert (plain.max_tokens, plain.cut_to_context, plain.add_generation_prompt) == (100, True, True)
+
+
+def test_blocks_of_one_message_are_lines_and_what_the_assistant_says_goes_on() -> None:
+    messages = [
+        {"role": "user", "content": [text("One"), text("Two")]},
+        {"role": "assistant", "content": [text("Three, "), text("four")]},
+        {"role": "user", "content": "Five"},
+        {"role": "user", "content": [text("Six")]},
+    ]
+    request = read(system=[text("A"), text("B")], messages=messages)
+    assert [message["content"] for message in request.messages] == [
+        "A\nB",
+        "One\nTwo",
+        "Three, four",
+        "Five\nSix",
+    ]
+
+
+def test_calls_results_and_thinking_have_their_fields() -> None:
+    thinking = {"type": "thinking", "thinking": "A tool.", "signature": "s"}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": [thinking, text("Let me see."), CALL, CALL | {"id": "toolu_2"}]},
+        {
+            "role": "user",
+            "content": [
+                RESULT | {"tool_use_id": "toolu_2", "is_error": True, "content": [text("No"), text("city")]},
+                RESULT,
+                text("And now?"),
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, text("Warm.")]},
+        {"role": "user", "content": "Thanks"},
+    ]
+    request = read(messages=messages, tools=[TOOL])
+    function = {"name": "weather", "arguments": {"city": "Århus"}}
+    assert request.messages[1:] == [
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "A tool.",
+            "tool_calls": [
+                {"id": "toolu_1", "type": "function", "function": function},
+                {"id": "toolu_2", "type": "function", "function": function},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "toolu_2", "name": "weather", "content": "Error: No\ncity"},
+        {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "21 degrees"},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "Warm."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    assert request.tools == [
+        {
+            "type": "function",
+            "function": {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}},
+        }
+    ]
+
+
+def test_documents_and_search_results_are_read_where_they_are_text() -> None:
+    document = {"type": "document", "source": {"type": "text", "data": "All of it"}, "title": "Book"}
+    nested = {"type": "document", "source": {"type": "content", "content": [text("a"), text("b")]}}
+    found = {"type": "search_result", "title": "T", "source": "S", "content": [text("c")]}
+    content = [document, nested, {**RESULT, "content": [found]}]
+    request = read(messages=[*USES_TOOL, {"role": "user", "content": content}], tools=[TOOL])
+    assert [message["content"] for message in request.messages[2:]] == ["Book\nAll of it\na\nb", "T\nS\nc"]
+
+
+def test_a_system_message_in_the_middle_stays_there_even_before_a_result() -> None:
+    messages = [
+        *USES_TOOL,
+        {"role": "system", "content": "New rules."},
+        {"role": "user", "content": [RESULT]},
+    ]
+    assert [message["role"] for message in read(messages=messages).messages] == [
+        "user",
+        "assistant",
+        "system",
+        "tool",
+    ]
+
+
+def test_the_billing_header_never_reaches_the_prompt() -> None:
+    rules = text("Be brief.", cache_control=MINUTES)
+    requests = [
+        read(system=[text(f"x-anthropic-billing-header: cch={number};"), rules]) for number in range(2)
+    ]
+    assert requests[0] == requests[1] == read(system=[rules])
+    alone = read(system=[text("x-anthropic-billing-header: cch=1;")])
+    assert alone.messages == HELLO
+
+
+def test_an_answer_may_be_begun_by_the_client() -> None:
+    begun = read(messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}])
+    assert begun.continue_final_message and not begun.add_generation_prompt
+    assert begun.messages[-1]["content"] == "The answer is ("
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ToolChoice()),
+        ({"type": "auto"}, ToolChoice()),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice(parallel=False)),
+        ({"type": "any"}, ToolChoice(ToolMode.REQUIRED)),
+        ({"type": "none"}, ToolChoice(ToolMode.NONE)),
+        ({"type": "tool", "name": "weather"}, ToolChoice(ToolMode.REQUIRED, ("weather",))),
+    ],
+)
+def test_the_choice_of_tools(choice: Any, expected: ToolChoice) -> None:
+    assert read(tools=[TOOL], tool_choice=choice).tool_choice == expected
+
+
+def test_tools_that_run_elsewhere_are_not_offered() -> None:
+    others = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "from_the_future", "weather": 1},
+    ]
+    assert [tool["function"]["name"] for tool in read(tools=[*others, TOOL]).tools] == ["weather"]
+    assert read(tools=others).tools == []
+
+
+def test_thinking_is_an_argument_of_the_template() -> None:
+    for thinking, expected in [
+        (None, False),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive"}, True),
+        ({"type": "enabled", "budget_tokens": 2000}, True),
+    ]:
+        request = read(max_tokens=4000, thinking=thinking)
+        assert request.template_arguments == {"enable_thinking": expected}
+    own = read(chat_template_kwargs={"enable_thinking": True, "style": "short"})
+    assert own.template_arguments == {"enable_thinking": True, "style": "short"}
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_schema_is_an_output_format(field: str) -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+    request = read(**{field: {"format": wanted} if field == "output_config" else wanted})
+    path = "output_config.format.schema" if field == "output_config" else "output_format.schema"
+    assert request.output_format == OutputFormat(FormatKind.JSON_SCHEMA, {"type": "object"}, parameter=path)
+
+
+def test_fields_of_sampling_users_and_others() -> None:
+    user = json.dumps({"device_id": "d", "session_id": "s"})
+    request = read(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        stop_sequences=["a", "b", "c", "d", "e"],
+        metadata={"user_id": user},
+        stream=True,
+        service_tier="auto",
+        context_management={"edits": []},
+        output_config={"effort": "high"},
+        cache_salt="salt",
+    )
+    assert (request.temperature, request.top_p, request.top_k) == (0.5, 0.9, 7)
+    assert request.stop == ["a", "b", "c", "d", "e"]
+    assert request.end_user == user and request.stream and request.cache_salt == "salt"
+
+
+def test_no_tokens_ask_for_the_prompt_alone() -> None:
+    request = read(max_tokens=0)
+    assert request.only_prompt and request.max_tokens is None
+    for fields, path in [
+        ({"stream": True}, "stream"),
+        ({"thinking": {"type": "adaptive"}}, "thinking"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ]:
+        assert refusal(max_tokens=0, **fields).startswith(path + ": ")
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens: Field required"),
+    ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
+    ({"max_tokens": "many"}, "max_tokens: "),
+    ({"model": None}, "model: "),
+    ({"messages": []}, "messages: at least one message is required"),
+    ({"messages": ["Hello"]}, "messages.0: "),
+    ({"messages": [*HELLO, {"content": "x"}]}, "messages.1.role: Field required"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role: Input should be 'user', 'assist"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content: "),
+    ({"messages": [{"role": "user", "content": [3]}]}, "messages.0.content.0: "),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0.type: Field required"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages.0.content.0.text: Field requ",
+    ),
+    ({"messages": [{"role": "user", "content": [text(3)]}]}, "messages.0.content.0.text: "),  # type: ignore[arg-type]
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "messages.0.content.0: This model read",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
+        "messages.0.content.0.type: Blocks of ty",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]},
+        "messages.0.content.0.source: Documents are read as text only",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [CALL]}]},
+        "messages.0.content.0.type: Input should be 'text",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]},
+        "messages.0.content.0.thinking",
+    ),
+    (
+        {"messages": USES_TOOL},
+        "messages.1: `tool_use` ids were found without `tool_result` blocks immediately after: toolu_1. Each",
+    ),
+    ({"messages": [*USES_TOOL, *HELLO]}, "messages.1: `tool_use` ids were found without"),
+    ({"messages": [*USES_TOOL, *HELLO, {"role": "assistant", "content": "x"}]}, "messages.1: `tool_use` ids"),
+    (
+        {"messages": [{"role": "user", "content": [RESULT]}]},
+        "messages.0.content.0: unexpected `tool_use_id` found in `tool_result` blocks: toolu_1. Each",
+    ),
+    (
+        {"messages": [*USES_TOOL, {"role": "user", "content": [RESULT, RESULT]}]},
+        "messages.2.content.1: each `tool_use` must have a single result. Found multiple",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": [CALL, CALL]}]},
+        "messages.1.content.1: `tool_use` ids must be unique",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": [CALL | {"input": "x"}]}]},
+        "messages.1.content.0.input: Input should be an object",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]},
+        "messages.1.content.0.name: Field required",
+    ),
+    ({"system": 3}, "system: "),
+    ({"system": [{"type": "image"}]}, "system.0.type: Input should be 'text'"),
+    ({"tools": [{"input_schema": {}}]}, "tools.0.name: Field required"),
+    ({"tools": [{"name": "x"}]}, "tools.0.input_schema: Field required"),
+    (
+        {"tools": [TOOL | {"name": "a b"}]},
+        "tools.0.name: String should match pattern '^[a-zA-Z0-9_-]{1,128}$'",
+    ),
+    ({"tools": [TOOL | {"input_schema": "x"}]}, "tools.0.input_schema: "),
+    ({"tools": [TOOL | {"description": 3}]}, "tools.0.description: "),
+    ({"tools": [TOOL, TOOL]}, "tools: Tool names must be unique."),
+    ({"tools": [3]}, "tools.0: "),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: It needs tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: Field required"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
+        "tool_choice: Tool 'x' not found in pro",
+    ),
+    ({"tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type: "),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice: "),
+    ({"temperature": 1.5}, "temperature: "),
+    ({"top_p": 2}, "top_p: "),
+    ({"stop_sequences": [""]}, "stop_sequences: "),
+    ({"stop_sequences": ["x"] * (MAX_STOP_SEQUENCES + 1)}, "stop_sequences: "),
+    ({"stop_sequences": "x"}, "stop_sequences: "),
+    ({"stop": "x"}, "stop: "),
+    ({"n": 2}, "n: "),
+    ({"thread": {"type": "create"}}, "thread: "),
+    ({"cache": "cache_1"}, "cache: "),
+    ({"thinking": {"type": "enabled"}}, "thinking.enabled.budget_tokens: "),
+    ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.enabled.budget_tokens: "),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "max_tokens: `max_tokens` must be greater"),
+    ({"thinking": {"type": "perhaps"}}, "thinking.type: "),
+    ({"thinking": "yes"}, "thinking: "),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format: "),
+    ({"metadata": {"user_id": 3}}, "metadata.user_id: "),
+    ({"cache_control": "yes"}, "cache_control: "),
+    ({"cache_control": {"type": "eternal"}}, "cache_control.type: Input should be 'ephemeral'"),
+    ({"cache_control": MINUTES | {"ttl": "2h"}}, "cache_control.ttl: Input should be '5m' or '1h'"),
+    ({"tools": [TOOL | {"cache_control": []}]}, "tools.0.cache_control: "),
+    (
+        {"system": [text("", cache_control=MINUTES)]},
+        "system.0.cache_control: cache_control cannot be set for emp",
+    ),
+    (
+        {"system": [text("a", cache_control=MINUTES)] * 5},
+        "system.4.cache_control: A maximum of 4 blocks with cache_control may be provided. Found 5.",
+    ),
+    (
+        {"system": [text("a", cache_control=MINUTES)] * 4, "cache_control": MINUTES},
+        "cache_control: A maximum of 4 blocks with cache_control may be provided. Found 5.",
+    ),
+    (
+        {
+            "system": [text("a", cache_control=MINUTES)],
+            "messages": [{"role": "user", "content": [text("b", cache_control=HOUR)]}],
+        },
+        "messages.0.content.0.cache_control.ttl: a ttl='1h' cache_control block must not come after",
+    ),
+    (
+        {
+            "messages": [{"role": "user", "content": [text("b", cache_control=HOUR)]}],
+            "cache_control": MINUTES,
+        },
+        "cache_control: The last block has a cache_control with another ttl.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "begins"), REFUSALS)
+def test_what_is_wrong_is_named_by_its_path(fields: dict[str, Any], begins: str) -> None:
+    assert refusal(**fields).startswith(begins)
+
+
+def test_marks_reach_to_the_ends_of_their_blocks() -> None:
+    tools = [TOOL | {"cache_control": HOUR}]
+    result = {"role": "user", "content": [RESULT | {"cache_control": MINUTES}, text("ab"), text("cd")]}
+    last = {"role": "user", "content": [text("x")]}
+    answered = {"role": "assistant", "content": [text("Yes.", cache_control=MINUTES)]}
+    request = read(
+        tools=tools,
+        system=[text("S", cache_control=HOUR)],
+        messages=[*USES_TOOL, result, answered, last],
+    )
+    assert request.keeps == [KeepThrough(3600, -1), KeepThrough(300, 3), KeepThrough(300, 5, 4)]
+
+
+def test_a_mark_in_the_middle_of_a_message_says_where() -> None:
+    content = [text("ab"), text("cde", cache_control=MINUTES), text("f")]
+    assert read(messages=[{"role": "user", "content": content}]).keeps == [KeepThrough(300, 0, 6)]
+    assert read(system=[text("ab", cache_control=HOUR), text("c")]).keeps == [KeepThrough(3600, 0, 2)]
+
+
+def test_the_mark_at_the_top_is_on_the_last_block_that_can_be_cached() -> None:
+    thought = {"type": "thinking", "thinking": "x", "signature": "s"}
+    messages = [*HELLO, {"role": "assistant", "content": [text("Yes"), thought, text("")]}]
+    assert read(messages=messages, cache_control=HOUR).keeps == [KeepThrough(3600, 1, 3)]
+    marked = [{"role": "user", "content": [text("Hello", cache_control=MINUTES)]}]
+    assert read(messages=marked, cache_control=MINUTES).keeps == [KeepThrough(300, 0, 5)]
+
+
+def test_what_is_counted_needs_no_bound() -> None:
+    body = {name: value for name, value in ASKED.items() if name != "max_tokens"}
+    assert read_counted_message(json.dumps(body).encode()).messages == HELLO
+
+
+_scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=8)
+_words = st.sampled_from(
+    "type text role user assistant system content tool_use tool_result id tool_use_id thinking document"
+    " source cache_control ephemeral ttl 1h name input data search_result schema json_schema input_schema any"
+    " enabled".split()
+)
+_json = st.recursive(
+    _scalars | _words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_words, inner, max_size=5),
+    max_leaves=25,
+)
+_blocks = st.fixed_dictionaries(
+    {"type": _words},
+    optional={
+        name: _json | st.sampled_from(["toolu_1", "x"]) | st.just(MINUTES)
+        for name in ("text", "id", "name", "input", "tool_use_id", "content", "cache_control", "thinking")
+    },
+)
+_messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.lists(_blocks, max_size=4)}
+    ),
+    max_size=5,
+)
+_fields = st.sampled_from(
+    "messages system tools tool_choice thinking output_config metadata cache_control stop_sequences"
+    " max_tokens temperature stream chat_template_kwargs model".split()
+)
+
+
+@given(st.dictionaries(_fields, _json, max_size=6), st.none() | _messages)
+def test_any_json_is_read_or_refused(fields: dict[str, Any], messages: Any) -> None:
+    body = ASKED | fields | ({} if messages is None else {"messages": messages})
+    try:
+        request = read_message(json.dumps(body).encode(), 8)
+    except RouterError:
+        return
+    for message in request.messages:
+        assert message["role"] in ("system", "user", "assistant", "tool")
+        assert isinstance(message["content"], str)
+    assert len(request.keeps) <= 4
