@@ -34,6 +34,7 @@ from router.api.live import LiveFleet, LiveRoutes
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
 from router.api.page import PageRoutes
+from router.api.responses import prepare_response
 from router.api.serving import GenerationEndpoint
 from router.caches.record import CacheKind
 from router.errors import RouterError
@@ -53,6 +54,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
         "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
         "/v1/messages": prepare_message,
+        "/v1/responses": prepare_response,
     }
     explained = {**prepares, "/v1beta/models/{model:path}:generateContent": prepare_content}
     access = admin_access(context.config)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 HI = b'{"role":"user","content":"hi"}'
@@ -73,6 +73,14 @@ def _tools(parameters: Callable[[int], bytes]) -> BodyShape:
 
 def _prompt(value: Callable[[int], bytes]) -> BodyShape:
     return lambda size: b'"prompt":' + value(size)
+
+
+def _input(value: Callable[[int], bytes]) -> BodyShape:
+    return lambda size: b'"input":' + value(size)
+
+
+def _with_input(name: bytes, value: Callable[[int], bytes]) -> BodyShape:
+    return lambda size: b'"input":"hi","' + name + b'":' + value(size)
 
 
 def _text(piece: bytes) -> Callable[[int], bytes]:
@@ -147,6 +155,28 @@ SHAPES: Mapping[str, Mapping[str, BodyShape]] = {
         **{f"prompt: {name}": _prompt(value) for name, value in VALUES.items()},
         "many texts": _prompt(lambda size: _list_of(b'"hello"', size)),
         "128 lists of ids": _prompt(lambda size: _list_of(_list_of(b"300", size // 128 - 4), size)),
+    },
+    RESPONSES: {
+        **{f"text: {name}": _input(_quoted(piece)) for name, piece in TEXTS.items()},
+        **{f"items: {name}": _input(value) for name, value in VALUES.items()},
+        **{f"metadata: {name}": _with_input(b"metadata", value) for name, value in VALUES.items()},
+        **{f"tools: {name}": _with_input(b"tools", value) for name, value in VALUES.items()},
+        "many items": _input(lambda size: _list_of(HI, size)),
+        "many calls": _input(
+            lambda size: _list_of(b'{"type":"function_call","call_id":"c","name":"f","arguments":"{}"}', size)
+        ),
+        "much reasoning": _input(lambda size: _list_of(b'{"type":"reasoning","summary":[]}', size)),
+        "many spaces of tools": _with_input(
+            b"tools", lambda size: _list_of(b'{"type":"namespace","name":"n","tools":[]}', size)
+        ),
+        "many tools": _with_input(b"tools", lambda size: _list_of(b'{"type":"function","name":"f"}', size)),
+        "a large tool": _with_input(
+            b"tools",
+            lambda size: (
+                b'[{"type":"function","name":"f","parameters":{"a":' + _list_of(b"[]", size) + b"}}]"
+            ),
+        ),
+        "long instructions": _with_input(b"instructions", _quoted(b"a")),
     },
     TOKENIZE: {
         **{f"text: {name}": _prompt(_quoted(piece)) for name, piece in TEXTS.items()},

@@ -15,6 +15,7 @@ from router.answers.parts import Part
 from router.api.answer_usage import AnswerUsage
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
+from router.api.http_error import HttpError
 from router.api.sampling import GenerationFields, stop_strings
 from router.generation import Generation
 from router.keeping import Keep, leases_of
@@ -63,6 +64,8 @@ class ApiRequest:
     prompts: list[Prompt]
     stream: bool
     writer: AnswerWriter
+    failed: Callable[[HttpError], bytes] | None = None
+    """What a stream ends with that fails, for dialects where that depends on what has been written."""
 
     def usage(self) -> AnswerUsage:
         outputs = [output for prompt in self.prompts for output in prompt.outputs]

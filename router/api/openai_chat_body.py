@@ -13,12 +13,12 @@ from router.api.openai_caching import check_caching, keeps_of
 from router.api.openai_messages import read_messages
 from router.api.openai_tools import ToolFields, tool_choice_of, tools_of
 from router.api.peer_fields import PeerFields, check_peer_fields
+from router.api.reasoning_effort import reasoning_arguments
 from router.api.sampling import GenerationFields, check_fields
 from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatBody(PeerFields, kw_only=True):
@@ -107,20 +107,8 @@ def _adds_generation_prompt(chat: ChatBody) -> bool:
 
 
 def _template_arguments(chat: ChatBody) -> dict[str, Any]:
-    """Templates know the effort by the field's own name, and those that know only whether there is to be
-    reasoning at all by Qwen's. What the client says of them itself goes first."""
-    effort = chat.reasoning_effort
-    if effort is None:
-        return chat.chat_template_kwargs or {}
-    if effort not in REASONING_EFFORTS:
-        raise InvalidRequest(
-            f"Invalid value for 'reasoning_effort': '{effort[:40]}'. Supported are"
-            f" {', '.join(REASONING_EFFORTS)}.",
-            parameter="reasoning_effort",
-        )
-    arguments: dict[str, Any] = {"reasoning_effort": effort}
-    if effort == "none":
-        arguments["enable_thinking"] = False
+    """What the client says of them itself goes first."""
+    arguments = reasoning_arguments("reasoning_effort", chat.reasoning_effort)
     return {**arguments, **(chat.chat_template_kwargs or {})}
 
 

@@ -69,7 +69,7 @@ def _content(path: str, message: dict[str, Any]) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(_texts(path, content))
+        return "\n".join(texts_of(path, content))
     if content is not None:
         raise wrong_type(path, "text or a list of parts")
     if message["role"] != "assistant":
@@ -77,7 +77,7 @@ def _content(path: str, message: dict[str, Any]) -> str:
     return _text_of(path.replace(".content", ".refusal"), message.get("refusal"))
 
 
-def _texts(path: str, parts: list[Any]) -> Iterator[str]:
+def texts_of(path: str, parts: list[Any]) -> Iterator[str]:
     for number, part in enumerate(parts):
         place = f"{path}[{number}]"
         if isinstance(part, str):
@@ -175,13 +175,13 @@ def _function(path: str, function: Any) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     elif isinstance(arguments, str):
-        arguments = _read_arguments(arguments)
+        arguments = read_arguments(arguments)
     elif not isinstance(arguments, dict):
         raise wrong_type(f"{path}.arguments", "text")
     return {"name": name, "arguments": arguments}
 
 
-def _read_arguments(arguments: str) -> Any:
+def read_arguments(arguments: str) -> Any:
     """What is no JSON object stays the text that it is: the model has said it."""
     try:
         read = json.loads(arguments or "{}")

@@ -1,6 +1,6 @@
 """OpenAI's `usage`, with what it does not know in fields of our own.
 
-Owns its shape, for chats and plain completions.
+Owns its shape, for chats and plain completions, and that of the prompt's details, which Responses share.
 """
 
 from typing import Any
@@ -10,23 +10,27 @@ from router.api.openai_caching import lease_details
 
 
 def usage_of(usage: AnswerUsage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": prompt_details(usage),
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+    }
+
+
+def prompt_details(usage: AnswerUsage) -> dict[str, Any]:
     """The cache's share of it is always there, and exact."""
-    num_prompt_tokens, num_cached_tokens = usage.num_prompt_tokens, usage.num_cached_tokens
+    num_cached_tokens = usage.num_cached_tokens
     num_host_tokens = sum(prompt.num_host_tokens for prompt in usage.prompts)
     num_disk_tokens = sum(prompt.num_disk_tokens for prompt in usage.prompts)
     return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": num_cached_tokens,
-            "cache_write_tokens": usage.num_written_tokens,
-            "cross_user_cached_tokens": sum(prompt.num_cross_user_tokens for prompt in usage.prompts),
-            "device_cached_tokens": num_cached_tokens - num_host_tokens - num_disk_tokens,
-            "host_cached_tokens": num_host_tokens,
-            "disk_cached_tokens": num_disk_tokens,
-            "pulled_cached_tokens": sum(prompt.num_pulled_tokens for prompt in usage.prompts),
-            **lease_details(list(zip(usage.leases, usage.prompts, strict=True))),
-        },
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "cached_tokens": num_cached_tokens,
+        "cache_write_tokens": usage.num_written_tokens,
+        "cross_user_cached_tokens": sum(prompt.num_cross_user_tokens for prompt in usage.prompts),
+        "device_cached_tokens": num_cached_tokens - num_host_tokens - num_disk_tokens,
+        "host_cached_tokens": num_host_tokens,
+        "disk_cached_tokens": num_disk_tokens,
+        "pulled_cached_tokens": sum(prompt.num_pulled_tokens for prompt in usage.prompts),
+        **lease_details(list(zip(usage.leases, usage.prompts, strict=True))),
     }

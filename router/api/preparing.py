@@ -34,9 +34,10 @@ from router.api.prepared import (
     RefusedRequest,
     WrittenAnswer,
 )
+from router.api.responses_body import read_response
 from router.api.sampling import kept_end, most_tokens, too_many_tokens
 from router.api.token_counts import detokenize, tokenize
-from router.errors import RouterError, about_model
+from router.errors import InvalidRequest, RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -55,8 +56,18 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
     with about_model(request.model):
         chat = render_chat(model, request)
         encoded = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
+    return PreparedRequest(rest_of(request), [encoded])
+
+
+def rest_of(request: ChatRequest) -> bytes:
+    """What a conversation's answer needs of it, once its prompt has been made. Raises InvalidRequest."""
     rest = msgspec.structs.replace(request, messages=[], template_arguments={}, output_format=None)
-    return PreparedRequest(msgspec.msgpack.encode(rest), [encoded])
+    try:
+        return msgspec.msgpack.encode(rest)
+    except OverflowError as error:
+        raise InvalidRequest(
+            "Invalid 'tools': whole numbers in them have up to 64 bits.", parameter="tools"
+        ) from error
 
 
 def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
@@ -104,6 +115,7 @@ READERS: Mapping[str, Callable[[bytes, int], ChatRequest]] = {
     "chat": read_chat,
     "gemini": read_gemini,
     "messages": read_message,
+    "responses": read_response,
 }
 """How each dialect's body becomes a conversation: from it, and from how many choices there may be at most."""
 

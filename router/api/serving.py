@@ -302,7 +302,8 @@ class _Exchange:
     async def fail(self, error: HttpError, *, extra: Sequence[Header] = ()) -> None:
         self.status = self._errors.status(error)
         if self._is_streaming:
-            event = self._errors.event(error, self.request_id)
+            failed = None if self._request is None else self._request.failed
+            event = failed(error) if failed else self._errors.event(error, self.request_id)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
         headers = [*error.headers(), *extra, *self._id_headers()]

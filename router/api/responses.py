@@ -1,0 +1,194 @@
+"""POST /v1/responses: the dialect of its answers.
+
+Owns the response object and the events of a stream, each with its number. That of the question is in
+`responses_body.py`, the items of an answer in `responses_items.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from replicas.protocol.frames import FinishReason, TokenLogprobs
+from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.api.answer_usage import AnswerUsage
+from router.api.api_request import ApiRequest, Prompt
+from router.api.asked import Asked
+from router.api.chats import Chat, prepare_chats
+from router.api.choice_output import ChoiceOutput
+from router.api.context import ApiContext
+from router.api.http_error import HttpError
+from router.api.json_body import encode_json
+from router.api.openai_logprobs import logprobs_of
+from router.api.openai_usage import prompt_details
+from router.api.responses_body import Echo
+from router.api.responses_items import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event, ItemKind
+from router.api.sse import COMMENT
+
+FAILED = "failed"
+TOLD_APART = ("context_length_exceeded", "rate_limit_exceeded")
+"""Codes of errors that clients act on; of the others they only tell whose fault it was."""
+
+
+class ResponseWriter:
+    keep_alive = COMMENT
+
+    def __init__(self, chat: Chat) -> None:
+        context, request, answers = chat.context, chat.request, chat.request.answers
+        self._echo = answers if isinstance(answers, Echo) else msgspec.convert(answers, Echo)
+        self._context = context
+        self._prompt = chat.prompt
+        self._only_prompt = request.only_prompt
+        self._created = int(context.wall_clock())
+        self.response_id = context.new_id("resp_")
+        tokenizer = chat.model.tokenizer
+        wants_logprobs = request.num_logprobs is not None
+        self._items = AnswerItems(
+            self.response_id,
+            new_call_id=lambda: context.new_id("call_"),
+            spaces=self._echo.spaces,
+            packs_reasoning=self._echo.packs_reasoning,
+            write_logprobs=(lambda logprobs: logprobs_of(tokenizer, logprobs)) if wants_logprobs else None,
+        )
+        self._head = {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created,
+            "model": chat.model.name,
+        }
+        self._num_events = 0
+        self._delta_head = b""
+
+    def open(self, prompt: Prompt, choice: int) -> bytes:
+        response = msgspec.Raw(self._response(IN_PROGRESS))
+        return b"".join(
+            self._event((name, {"response": response}))
+            for name in ("response.created", "response.in_progress")
+        )
+
+    def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        item = self._items.current
+        if type(part) is Text and part.text and not logprobs and self._delta_head:
+            assert item is not None
+            item.pieces.append(part.text)
+            return self._text_delta(part.text)
+        events = self._written(self._items.take(part, logprobs))
+        if self._items.current is not item:
+            self._delta_head = self._new_delta_head()
+        return events
+
+    def close(self, prompt: Prompt, choice: int) -> bytes:
+        return self._written(self._ended(prompt.outputs[choice]))
+
+    def end(self, usage: AnswerUsage) -> bytes:
+        status = self._status()
+        response = msgspec.Raw(self._response(status, usage))
+        return self._event((f"response.{status}", {"response": response}))
+
+    def whole(self, usage: AnswerUsage) -> bytes:
+        (output,) = self._prompt.outputs
+        for part in _parts(output):
+            self._items.take(part, output.logprobs if type(part) is Text else ())
+        self._ended(output)
+        return self._response(self._status(), usage)
+
+    def failed(self, error: HttpError) -> bytes:
+        """What a stream ends with that fails."""
+        message = error.message
+        if error.retry_after_seconds is not None and "try again in" not in message:
+            message += f" Please try again in {math.ceil(error.retry_after_seconds)}s."
+        fault = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = error.code if error.code in TOLD_APART else fault
+        words = {"code": error.code, "message": message, "param": error.param}
+        response = self._response(FAILED, error={"code": code, "message": message})
+        return self._event(("error", words)) + self._event(
+            ("response.failed", {"response": msgspec.Raw(response)})
+        )
+
+    def _ended(self, output: ChoiceOutput) -> list[Event]:
+        if self._only_prompt:
+            return []
+        cut = output.finish_reason == FinishReason.LENGTH.value
+        return self._items.end(INCOMPLETE if cut else COMPLETED)
+
+    def _status(self) -> str:
+        (output,) = self._prompt.outputs
+        cut = output.finish_reason == FinishReason.LENGTH.value and not self._only_prompt
+        return INCOMPLETE if cut else COMPLETED
+
+    def _response(
+        self, status: str, usage: AnswerUsage | None = None, error: dict[str, Any] | None = None
+    ) -> bytes:
+        is_done = status == COMPLETED
+        fields = {
+            **self._head,
+            "status": status,
+            "completed_at": int(self._context.wall_clock()) if is_done else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
+            "output": self._items.done,
+            "previous_response_id": None,
+            "usage": None if usage is None else self._usage(usage),
+        }
+        if self._echo.wants_diagnostics and usage is not None:
+            fields["prompt_cache_diagnostics"] = {"type": "unavailable"}
+        return encode_json(fields)[:-1] + b"," + self._echo.fields + b"}"
+
+    def _usage(self, usage: AnswerUsage) -> dict[str, Any]:
+        return {
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": prompt_details(usage),
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        }
+
+    def _written(self, events: Sequence[Event]) -> bytes:
+        return b"".join([self._event(event) for event in events])
+
+    def _event(self, event: Event) -> bytes:
+        name, fields = event
+        number, self._num_events = self._num_events, self._num_events + 1
+        data = encode_json({"type": name, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+    def _new_delta_head(self) -> bytes:
+        """All that comes before the number and the text of a delta of the message that is under way."""
+        item = self._items.current
+        if item is None or item.kind is not ItemKind.MESSAGE:
+            return b""
+        name = "response.output_text.delta"
+        fields = encode_json({"type": name, **item.place, "logprobs": []})
+        return b"event: %b\ndata: %b" % (name.encode(), fields[:-1])
+
+    def _text_delta(self, text: str) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (self._delta_head, number, encode_json(text))
+
+
+def _parts(output: ChoiceOutput) -> list[Part]:
+    """What was said, each piece whole."""
+    parts: list[Part] = []
+    if output.reasoning:
+        parts.append(Reasoning("".join(output.reasoning)))
+    if output.text:
+        parts.append(Text(output.text))
+    for position, call in enumerate(output.calls):
+        parts += [
+            CallStart(position, call.name),
+            CallArguments(position, call.arguments),
+            CallEnd(position),
+        ]
+    return parts
+
+
+_prepare = prepare_chats("responses", ResponseWriter)
+
+
+async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
+    """Raises InvalidRequest, UnknownModel or RouterBusy."""
+    request = await _prepare(context, asked)
+    assert isinstance(request.writer, ResponseWriter)
+    request.failed = request.writer.failed
+    return request

@@ -1,0 +1,305 @@
+"""The body of OpenAI's Responses → a ChatRequest.
+
+Owns the body's fields, their limits, and what of them an answer repeats. Pure: it also runs in the process
+that prepares large bodies.
+"""
+
+from typing import Any
+
+import msgspec
+
+from router.answers.wishes import FormatKind, OutputFormat
+from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.json_body import check_range, decode_body, encode_json, missing, unsupported
+from router.api.openai_caching import keeps_of
+from router.api.peer_fields import PeerFields, check_peer_fields
+from router.api.reasoning_effort import reasoning_arguments
+from router.api.responses_input import Conversation
+from router.api.responses_tools import offered_tools, tool_choice
+from router.api.sampling import GenerationFields, check_fields
+from router.api.structured_outputs import output_format_of
+from router.errors import InvalidRequest, about_model
+
+MAX_TOP_LOGPROBS = 20
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_ECHOED_BYTES = 128 * 2**10
+"""Of each of tools, instructions, a format and a choice: what is longer is left out of the answer, whose
+stream has it three times."""
+
+PLAIN_TEXT = {"type": "text"}
+
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = frozenset(
+    {
+        ENCRYPTED_REASONING,
+        LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+VERBOSITIES = ("low", "medium", "high")
+SUMMARIES = ("auto", "concise", "detailed", "none")
+TRUNCATIONS = ("auto", "disabled")
+SERVICE_TIERS = ("auto", "default", "fast", "flex", "priority", "scale")
+
+MOVED = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+}
+"""Fields of chats that have another name here. Ignored they would change the answer."""
+
+REFUSED = {
+    "conversation": "There are no stored conversations here; 'previous_response_id' continues a response.",
+    "prompt": "There are no prompt templates here; send 'instructions' and 'input'.",
+}
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextWishes(msgspec.Struct):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(PeerFields, kw_only=True):
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    text: TextWishes | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+    messages: Any = None
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """What the writer of the answer has to know of the question. `fields` are the response's that repeat it,
+    as JSON without the brackets around. `spaces` are the namespace and the name there of functions, by the
+    name that the model knows."""
+
+    fields: bytes
+    spaces: dict[str, tuple[str, str]]
+    packs_reasoning: bool
+    is_stored: bool
+    wants_diagnostics: bool
+
+
+_FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name != "max_tokens")
+_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
+def read_response(body: bytes, max_choices: int) -> ChatRequest:
+    """Raises InvalidRequest that names what is wrong where."""
+    asked = decode_body(_decoder, body)
+    with about_model(asked.model):
+        _check(asked)
+        return _request(asked)
+
+
+def _request(asked: ResponsesBody) -> ChatRequest:
+    offered = offered_tools(asked.tools or [])
+    parallel = asked.parallel_tool_calls is not False
+    conversation = Conversation(offered.names)
+    if asked.instructions:
+        conversation.add("instructions", {"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        conversation.add("input", {"role": "user", "content": asked.input})
+    else:
+        for position, item in enumerate(asked.input or ()):
+            conversation.add(f"input[{position}]", item)
+    options = asked.prompt_cache_options
+    keeps = keeps_of(asked.prompt_cache_retention, options, conversation.breakpoints)
+    effort = asked.reasoning.effort if asked.reasoning is not None else None
+    include = asked.include or ()
+    return ChatRequest(
+        **{name: getattr(asked, name) for name in _FIELDS},
+        max_tokens=asked.max_output_tokens,
+        messages=conversation.messages,
+        tools=offered.tools,
+        tool_choice=tool_choice(asked.tool_choice, offered, parallel=parallel),
+        output_format=_output_format(asked),
+        template_arguments={
+            **reasoning_arguments("reasoning.effort", effort),
+            **(asked.chat_template_kwargs or {}),
+        },
+        num_logprobs=(asked.top_logprobs or 0) if LOGPROBS in include else None,
+        keeps=[KeepThrough(seconds, position) for seconds, position in keeps],
+        only_prompt=options is not None and bool(options.prewarm),
+        messages_field="input",
+        answers=Echo(
+            fields=encode_json(_echoed(asked))[1:-1],
+            spaces={name: spaced for spaced, name in offered.names.items()},
+            packs_reasoning=ENCRYPTED_REASONING in include,
+            is_stored=asked.store is not False,
+            wants_diagnostics=options is not None and options.comparison_response_id is not None,
+        ),
+    )
+
+
+def _check(asked: ResponsesBody) -> None:
+    for name, here in MOVED.items():
+        if getattr(asked, name) is not None:
+            raise InvalidRequest(
+                f"Unsupported parameter: '{name}'. In Responses it is '{here}'.",
+                parameter=name,
+                code="unsupported_parameter",
+            )
+    for name, why in REFUSED.items():
+        if getattr(asked, name) is not None:
+            raise unsupported(name, why)
+    if asked.cache is not None:
+        raise unsupported("cache", "Named caches are beginnings of chats and completions, not of responses.")
+    if asked.background:
+        raise unsupported("background", "Responses in the background are not supported.")
+    if asked.previous_response_id is not None:  # it has been looked up, and the input is all there
+        raise InvalidRequest(
+            "The field 'previous_response_id' must be written without escapes.",
+            parameter="previous_response_id",
+        )
+    if asked.input is None:
+        raise missing("input")
+    check_fields(asked, max_choices=1)
+    check_peer_fields(asked)
+    check_range("top_logprobs", asked.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    for name in ("max_output_tokens", "max_tool_calls"):
+        value = getattr(asked, name)
+        if value is not None and value < 1:
+            raise InvalidRequest(f"Invalid value for '{name}': {value} is below 1.", parameter=name)
+    _check_words(asked)
+    _check_metadata(asked.metadata or {})
+
+
+def _check_words(asked: ResponsesBody) -> None:
+    reasoning, text = asked.reasoning or Reasoning(), asked.text or TextWishes()
+    for parameter, value, known in (
+        ("reasoning.summary", reasoning.summary, SUMMARIES),
+        ("reasoning.generate_summary", reasoning.generate_summary, SUMMARIES),
+        ("text.verbosity", text.verbosity, VERBOSITIES),
+        ("truncation", asked.truncation, TRUNCATIONS),
+        ("service_tier", asked.service_tier, SERVICE_TIERS),
+    ):
+        if value is not None and value not in known:
+            raise unsupported(parameter, f"Invalid value for '{parameter}': it is one of {', '.join(known)}.")
+    for number, name in enumerate(asked.include or ()):
+        if name not in INCLUDABLE:
+            path = f"include[{number}]"
+            raise InvalidRequest(
+                f"Invalid value for '{path}': '{name[:60]}'. Supported are {', '.join(sorted(INCLUDABLE))}.",
+                parameter=path,
+            )
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(
+            f"Invalid 'metadata': at most {MAX_METADATA} keys are allowed.", parameter="metadata"
+        )
+    for key, value in metadata.items():
+        path = f"metadata.{key[:MAX_METADATA_KEY]}"
+        if len(key) > MAX_METADATA_KEY:
+            raise InvalidRequest(
+                f"Invalid key in 'metadata': it has more than {MAX_METADATA_KEY} characters.", parameter=path
+            )
+        if not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
+            raise InvalidRequest(
+                f"Invalid value for '{path}': expected text of at most {MAX_METADATA_VALUE} characters.",
+                parameter=path,
+            )
+
+
+def _output_format(asked: ResponsesBody) -> OutputFormat | None:
+    wished = output_format_of(asked)
+    named = _text_format(asked.text)
+    if wished is not None and named is not None:
+        raise InvalidRequest(
+            f"Only one of 'text.format' and '{wished.parameter}' is allowed.", parameter=wished.parameter
+        )
+    return wished or named
+
+
+def _text_format(text: TextWishes | None) -> OutputFormat | None:
+    match None if text is None else text.format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return OutputFormat(FormatKind.JSON_OBJECT, parameter="text.format")
+        case {"type": "json_schema", "schema": (dict() | bool()) as schema}:
+            return OutputFormat(FormatKind.JSON_SCHEMA, schema, parameter="text.format.schema")
+        case {"type": "json_schema"}:
+            raise missing("text.format.schema")
+    raise unsupported(
+        "text.format", "Formats of text that are supported: 'text', 'json_object' and 'json_schema'."
+    )
+
+
+def _echoed(asked: ResponsesBody) -> dict[str, Any]:
+    """What of the question stands in each response."""
+    reasoning, text = asked.reasoning or Reasoning(), asked.text or TextWishes()
+    options = asked.prompt_cache_options
+    return {
+        "background": False,
+        "instructions": _small_enough(asked.instructions, None),
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "prompt_cache_options": None
+        if options is None
+        else {
+            "mode": options.mode or "implicit",
+            "ttl": options.ttl or "30m",
+            "comparison_response_id": options.comparison_response_id,
+        },
+        "prompt_cache_retention": asked.prompt_cache_retention,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        "safety_identifier": asked.safety_identifier,
+        "service_tier": "default",
+        "store": asked.store is not False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "text": {
+            "format": _small_enough(text.format or PLAIN_TEXT, PLAIN_TEXT),
+            **({} if text.verbosity is None else {"verbosity": text.verbosity}),
+        },
+        "tool_choice": "auto" if asked.tool_choice is None else _small_enough(asked.tool_choice, "auto"),
+        "tools": _small_enough(asked.tools or [], []),
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "truncation": asked.truncation or "disabled",
+        "user": asked.user,
+    }
+
+
+def _small_enough(value: Any, otherwise: Any) -> Any:
+    written = encode_json(value)
+    return msgspec.Raw(written) if len(written) <= MAX_ECHOED_BYTES else otherwise

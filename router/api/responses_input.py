@@ -1,0 +1,189 @@
+"""The input of OpenAI's Responses → messages as chat templates expect them.
+
+Owns the kinds of items, and how those that one answer consists of (reasoning, a message, calls) become one
+message of the assistant again. Pure.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from router.api.json_body import missing, unsupported, wrong_type
+from router.api.openai_caching import check_breakpoint
+from router.api.openai_messages import read_arguments, texts_of
+from router.errors import InvalidRequest
+
+ROLES = ("user", "assistant", "system", "developer")
+
+CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
+OUTPUTS = frozenset(CALLS.values())
+
+WITHOUT_MEANING = frozenset(
+    {
+        "configuration_update",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_list_tools",
+        "web_search_call",
+    }
+)
+"""Items that say nothing to the model: its answers that follow them stand for themselves."""
+
+PACKED = "kvasir-reasoning-1:"
+"""What `encrypted_content` of ours begins with. It is the reasoning's text, which the item says in the clear
+as well: there is nothing to hide from who asked, and some clients send only this back."""
+
+SpacedName = tuple[str, str]
+"""Of a function: the namespace that it is in, or nothing, and its name there."""
+
+
+class Conversation:
+    """Feed it the items in their order. `breakpoints` are the positions of messages that have one. `names`
+    are those that the model knows functions in namespaces by."""
+
+    def __init__(self, names: Mapping[SpacedName, str] | None = None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.breakpoints: list[int] = []
+        self._names = names or {}
+        self._answer: dict[str, Any] | None = None
+
+    def add(self, path: str, item: Any) -> None:
+        """Raises InvalidRequest that names what is wrong where."""
+        if not isinstance(item, dict):
+            raise wrong_type(path, "an object")
+        kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise wrong_type(f"{path}.type", "text")
+        if kind == "message":
+            self._add_message(path, item)
+        elif kind == "reasoning":
+            self._add_reasoning(path, item)
+        elif kind in CALLS:
+            self._add_call(path, item, is_custom=kind == "custom_tool_call")
+        elif kind in OUTPUTS:
+            message = {"role": "tool", "tool_call_id": _text(f"{path}.call_id", item.get("call_id"))}
+            self._add(f"{path}.output", message, item.get("output"))
+        elif kind == "item_reference":
+            raise _unknown_item(path, item)
+        elif kind not in WITHOUT_MEANING:
+            raise unsupported(f"{path}.type", f"Items of type '{kind[:40]}' are not supported.")
+
+    def _add_message(self, path: str, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        if role is None:
+            raise missing(f"{path}.role")
+        if not isinstance(role, str):
+            raise wrong_type(f"{path}.role", "text")
+        if role not in ROLES:
+            raise InvalidRequest(
+                f"Invalid value for '{path}.role': '{role[:40]}'. Supported are {', '.join(ROLES)}.",
+                parameter=f"{path}.role",
+            )
+        content = item.get("content")
+        if role != "assistant":
+            self._add(f"{path}.content", {"role": role}, content)
+            return
+        text = _content(f"{path}.content", content)
+        answer = self._answer
+        if answer is None or (answer["content"] and "tool_calls" not in answer):
+            answer = self._begin_answer()
+        answer["content"] += text
+        self._note_breakpoint(f"{path}.content", content)
+
+    def _add(self, path: str, message: dict[str, Any], content: Any) -> None:
+        """A message that is not the assistant's."""
+        self._answer = None
+        self.messages.append({**message, "content": _content(path, content)})
+        self._note_breakpoint(path, content)
+
+    def _add_reasoning(self, path: str, item: dict[str, Any]) -> None:
+        answer = self._answer
+        if answer is None or answer["content"] or "tool_calls" in answer:
+            answer = self._begin_answer()
+        text = _reasoning(path, item)
+        if text:
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _add_call(self, path: str, item: dict[str, Any], *, is_custom: bool) -> None:
+        call_id = _text(f"{path}.call_id", item.get("call_id"))
+        name = _text(f"{path}.name", item.get("name"))
+        space = item.get("namespace")
+        if isinstance(space, str):
+            name = self._names.get((space, name), name)
+        if is_custom:
+            arguments: Any = {"input": _text(f"{path}.input", item.get("input"))}
+        else:
+            arguments = read_arguments(_text(f"{path}.arguments", item.get("arguments")))
+        function = {"name": name, "arguments": arguments}
+        answer = self._answer or self._begin_answer()
+        answer.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+    def _begin_answer(self) -> dict[str, Any]:
+        self._answer = {"role": "assistant", "content": ""}
+        self.messages.append(self._answer)
+        return self._answer
+
+    def _note_breakpoint(self, path: str, content: Any) -> None:
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("prompt_cache_breakpoint") is not None:
+                place = f"{path}[{number}].prompt_cache_breakpoint"
+                check_breakpoint(place, part["prompt_cache_breakpoint"])
+                self.breakpoints.append(len(self.messages) - 1)
+
+
+def _content(path: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise missing(path)
+    if not isinstance(content, list):
+        raise wrong_type(path, "text or a list of parts")
+    return "\n".join(texts_of(path, content))
+
+
+def _reasoning(path: str, item: dict[str, Any]) -> str:
+    """What was thought: in the clear, or as we have packed it. What another server has encrypted says
+    nothing here."""
+    texts: list[str] = []
+    content = item.get("content")
+    if content is not None and not isinstance(content, list):
+        raise wrong_type(f"{path}.content", "a list of parts")
+    for number, part in enumerate(content or ()):
+        if not isinstance(part, dict):
+            raise wrong_type(f"{path}.content[{number}]", "an object")
+        texts.append(_text(f"{path}.content[{number}].text", part.get("text")))
+    packed = item.get("encrypted_content")
+    if not texts and isinstance(packed, str):
+        return _unpacked(packed)
+    return "".join(texts)
+
+
+def packed_reasoning(text: str) -> str:
+    return PACKED + base64.b64encode(text.encode()).decode()
+
+
+def _unpacked(packed: str) -> str:
+    if not packed.startswith(PACKED):
+        return ""
+    try:
+        return base64.b64decode(packed[len(PACKED) :], validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def _unknown_item(path: str, item: dict[str, Any]) -> InvalidRequest:
+    item_id = item.get("id")
+    return InvalidRequest(
+        f"There is no item '{item_id!s:.64}' here: only items of stored responses can be referred to.",
+        parameter=f"{path}.id",
+        code="item_not_found",
+    )
+
+
+def _text(path: str, value: Any) -> str:
+    if value is None:
+        raise missing(path)
+    if not isinstance(value, str):
+        raise wrong_type(path, "text")
+    return value

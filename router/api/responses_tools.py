@@ -1,0 +1,120 @@
+"""The tools of OpenAI's Responses, and which of them may be called → those of a ChatRequest.
+
+Owns which kinds there are, and the names by which a model knows functions in namespaces. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from router.answers.wishes import ToolChoice, ToolMode
+from router.api.json_body import missing, unsupported, wrong_type
+from router.api.openai_tools import check_function, check_named, check_number
+from router.api.responses_input import SpacedName
+from router.errors import InvalidRequest
+
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+
+
+class OfferedTools(NamedTuple):
+    """`names` are those that the model knows functions in namespaces by; they are the functions' own
+    wherever no other has the same."""
+
+    tools: list[dict[str, Any]]
+    names: dict[SpacedName, str]
+
+
+def offered_tools(sent: Sequence[Any]) -> OfferedTools:
+    """Those that a model can call: functions. Tools of other kinds are their server's to run, and there is
+    none here. Raises InvalidRequest for what is no tool."""
+    found = list(_functions(sent))
+    check_number("tools", found)
+    counts = Counter(function["name"] for _, function in found)
+    tools: list[dict[str, Any]] = []
+    names: dict[SpacedName, str] = {}
+    for space, function in found:
+        name = function["name"]
+        if space and counts[name] > 1:
+            name = f"{space}.{name}"
+        if space:
+            names[space, function["name"]] = name
+        fields = {key: function[key] for key in FUNCTION_FIELDS if function.get(key) is not None}
+        tools.append({"type": "function", "function": {**fields, "name": name}})
+    return OfferedTools(tools, names)
+
+
+def _functions(sent: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each with the namespace that it is in, if it is in one."""
+    for number, tool in enumerate(sent):
+        path = f"tools[{number}]"
+        kind = _kind(path, tool)
+        if kind == "function":
+            check_function(path, tool)
+            yield "", tool
+        elif kind == "namespace":
+            check_function(path, {"name": tool.get("name"), "description": tool.get("description")})
+            inner = tool.get("tools")
+            if not isinstance(inner, list):
+                raise wrong_type(f"{path}.tools", "a list")
+            for place, function in enumerate(inner):
+                inner_path = f"{path}.tools[{place}]"
+                if _kind(inner_path, function) == "function":
+                    check_function(inner_path, function)
+                    yield tool["name"], function
+
+
+def _kind(path: str, tool: Any) -> str:
+    if not isinstance(tool, dict):
+        raise wrong_type(path, "an object")
+    kind = tool.get("type")
+    if kind is None:
+        raise missing(f"{path}.type")
+    if not isinstance(kind, str):
+        raise wrong_type(f"{path}.type", "text")
+    return kind
+
+
+def tool_choice(asked: Any, offered: OfferedTools, *, parallel: bool) -> ToolChoice:
+    """Raises InvalidRequest for a tool that is not offered."""
+    choice = _choice(asked, offered, parallel)
+    if choice.mode is ToolMode.REQUIRED and not offered.tools:
+        raise InvalidRequest(
+            "Invalid value for 'tool_choice': a tool can only be called where 'tools' has a function.",
+            parameter="tool_choice",
+        )
+    check_named("tool_choice", choice, offered.tools)
+    return choice
+
+
+def _choice(asked: Any, offered: OfferedTools, parallel: bool) -> ToolChoice:
+    match asked:
+        case None | "auto":
+            return ToolChoice(parallel=parallel)
+        case "none":
+            return ToolChoice(ToolMode.NONE)
+        case "required":
+            return ToolChoice(ToolMode.REQUIRED, parallel=parallel)
+        case {"type": "function", "name": str()}:
+            return ToolChoice(ToolMode.REQUIRED, (_name(asked, offered),), parallel=parallel)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
+            names = tuple(_name(tool, offered) for tool in tools if _is_function(tool))
+            if not names:
+                path = "tool_choice.tools"
+                raise InvalidRequest(f"Invalid value for '{path}': it has no function.", parameter=path)
+            return ToolChoice(ToolMode(mode), names, parallel=parallel)
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+            raise unsupported("tool_choice", f"Only functions can be chosen, not a tool '{kind[:40]}'.")
+    raise InvalidRequest(
+        "Invalid value for 'tool_choice': it is 'none', 'auto', 'required', a function to call or the tools"
+        " that are allowed.",
+        parameter="tool_choice",
+    )
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str)
+
+
+def _name(tool: dict[str, Any], offered: OfferedTools) -> str:
+    space, name = tool.get("namespace"), tool["name"]
+    return offered.names.get((space, name), name) if isinstance(space, str) else str(name)
