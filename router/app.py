@@ -25,7 +25,7 @@ from router.api.control import ControlRoutes
 from router.api.door import Door
 from router.api.error_shapes import error_shape
 from router.api.explaining import ExplainRoutes
-from router.api.gemini import prepare_content
+from router.api.gemini_caches import GeminiCacheRoutes, prepare_content
 from router.api.gemini_models import GeminiRoutes
 from router.api.gemini_paths import COUNT, model_method
 from router.api.http import ClientGone
@@ -83,7 +83,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
 
     common = plain.health_routes()
     clients = [*GeminiRoutes(context).routes(), *AnthropicRoutes(context).routes(), *plain.routes()]
-    clients += CacheRoutes(context).routes()
+    clients += [*CacheRoutes(context).routes(), *GeminiCacheRoutes(context).routes()]
     if not config.has_admin_listener:
         return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of), config.host), None)
     main = _app([*common, *clients, *plain.index_routes()], endpoint_of)

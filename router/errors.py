@@ -96,13 +96,14 @@ class UnknownModel(RouterError):
 
 
 class CacheGone(RouterError):
-    """`code` is a stable word for why."""
+    """`code` is a stable word for why, `parameter` the field that named it."""
 
     kind = ErrorKind.INVALID
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
+        self.parameter = "cache"
 
 
 class CachesFull(RouterError):

@@ -78,12 +78,7 @@ def new_cache(body: bytes, max_bytes: int) -> tuple[NewCache, CacheKind, CacheCo
         if tools not in _EMPTY:
             raise unsupported("tools", "A prompt has no 'tools'; they go with 'messages'.")
     content = CacheContent(messages if kind is CacheKind.CHAT else prompt, b"" if tools in _EMPTY else tools)
-    if content.num_bytes > max_bytes:
-        raise InvalidRequest(
-            f"A cache's beginning may have {max_bytes} bytes, and this one has {content.num_bytes}.",
-            parameter="messages" if kind is CacheKind.CHAT else "prompt",
-            code="cache_too_large",
-        )
+    check_size(content, max_bytes, "messages" if kind is CacheKind.CHAT else "prompt")
     return new, kind, content
 
 
@@ -102,18 +97,28 @@ def cache_change(body: bytes) -> CacheChange:
     return change
 
 
-def check_ttl(ttl: int) -> None:
+def check_ttl(ttl: int, parameter: str = "ttl") -> None:
     if not 1 <= ttl <= MAX_TTL_SECONDS:
         raise InvalidRequest(
-            f"Invalid value for 'ttl': {ttl!s:.20} is not between 1 and {MAX_TTL_SECONDS} seconds.",
-            parameter="ttl",
+            f"Invalid value for '{parameter}': {ttl!s:.20} is not between 1 and {MAX_TTL_SECONDS} seconds.",
+            parameter=parameter,
         )
 
 
-def check_name(name: str | None) -> None:
+def check_name(name: str | None, parameter: str = "name") -> None:
     if name is not None and not (1 <= len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
         raise InvalidRequest(
-            f"Invalid 'name': 1 to {MAX_NAME_CHARACTERS} characters that can be printed.", parameter="name"
+            f"Invalid '{parameter}': 1 to {MAX_NAME_CHARACTERS} characters that can be printed.",
+            parameter=parameter,
+        )
+
+
+def check_size(content: CacheContent, max_bytes: int, parameter: str) -> None:
+    if content.num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"A cache's beginning may have {max_bytes} bytes, and this one has {content.num_bytes}.",
+            parameter=parameter,
+            code="cache_too_large",
         )
 
 
@@ -133,46 +138,60 @@ def warming_body(record: CacheRecord, content: CacheContent) -> bytes:
 
 def check_use(use: CacheUse, kind: CacheKind, record: CacheRecord, content: CacheContent) -> None:
     """Raises InvalidRequest for a request that this cache is not the beginning of."""
-    if record.model != use.model:
-        raise _mismatch(f"The cache is for the model '{record.model[:200]}'.", "cache_of_other_model")
-    if record.kind is not kind:
-        raise _mismatch(f"The cache is the beginning of a {record.kind}.", "cache_of_other_kind")
-    if record.salt != use.cache_salt:
-        raise _mismatch(
-            "The cache was made with another 'cache_salt', or without one.", "cache_of_other_salt"
-        )
+    check_fits(record, kind, model=use.model, salt=use.cache_salt)
     has_tools = any(_stripped(raw) not in _EMPTY for raw in (use.tools, use.functions))
     if kind is CacheKind.CHAT and has_tools:
         what = "brings its own 'tools'" if content.tools else "was made without 'tools', which come first"
-        raise _mismatch(f"The cache {what}: create one with the tools that you need.", "cache_of_other_tools")
+        raise mismatch(f"The cache {what}: create one with the tools that you need.", "cache_of_other_tools")
+
+
+def check_fits(
+    record: CacheRecord, kind: CacheKind, *, model: str, salt: str | None, parameter: str = "cache"
+) -> None:
+    """Raises InvalidRequest for a cache that is of something else."""
+    if record.model != model:
+        raise mismatch(
+            f"The cache is for the model '{record.model[:200]}'.", "cache_of_other_model", parameter
+        )
+    if record.kind is not kind:
+        what = f"The cache is the beginning of a {record.kind}."
+        raise mismatch(what, "cache_of_other_kind", parameter)
+    if record.salt != salt:
+        what = "The cache was made with another 'cache_salt', or without one."
+        raise mismatch(what, "cache_of_other_salt", parameter)
+
+
+def check_together(num_bytes: int, max_bytes: int, parameter: str) -> None:
+    """Of the request and the cache's beginning. Raises InvalidRequest."""
+    if num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"The request and the cache's beginning may have {max_bytes} bytes together, and have"
+            f" {num_bytes}.",
+            parameter=parameter,
+        )
 
 
 def spliced(body: bytes, use: CacheUse, kind: CacheKind, content: CacheContent, max_bytes: int) -> bytes:
     """The same body with more fields at its end, which are those that count. Raises InvalidRequest."""
     if kind is CacheKind.CHAT:
         sent = _stripped(use.messages)
-        field, whole = b"messages", _joined_lists(content.beginning, sent)
+        field, whole = b"messages", joined_lists(content.beginning, sent)
     else:
         sent = _stripped(use.prompt)
         field, whole = b"prompt", _joined_prompts(content.beginning, sent)
     if whole is None:
-        return _with_fields(body, b'"cache":null')
-    if len(body) + content.num_bytes > max_bytes:
-        raise InvalidRequest(
-            f"The request and the cache's beginning may have {max_bytes} bytes together, and have"
-            f" {len(body) + content.num_bytes}.",
-            parameter=field.decode(),
-        )
+        return with_fields(body, b'"cache":null')
+    check_together(len(body) + content.num_bytes, max_bytes, field.decode())
     tools = b',"tools":' + content.tools if content.tools else b""
-    return _with_fields(body, b'"cache":null,"%b":%b%b' % (field, whole, tools))
+    return with_fields(body, b'"cache":null,"%b":%b%b' % (field, whole, tools))
 
 
-def _with_fields(body: bytes, fields: bytes) -> bytes:
+def with_fields(body: bytes, fields: bytes) -> bytes:
     """Of two fields with one name the later counts."""
     return body.rstrip()[:-1] + b"," + fields + b"}"
 
 
-def _joined_lists(first: bytes, then: bytes) -> bytes | None:
+def joined_lists(first: bytes, then: bytes) -> bytes | None:
     """None for what is no list: reading it says what is wrong."""
     if then in _ABSENT:
         return first
@@ -188,8 +207,8 @@ def _joined_prompts(first: bytes, then: bytes) -> bytes | None:
     _check_one_prompt(then, "with a cache")
     if first[:1] != then[:1]:
         what = "a text" if first[:1] == b'"' else "token ids"
-        raise _mismatch(f"The cache is {what}, and so is what goes with it.", "cache_of_other_kind")
-    return first[:-1] + then[1:] if first[:1] == b'"' else _joined_lists(first, then)
+        raise mismatch(f"The cache is {what}, and so is what goes with it.", "cache_of_other_kind")
+    return first[:-1] + then[1:] if first[:1] == b'"' else joined_lists(first, then)
 
 
 def _check_one_prompt(prompt: bytes, when: str) -> None:
@@ -202,8 +221,8 @@ def _check_one_prompt(prompt: bytes, when: str) -> None:
         )
 
 
-def _mismatch(message: str, code: str) -> InvalidRequest:
-    return InvalidRequest(message, parameter="cache", code=code)
+def mismatch(message: str, code: str, parameter: str = "cache") -> InvalidRequest:
+    return InvalidRequest(message, parameter=parameter, code=code)
 
 
 def _stripped(raw: Raw) -> bytes:

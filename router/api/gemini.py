@@ -14,11 +14,10 @@ from starlette.datastructures import QueryParams
 from replicas.protocol.frames import FinishReason, TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
-from router.api.api_request import ApiRequest, Prompt
+from router.api.api_request import Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput
-from router.api.context import ApiContext
 from router.api.gemini_paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
 from router.api.openai_logprobs import finite
@@ -188,12 +187,8 @@ def _texts(num_tokens: int) -> list[dict[str, Any]]:
     return [{"modality": "TEXT", "tokenCount": num_tokens}]
 
 
-_prepare_chat = prepare_chats(KIND, _GeminiWriter)
-
-
-async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
-    """Raises what preparing any chat does."""
-    return await _prepare_chat(context, with_path(asked))
+prepare_gemini = prepare_chats(KIND, _GeminiWriter)
+"""For bodies that say what their path does."""
 
 
 def with_path(asked: Asked) -> Asked:

@@ -68,7 +68,7 @@ def http_error(error: RouterError) -> HttpError:
         case UnknownModel():
             return HttpError(404, error.message, "invalid_request_error", "model", "model_not_found")
         case CacheGone():
-            return HttpError(404, error.message, "invalid_request_error", "cache", error.code)
+            return HttpError(404, error.message, "invalid_request_error", error.parameter, error.code)
         case CachesFull():
             return HttpError(429, error.message, "requests", None, "caches_full", error.retry_after_seconds)
         case CachesUnavailable():

@@ -20,7 +20,15 @@ from redis.exceptions import RedisError
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.caches.bounds import CacheBounds
 from router.caches.memory import CacheMemory, Remembered
-from router.caches.record import CacheContent, CacheRecord, Gone, LeaseOutcome, gone_words, is_cache_id
+from router.caches.record import (
+    CacheContent,
+    CacheKind,
+    CacheRecord,
+    Gone,
+    LeaseOutcome,
+    gone_words,
+    is_cache_id,
+)
 from router.caches.store import CacheStore, StoreFull
 from router.errors import CacheGone, CachesFull, CachesUnavailable
 
@@ -132,9 +140,9 @@ class NamedCaches:
             cache_id, tenant, lambda record: msgspec.structs.replace(record, deleted=now)
         )
 
-    async def page(self, tenant: str, limit: int, after: str | None) -> Page:
-        """The tenant's, the newest first; those that come after one, which may have gone meanwhile. Raises
-        CacheGone for one of which nothing is known, and CachesUnavailable."""
+    async def page(self, tenant: str, limit: int, after: str | None, kind: CacheKind | None = None) -> Page:
+        """The tenant's, or those of a kind, the newest first; those that come after one, which may have gone
+        meanwhile. Raises CacheGone for one of which nothing is known, and CachesUnavailable."""
         now = self._wall_clock()
         async with self._asking():
             entries = await self._store.entries(now)
@@ -148,7 +156,11 @@ class NamedCaches:
             for start in range(0, len(entries), limit + 1):
                 ids = [entry.cache_id for entry in entries[start : start + limit + 1]]
                 records = await self._store.records(ids)
-                found += [each for each in records if each.tenant == tenant and not each.is_gone(now)]
+                found += [
+                    each
+                    for each in records
+                    if each.tenant == tenant and not each.is_gone(now) and kind in (None, each.kind)
+                ]
                 if len(found) > limit:
                     break
         return Page(found[:limit], len(found) > limit)

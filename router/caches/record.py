@@ -20,6 +20,7 @@ class CacheKind(enum.StrEnum):
 
     CHAT = "chat"
     COMPLETION = "completion"
+    GEMINI = "gemini"
 
 
 class LeaseOutcome(Struct, frozen=True):
@@ -63,7 +64,8 @@ class CacheRecord(Struct, frozen=True, kw_only=True):
 
 
 class CacheContent(Struct, frozen=True):
-    """JSON as the client sent it: `beginning` are messages, a text or token ids; `tools` a list, or empty."""
+    """JSON as the client sent it: `beginning` are messages, a text or token ids, or an object of the fields
+    that Gemini's requests begin with; `tools` are a list, or empty."""
 
     beginning: bytes
     tools: bytes = b""

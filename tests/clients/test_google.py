@@ -3,7 +3,7 @@
 import pytest
 
 from loadtests.stacks.local_stack import LocalStack
-from tests.clients.conftest import Seen, act
+from tests.clients.conftest import Seen, act, act_in_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -16,6 +16,11 @@ ADA = {"name": "Ada", "age": 36}
 @pytest.fixture(scope="module")
 def seen(talking_cluster: LocalStack) -> Seen:
     return act("many", "google_chat.py", talking_cluster)
+
+
+@pytest.fixture(scope="module")
+def seen_in_node(talking_cluster: LocalStack) -> Seen:
+    return act_in_node("google_chat.cjs", talking_cluster)
 
 
 def test_an_answer_has_its_words_its_reason_and_its_usage(seen: Seen) -> None:
@@ -55,6 +60,27 @@ def test_tokens_are_counted_and_models_listed(seen: Seen) -> None:
     assert counted == generated > 0
     names, limit = seen["listed"]
     assert names == ["models/talking"] and limit > 0
+
+
+def test_a_cache_is_made_used_extended_and_deleted(seen: Seen) -> None:
+    cached = seen["cached"]
+    assert cached["text"] == HELLO and cached["listed"] and cached["same"]
+    usage = cached["usage"]
+    assert usage["prompt_token_count"] > cached["size"] > 400
+    assert cached["size"] - 32 < usage["cached_content_token_count"] <= cached["size"]
+    assert 59 <= cached["more"] <= 70 and cached["gone"] == [404, "NOT_FOUND"]
+
+
+def test_node_s_library_does_the_same(seen: Seen, seen_in_node: Seen) -> None:
+    assert seen_in_node["plain"]["text"] == seen_in_node["streamed"]["text"] == HELLO
+    assert seen_in_node["plain"]["finish"] == "STOP"
+    assert seen_in_node["chatted"] == {"texts": [HELLO, NINE, HELLO], "turns": 3}
+    assert seen_in_node["called"] == [PARIS, PARIS]
+    assert seen_in_node["counted"] == seen["counted"][0]
+    cached = seen_in_node["cached"]
+    assert cached["text"] == HELLO and cached["longer"] and cached["listed"]
+    assert cached["size"] - 32 < cached["cached"] <= cached["size"]
+    assert seen_in_node["refused"] == {"name": "ApiError", "status": 404}
 
 
 def test_refusals_have_their_code_status_and_words(seen: Seen) -> None:

@@ -140,6 +140,31 @@ def listed():
 
 
 @scene
+def cached():
+    text = "All of the same rules. " * 100
+    config = types.CreateCachedContentConfig(contents=text, display_name="rules", ttl="60s")
+    made = client.caches.create(model=MODEL, config=config)
+    answer = generate("Say hello.", cached_content=made.name)
+    longer = client.caches.update(name=made.name, config=types.UpdateCachedContentConfig(ttl="120s"))
+    listed = [[each.name, each.display_name] for each in client.caches.list()]
+    read = client.caches.get(name=made.name)
+    client.caches.delete(name=made.name)
+    try:
+        client.caches.get(name=made.name)
+    except errors.ClientError as error:
+        gone = [error.code, error.status]
+    return {
+        "text": answer.text,
+        "usage": usage_of(answer),
+        "size": made.usage_metadata.total_token_count,
+        "more": (longer.expire_time - made.expire_time).total_seconds(),
+        "same": read == longer,
+        "listed": [made.name, "rules"] in listed,
+        "gone": gone,
+    }
+
+
+@scene
 def refused():
     told = []
     for call in (

@@ -1,0 +1,160 @@
+"""POST, GET, PATCH and DELETE …/cachedContents, and requests that begin with one.
+
+These are named caches in Gemini's words. Owns the routes and the shape of a cache in their answers; what a
+named cache is and does is every dialect's: `cache_making.py` and `cached_requests.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.api_request import ApiRequest
+from router.api.asked import Asked
+from router.api.cache_making import CacheMaker, CacheWish
+from router.api.cached_requests import TENANT, keep_beginning, open_caches
+from router.api.context import ApiContext
+from router.api.gemini import prepare_gemini, with_path
+from router.api.gemini_body import MODELS
+from router.api.gemini_cache_body import (
+    CACHED_CONTENTS,
+    PARAMETER,
+    cached_content_change,
+    check_gemini_use,
+    gemini_cache_use,
+    new_cached_content,
+    with_cached_content,
+)
+from router.api.gemini_paths import VERSIONS
+from router.api.json_body import encode_json
+from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
+from router.caches.record import CacheKind, CacheRecord, gone_words, moment
+from router.errors import CacheGone, InvalidRequest, about_model
+from router.limits.connections import address_of
+
+
+async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
+    """For a path that names model and method, and a body that may name a cache. Raises what preparing any
+    chat does, CacheGone and CachesUnavailable."""
+    asked = with_path(asked)
+    use = gemini_cache_use(asked.body)
+    if use is None:
+        return await prepare_gemini(context, asked)
+    with about_model(use.model.removeprefix(MODELS)):
+        assert use.cached_content is not None
+        try:
+            cache_id = use.cached_content.removeprefix(CACHED_CONTENTS)
+            record, content = await open_caches(context).use(cache_id, TENANT)
+        except CacheGone as error:
+            error.parameter = PARAMETER
+            raise
+        check_gemini_use(use, record)
+        body = with_cached_content(asked.body, use, content, context.config.max_body_bytes)
+    request = await prepare_gemini(context, dataclasses.replace(asked, body=body))
+    keep_beginning(request, record, context.wall_clock())
+    return request
+
+
+class GeminiCacheRoutes:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._maker = CacheMaker(context)
+
+    def routes(self) -> list[Route]:
+        paths = [f"{version}/cachedContents" for version in VERSIONS]
+        return [
+            *(Route(path, self._all, methods=["GET", "POST"]) for path in paths),
+            *(Route(path + "/{cache_id}", self._one, methods=["GET", "PATCH", "DELETE"]) for path in paths),
+        ]
+
+    async def _all(self, request: Request) -> Response:
+        return await (self._create(request) if request.method == "POST" else self._list(request))
+
+    async def _one(self, request: Request) -> Response:
+        cache_id = request.path_params["cache_id"]
+        match request.method:
+            case "PATCH":
+                return await self._change(request, cache_id)
+            case "DELETE":
+                return await self._delete(request, cache_id)
+        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+            return _json(_object(await self._look(cache_id)))
+
+    async def _create(self, request: Request) -> Response:
+        context = self._context
+        async with context.body(request.scope, request.receive) as body:
+            max_bytes = open_caches(context).bounds.bytes_per_cache
+            new, ttl, content = new_cached_content(body, context.wall_clock(), max_bytes)
+            wish = CacheWish(
+                new.model.removeprefix(MODELS), CacheKind.GEMINI, ttl, new.display_name, new.cache_salt
+            )
+            asked = Asked(body, address_of(request.scope.get("client")), request.scope)
+            record = await self._maker.create(wish, content, asked)
+        return _json(_object(record))
+
+    async def _list(self, request: Request) -> Response:
+        query = request.query_params
+        limit, after = _page_size(query.get("pageSize")), query.get("pageToken") or None
+        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+            page = await open_caches(self._context).page(TENANT, limit, after, CacheKind.GEMINI)
+        answer: dict[str, Any] = {"cachedContents": [_object(record) for record in page.records]}
+        if page.has_more:
+            answer["nextPageToken"] = page.records[-1].cache_id
+        return _json(answer)
+
+    async def _change(self, request: Request, cache_id: str) -> Response:
+        context = self._context
+        async with context.body(request.scope, request.receive) as body:
+            ttl = cached_content_change(body, context.wall_clock())
+            await self._look(cache_id)
+            asked = Asked(body, address_of(request.scope.get("client")), request.scope)
+            record = await self._maker.change(cache_id, ttl, None, asked)
+        return _json(_object(record))
+
+    async def _delete(self, request: Request, cache_id: str) -> Response:
+        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+            await self._look(cache_id)
+            await open_caches(self._context).delete(cache_id, TENANT)
+        return _json({})
+
+    async def _look(self, cache_id: str) -> CacheRecord:
+        """Raises CacheGone, also for a cache in another dialect's words, and CachesUnavailable."""
+        try:
+            record = await open_caches(self._context).look(cache_id, TENANT)
+            if record.kind is not CacheKind.GEMINI:
+                why, words = gone_words(cache_id, None, self._context.wall_clock())
+                raise CacheGone(words, f"cache_{why.value}")
+        except CacheGone as error:
+            error.parameter = "name"
+            raise
+        return record
+
+
+def _object(record: CacheRecord) -> dict[str, Any]:
+    described = {} if record.name is None else {"displayName": record.name}
+    return {
+        "name": CACHED_CONTENTS + record.cache_id,
+        "model": MODELS + record.model,
+        **described,
+        "createTime": moment(record.created),
+        "updateTime": moment(record.expires - record.ttl),
+        "expireTime": moment(record.expires),
+        "usageMetadata": {"totalTokenCount": record.num_tokens},
+    }
+
+
+def _page_size(text: str | None) -> int:
+    """Google's services take what is too many for all that there may be."""
+    if text is None:
+        return DEFAULT_PAGE
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise InvalidRequest(
+            f"Invalid value for 'pageSize': '{text[:20]}' is no number.", parameter="pageSize"
+        )
+    return min(int(text), MAX_PAGE) or DEFAULT_PAGE
+
+
+def _json(content: Any) -> Response:
+    return Response(encode_json(content), media_type="application/json")
