@@ -49,7 +49,7 @@ const scenes = {
   },
 
   async cached() {
-    const text = "All of the same rules. ".repeat(100);
+    const text = "Rules for Node, all the same. ".repeat(100);
     const made = await client.caches.create({ model, config: { contents: text, ttl: "60s", displayName: "rules" } });
     const config = { cachedContent: made.name };
     const answer = await client.models.generateContent({ model, contents: "Say hello.", config });
