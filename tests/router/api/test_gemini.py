@@ -176,8 +176,8 @@ async def test_an_answer_cut_in_a_call_says_which(server: HttpServer, http: http
 
 
 async def test_logprobs_stand_with_the_candidate(server: HttpServer, http: httpx.AsyncClient) -> None:
-    tokens = token_ids(THINKS + "Yes.")
-    server.dispatcher.script = says(tokens)
+    tokens = token_ids(THINKS + "Yes.", end=False)
+    server.dispatcher.script = says(token_ids(THINKS + "Yes."))
     config = {"responseLogprobs": True, "logprobs": 2}
     (candidate,) = (await whole(http, generationConfig=config))["candidates"]
     result = candidate["logprobsResult"]
