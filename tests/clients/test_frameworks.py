@@ -42,6 +42,7 @@ def test_litellm_sees_what_was_cached(litellm: Seen) -> None:
 def test_litellm_tells_refusals_apart(litellm: Seen) -> None:
     refusals = litellm["refusals"]
     assert refusals["model"]["name"] == "NotFoundError"
+    assert refusals["length"]["name"] == "ContextWindowExceededError"
 
 
 def test_langchain_reads_whole_answers_and_streams(langchain: Seen) -> None:
@@ -79,6 +80,10 @@ def test_litellm_calls_tools_and_reads_formats_and_reasoning(litellm: Seen) -> N
     assert litellm["structured"] == ADA
     text, thought = litellm["reasoning"]
     assert text.strip() == "It is blue." and thought.strip() == "They ask about the sky."
+
+
+def test_litellm_reads_messages(litellm: Seen) -> None:
+    assert litellm["messages"]["content"][0]["text"] == HELLO
 
 
 def test_langchain_calls_tools_and_reads_formats(langchain: Seen) -> None:

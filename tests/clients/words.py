@@ -32,6 +32,7 @@ RULES: Mapping[str, str] = {
     "the weather in Paris and Rome?": f"{call('weather', city='Paris')}\n{call('weather', city='Rome')}",
     "Think about the weather in Oslo": "<think>\nI need a tool.\n</think>\n\n" + call("weather", city="Oslo"),
     "21 degrees": "It is 21 degrees there.",
+    "5 degrees": "<think>\nThat is cold.\n</think>\n\nTake a coat.",
     "Who wrote the first program?": '{"name": "Ada", "age": 36}',
     "Which author is final?": call("final_result", name="Ada", age=36),
     **reading_notes("Codex", "exec_command", "cmd"),

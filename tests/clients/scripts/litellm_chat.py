@@ -1,5 +1,6 @@
 """LiteLLM, as a client of OpenAI's API and of vLLM."""
 
+import asyncio
 import json
 
 import litellm
@@ -92,6 +93,19 @@ def structured():
 def reasoning():
     message = complete("What is the sky like?", "hosted_vllm").choices[0].message
     return [message.content, message.reasoning_content]
+
+
+@scene
+def messages():
+    return asyncio.run(
+        litellm.anthropic.messages.acreate(
+            model=f"anthropic/{MODEL}",
+            messages=asked("Say hello."),
+            max_tokens=100,
+            api_base=URL,
+            api_key="none",
+        )
+    )
 
 
 act()

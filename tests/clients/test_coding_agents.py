@@ -1,0 +1,93 @@
+"""The Codex CLI and Claude Code from npm, unchanged: five turns with a tool call in each."""
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtests.stacks.local_stack import LocalStack
+from tests.clients.conftest import client_environment
+from tests.clients.words import NOTES
+from tests.tools import needed_tool
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+TURN_SECONDS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The tokens are those of the prompts of all its requests, the cached ones among them."""
+
+    text: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+def notes_in(folder: Path) -> Path:
+    for number, word in enumerate(NOTES, 1):
+        (folder / f"note-{number}").write_text(f"the word is {word}\n", "utf-8")
+    return folder
+
+
+def run(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> str:
+    """What the agent printed, at home in a folder of its own and with none of this machine's settings."""
+    needed_tool("node")
+    (folder / "home").mkdir(exist_ok=True)
+    home = {"HOME": str(folder / "home"), "PATH": os.environ["PATH"], "NO_PROXY": "*"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**home, **more},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TURN_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def conversation(ask: Callable[[int], Turn]) -> list[Turn]:
+    turns = [ask(number) for number, _ in enumerate(NOTES, 1)]
+    assert [turn.text for turn in turns] == [f"The note says {word}." for word in NOTES]
+    return turns
+
+
+def check_caching(turns: Sequence[Turn]) -> None:
+    """Both requests of a later turn find the conversation so far: all but new words and part of a block."""
+    for before, turn in itertools.pairwise(turns):
+        assert turn.num_cached_tokens >= 0.9 * turn.num_prompt_tokens, turns
+        assert turn.num_prompt_tokens > before.num_prompt_tokens
+
+
+def test_claude_code_reads_five_notes_and_its_later_turns_are_cached(
+    talking_cluster: LocalStack, tmp_path: Path
+) -> None:
+    folder = notes_in(tmp_path)
+    claude = str(client_environment("node") / "node_modules/.bin/claude")
+    environment = {
+        "ANTHROPIC_BASE_URL": talking_cluster.url,
+        "ANTHROPIC_API_KEY": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+    def ask(number: int) -> Turn:
+        resume = ["--continue"] if number > 1 else []
+        options = ["--model", "talking", "--output-format", "json", "--allowedTools", "Bash(cat:*)"]
+        command = [claude, "-p", f"Claude, read note {number}.", *resume, *options]
+        answer: dict[str, Any] = json.loads(run(command, folder, environment))
+        assert not answer["is_error"] and answer["num_turns"] == 2, answer
+        usage = answer["usage"]
+        num_cached_tokens = usage["cache_read_input_tokens"]
+        num_prompt_tokens = usage["input_tokens"] + usage["cache_creation_input_tokens"] + num_cached_tokens
+        return Turn(answer["result"], num_prompt_tokens, num_cached_tokens)
+
+    check_caching(conversation(ask))
