@@ -9,7 +9,6 @@ from typing import Any
 from replicas.protocol.keys import blocks_per_stride, indexed_positions
 from replicas.protocol.ways import moves
 from router.generation import Generation
-from router.routing.cost import speeds_of
 from router.routing.decision import Candidate, Decision
 from router.routing.table import Preview
 
@@ -68,10 +67,10 @@ def _tiers(candidate: Candidate) -> dict[str, Any] | None:
     """How deep each tier reaches, those that are faster included, and what becomes of what lies below the
     device. None for a replica that does not say what moving takes: all that it has counts as it stands.
     """
-    if candidate.load.host_seconds_per_token is None:
+    if candidate.load.speeds.host is None:
         return None
     reach, cost = candidate.reach, candidate.cost
-    load_seconds = dict(moves(reach, speeds_of(candidate.load))).get(reach.local)
+    load_seconds = dict(moves(reach, candidate.load.speeds)).get(reach.local)
     return {
         "device_tokens": reach.device,
         "host_tokens": reach.host,

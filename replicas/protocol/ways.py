@@ -37,6 +37,9 @@ class MoveSpeeds(NamedTuple):
     backlog_seconds: float = 0.0
 
 
+NO_MOVES = MoveSpeeds(None, None, None)
+
+
 class Way(NamedTuple):
     """How many tokens to have on the device when the computing begins, and how much longer than the queue
     bringing them there takes.
@@ -72,15 +75,16 @@ def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token
 
     KV moves while the request waits, and takes no time of the engine's.
     """
-    device, host_seconds = reach.device, speeds.host
-    if host_seconds is None or reach.peer == device:
+    device, host, local, peer = reach
+    host_seconds, disk_seconds, pull_seconds, seconds = speeds
+    if host_seconds is None or peer == device:
         return Way(device, 0.0)
     best_end, best_extra, best_saving = device, 0.0, 0.0
-    seconds, reached = speeds.backlog_seconds, device
+    reached = device
     for end, per_token, fixed_seconds in (
-        (reach.host, 0.0, HOST_MOVE_SECONDS),
-        (reach.local, speeds.disk, DISK_MOVE_SECONDS),
-        (reach.peer, speeds.pull, PULL_MOVE_SECONDS),
+        (host, 0.0, HOST_MOVE_SECONDS),
+        (local, disk_seconds, DISK_MOVE_SECONDS),
+        (peer, pull_seconds, PULL_MOVE_SECONDS),
     ):
         if end <= reached:
             continue

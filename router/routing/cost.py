@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
-from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
+from replicas.protocol.ways import Reach, cheapest_way
 from router.routing.load import ReplicaLoad
 
 SPEED_BAND = 2.0
@@ -130,11 +130,13 @@ def cost_of(
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
     wait_seconds = load.num_pending_tokens * rate + load.num_requests * step
-    way = Way(reach.device, 0.0)
-    if load.host_seconds_per_token is not None and reach.peer > reach.device:
+    num_ready_tokens, extra_seconds = reach.device, 0.0
+    if reach.peer > num_ready_tokens:
         token_seconds = rate * (1.0 + parameters.delay_price * load.num_requests)
-        way = cheapest_way(reach, speeds_of(load), wait_seconds=wait_seconds, token_seconds=token_seconds)
-    prefill_seconds = (num_tokens - way.num_ready_tokens) * rate
+        num_ready_tokens, extra_seconds = cheapest_way(
+            reach, load.speeds, wait_seconds=wait_seconds, token_seconds=token_seconds
+        )
+    prefill_seconds = (num_tokens - num_ready_tokens) * rate
     return Cost(
         wait_seconds,
         prefill_seconds,
@@ -143,19 +145,9 @@ def cost_of(
         * max(load.cache_fill, LEAST_FILL)
         * (num_tokens - reach.device)
         * rates.prefill_seconds_per_token,
-        way.extra_seconds,
-        way.num_ready_tokens,
+        extra_seconds,
+        num_ready_tokens,
         rate,
-    )
-
-
-def speeds_of(load: ReplicaLoad) -> MoveSpeeds:
-    """What moving a token's KV takes there."""
-    return MoveSpeeds(
-        load.host_seconds_per_token,
-        load.disk_seconds_per_token,
-        load.pull_seconds_per_token,
-        load.move_backlog_seconds,
     )
 
 

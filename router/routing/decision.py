@@ -15,7 +15,7 @@ from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import Reach
 from router.routing.bucket import AffinityOrder, AffinityRanking
 from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
-from router.routing.levels import Overlaps, Slots
+from router.routing.levels import Depths, Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
@@ -205,25 +205,46 @@ def weigh(
 ) -> tuple[Candidate, ...]:
     """What each would cost, if it may pull from any of `replicas`."""
     candidates = []
-    deepest: dict[str, int] = {}
-    tokens = _TokensOf(request)
+    reaches = _Reaches(request, replicas, overlaps)
     for rank, replica_id, load in considered:
-        if load.host_seconds_per_token is None:
-            # It does not say what moving takes: what it has in any tier counts as it stands.
-            num_tokens = tokens[overlaps.depth(replica_id)]
-            reach = Reach(num_tokens, num_tokens, num_tokens, num_tokens)
-        else:
-            layout = "" if load.pull_seconds_per_token is None else replicas.layout(replica_id)
-            if layout and layout not in deepest:
-                level = overlaps.deepest_stored(replicas.peer_mask(overlaps.slots, layout))
-                deepest[layout] = 0 if level is None else tokens[level.depth]
-            depths = overlaps.depths(replica_id)
-            local = tokens[depths.anywhere]
-            at_peer = deepest[layout] if layout else 0
-            reach = Reach(tokens[depths.device], tokens[depths.host], local, max(local, at_peer))
+        reach = reaches.of(replica_id, load)
         cost = cost_of(load, num_tokens=request.num_tokens, reach=reach, rates=rates, parameters=parameters)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)
+
+
+class _Reaches:
+    """Of one prompt, each computed once: few differ in a fleet."""
+
+    def __init__(self, request: RoutingRequest, replicas: Replicas, overlaps: Overlaps) -> None:
+        self._replicas = replicas
+        self._overlaps = overlaps
+        self._tokens = _TokensOf(request)
+        self._at_peer: dict[str, int] = {"": 0}
+        """By layout, the most that any replica of it has stored."""
+        self._of_depths: dict[tuple[Depths, str], Reach] = {}
+
+    def of(self, replica_id: ReplicaId, load: ReplicaLoad) -> Reach:
+        speeds = load.speeds
+        if speeds.host is None:
+            # It does not say what moving takes: what it has in any tier counts as it stands.
+            num_tokens = self._tokens[self._overlaps.depth(replica_id)]
+            return Reach(num_tokens, num_tokens, num_tokens, num_tokens)
+        layout = "" if speeds.pull is None else self._replicas.layout(replica_id)
+        key = (self._overlaps.depths(replica_id), layout)
+        reach = self._of_depths.get(key)
+        if reach is None:
+            reach = self._of_depths[key] = self._reach(*key)
+        return reach
+
+    def _reach(self, depths: Depths, layout: str) -> Reach:
+        overlaps, tokens = self._overlaps, self._tokens
+        at_peer = self._at_peer.get(layout)
+        if at_peer is None:
+            level = overlaps.deepest_stored(self._replicas.peer_mask(overlaps.slots, layout))
+            at_peer = self._at_peer[layout] = 0 if level is None else tokens[level.depth]
+        local = tokens[depths.anywhere]
+        return Reach(tokens[depths.device], tokens[depths.host], local, max(local, at_peer))
 
 
 def peer_of(

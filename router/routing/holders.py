@@ -1,4 +1,4 @@
-"""Holders: which replicas have stored which block hash, one bit each in one table for all of them.
+"""Holders: which replicas have stored which block hash, three bits each in one table for all of them.
 
 Owns the table and its slots. Knows no chains, no predictions and no replicas: who has which slot is the
 caller's business.
@@ -8,13 +8,13 @@ given back at once, with its bits still in the table, and taken again only when 
 has cleared them all: until then they mean no replica, and readers of the table look at the bits of living
 slots alone. In the same way a set that takes long to read is staged under a slot that is not read yet.
 
-A second and a third table say of which replicas the fastest copy lies below the device. They are empty
-where no replica has memory below its device, and then nothing looks at them.
+The lowest of a replica's bits says that it has the hash, in any tier, and is what stands for the replica
+elsewhere. The next two say that its fastest copy lies in host memory, or on disk. One lookup tells all, and
+a look at the tiers of a chain that was just walked finds everything in the processor's cache.
 
-The tables are split by the hashes' first byte, so that neither their growth nor a slice takes long.
+The table is split by the hashes' first byte, so that neither its growth nor a slice takes long.
 """
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeAlias
@@ -27,21 +27,31 @@ HASHES_PER_SLICE = 256
 
 
 Shards: TypeAlias = list[dict[BlockHash, int]]
-"""A table: `shards[block_hash[0]][block_hash]` has bits."""
+"""The table: `shards[block_hash[0]][block_hash]` has bits."""
+
+IN_HOST = 0b010
+ON_DISK = 0b100
+"""Times the bits of replicas: those that say that their fastest copies lie there."""
+
+_BITS_PER_SLOT = 3
+_ALL = 0b111
+_OWN = {Tier.DEVICE: 0b001, Tier.HOST: 0b001 | IN_HOST, Tier.DISK: 0b001 | ON_DISK}
+"""Times the bit of a replica: what the table has for it."""
+
+
+def replicas_of(marks: int) -> int:
+    """The bits of replicas behind bits of theirs that say `IN_HOST` or `ON_DISK`, and others between them."""
+    return marks >> 1 | marks >> 2
 
 
 class Holders:
     """`shards` have the bits of those that hold a hash, and of slots given back.
 
-    `below` has for host memory and disk the bits of those whose fastest copy lies there; `has_tiers` is
-    False until there was one.
+    `has_tiers` is False until anything lay below a device.
     """
 
     def __init__(self) -> None:
         self.shards: Shards = [{} for _ in range(NUM_SHARDS)]
-        self.below: dict[Tier, Shards] = {
-            tier: [{} for _ in range(NUM_SHARDS)] for tier in (Tier.HOST, Tier.DISK)
-        }
         self.has_tiers = False
         self._num_slots = 0
         self._free = 0
@@ -51,12 +61,12 @@ class Holders:
         self._sweep: Iterator[None] | None = None
 
     def take(self) -> int:
-        """A bit that is nowhere in the table."""
+        """A replica's bit, which is nowhere in the table, and neither are those that go with it."""
         if self._free:
             bit = self._free & -self._free
             self._free ^= bit
         else:
-            bit = 1 << self._num_slots
+            bit = 1 << _BITS_PER_SLOT * self._num_slots
             self._num_slots += 1
         return bit
 
@@ -74,20 +84,11 @@ class Holders:
         """These have their fastest copy in this tier from now on. How many of them are new."""
         if tier is not Tier.DEVICE and block_hashes:
             self.has_tiers = True
-        if self.has_tiers:
-            for other, shards in self.below.items():
-                if other is tier:
-                    _set(shards, bit, block_hashes)
-                else:
-                    _clear_bit(shards, bit, block_hashes)
-        return _set(self.shards, bit, block_hashes)
+        return _set(self.shards, bit, bit * _OWN[tier], block_hashes)
 
     def remove(self, bit: int, block_hashes: Collection[BlockHash]) -> int:
         """How many of them were there."""
-        if self.has_tiers:
-            for shards in self.below.values():
-                _clear_bit(shards, bit, block_hashes)
-        return _clear_bit(self.shards, bit, block_hashes)
+        return _unset(self.shards, bit, block_hashes)
 
     def holds(self, bit: int, block_hash: BlockHash) -> bool:
         return self.shards[block_hash[0]].get(block_hash, 0) & bit != 0
@@ -100,12 +101,12 @@ class Holders:
 
     def tier(self, bit: int, block_hash: BlockHash) -> Tier | None:
         """Where the fastest copy of the one with this bit lies."""
-        if not self.holds(bit, block_hash):
+        holders = self.shards[block_hash[0]].get(block_hash, 0)
+        if not holders & bit:
             return None
-        for tier, shards in self.below.items():
-            if shards[block_hash[0]].get(block_hash, 0) & bit:
-                return tier
-        return Tier.DEVICE
+        if holders & bit * ON_DISK:
+            return Tier.DISK
+        return Tier.HOST if holders & bit * IN_HOST else Tier.DEVICE
 
     def sweep(self) -> bool:
         """Clear a slice of what was given back. False: there is nothing left to clear."""
@@ -119,10 +120,10 @@ class Holders:
 
     def _sweep_all(self) -> Iterator[None]:
         dead, self._dead = self._dead, 0
-        for shard in itertools.chain(self.shards, *self.below.values()):
+        for shard in self.shards:
             block_hashes = list(shard)
             for start in range(0, len(block_hashes), HASHES_PER_SLICE):
-                _clear(shard, block_hashes[start : start + HASHES_PER_SLICE], dead)
+                _clear(shard, block_hashes[start : start + HASHES_PER_SLICE], dead * _ALL)
                 yield
         self._free |= dead
 
@@ -161,27 +162,30 @@ class StagedHashes:
             self._holders.give_back(bit, is_clean=num_hashes == 0)
 
 
-def _set(shards: Shards, bit: int, block_hashes: Iterable[BlockHash]) -> int:
-    """How many did not have the bit."""
+def _set(shards: Shards, bit: int, own_bits: int, block_hashes: Iterable[BlockHash]) -> int:
+    """Of the replica's bits just `own_bits` are set. How many did not have the replica's bit."""
     num_new = 0
     # The blocks of a prompt mostly have equal holders. They share one number: of a fleet of 1,000 it
-    # takes 160 bytes.
-    before, after = 0, bit
+    # takes 430 bytes.
+    others = ~(bit * _ALL)
+    before, after = 0, own_bits
     for block_hash in block_hashes:
         shard = shards[block_hash[0]]
         holders = shard.get(block_hash, 0)
-        if holders & bit:
-            continue
         if holders != before:
-            before, after = holders, holders | bit
+            before, after = holders, holders & others | own_bits
+        if after == holders:
+            continue
         shard[block_hash] = after
-        num_new += 1
+        if not holders & bit:
+            num_new += 1
     return num_new
 
 
-def _clear_bit(shards: Shards, bit: int, block_hashes: Iterable[BlockHash]) -> int:
-    """How many had the bit."""
+def _unset(shards: Shards, bit: int, block_hashes: Iterable[BlockHash]) -> int:
+    """How many had the replica's bit."""
     num_removed = 0
+    others = ~(bit * _ALL)
     before, after = bit, 0
     for block_hash in block_hashes:
         shard = shards[block_hash[0]]
@@ -189,7 +193,7 @@ def _clear_bit(shards: Shards, bit: int, block_hashes: Iterable[BlockHash]) -> i
         if not holders & bit:
             continue
         if holders != before:
-            before, after = holders, holders ^ bit
+            before, after = holders, holders & others
         if after:
             shard[block_hash] = after
         else:

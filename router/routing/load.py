@@ -15,6 +15,7 @@ import msgspec
 
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import NO_MOVES, MoveSpeeds
 
 LOOKS_OF_SILENCE = 3
 """A look at the registry finds what a replica said up to a second ago, and looks may be more frequent than
@@ -32,7 +33,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
 
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold
     something; a replica that has said nothing yet is taken to be new, and empty. Rates are None until the
-    replica has measured them, and those of moving KV where nothing can move.
+    replica has measured them; `speeds` are those of moving KV.
     """
 
     num_requests: int = 0
@@ -41,10 +42,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     cache_fill: float = 0.0
     prefill_seconds_per_token: float | None = None
     decode_step_seconds: float | None = None
-    host_seconds_per_token: float | None = None
-    disk_seconds_per_token: float | None = None
-    pull_seconds_per_token: float | None = None
-    move_backlog_seconds: float = 0.0
+    speeds: MoveSpeeds = NO_MOVES
 
 
 class Reservation:
@@ -84,6 +82,8 @@ class Reservation:
 @dataclass(slots=True)
 class _ReplicaBook:
     snapshot: LoadSnapshot = field(default_factory=LoadSnapshot)
+    speeds: MoveSpeeds = NO_MOVES
+    """As the snapshot says."""
     num_silent_looks: int = LOOKS_OF_SILENCE
     """Looks at the registry since the last frame; at the start there was none to wait for."""
     num_reserved: int = 0
@@ -112,14 +112,23 @@ class _ReplicaBook:
 
     def take(self, snapshot: LoadSnapshot, num_counted: int) -> None:
         """A snapshot came over the replica's own stream."""
-        self.snapshot = snapshot
+        self.believe(snapshot)
         self.num_silent_looks = 0
-        self.cached_view = None
         while self.sent_reservations:
             oldest = next(iter(self.sent_reservations))
             if oldest > num_counted:
                 break
             self._arrive(self.sent_reservations[oldest])
+
+    def believe(self, snapshot: LoadSnapshot) -> None:
+        self.snapshot = snapshot
+        self.speeds = MoveSpeeds(
+            _move_seconds(snapshot.host_seconds_per_token),
+            _move_seconds(snapshot.disk_seconds_per_token),
+            _move_seconds(snapshot.pull_seconds_per_token),
+            snapshot.move_backlog_seconds,
+        )
+        self.cached_view = None
 
     def _arrive(self, reservation: Reservation) -> None:
         """It is on the way no longer: counted, or given back."""
@@ -143,10 +152,7 @@ class _ReplicaBook:
                 cache_fill=_cache_fill(snapshot),
                 prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
                 decode_step_seconds=snapshot.decode_step_seconds or None,
-                host_seconds_per_token=_move_seconds(snapshot.host_seconds_per_token),
-                disk_seconds_per_token=_move_seconds(snapshot.disk_seconds_per_token),
-                pull_seconds_per_token=_move_seconds(snapshot.pull_seconds_per_token),
-                move_backlog_seconds=snapshot.move_backlog_seconds,
+                speeds=self.speeds,
             )
         return self.cached_view
 
@@ -186,8 +192,7 @@ class LoadBook:
         if book.num_silent_looks < LOOKS_OF_SILENCE:
             book.num_silent_looks += 1
         else:
-            book.snapshot = snapshot
-            book.cached_view = None
+            book.believe(snapshot)
 
     def forget(self, replica_id: ReplicaId) -> None:
         """The replica is gone. Reservations on it may still be given back; they count no more."""

@@ -37,11 +37,15 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
-from router.routing.holders import Holders, Shards, StagedHashes
+from router.routing.holders import IN_HOST, ON_DISK, Holders, StagedHashes, replicas_of
 from router.routing.levels import Depth, Overlaps, Slots, View
 
 MAX_PREDICTED_BLOCKS = 200_000
 """Of own and announced predictions together."""
+
+
+_BELOW = {View.ON_DEVICE: IN_HOST | ON_DISK, View.IN_HOST: ON_DISK}
+"""Where a copy lies that does not count."""
 
 
 class ChangeOutcome(enum.Enum):
@@ -75,6 +79,36 @@ class _Replica:
     predictions: dict[int, _Prediction] = field(default_factory=dict)
 
 
+class _Look:
+    """What else one may want to know of a chain whose `levels` are known, of which some are `foretold`."""
+
+    __slots__ = ("_block_hashes", "_foretold", "_holders", "_index", "_levels")
+
+    def __init__(
+        self, index: "PrefixIndex", block_hashes: Sequence[BlockHash], levels: list[Depth], foretold: int
+    ) -> None:
+        self._index = index
+        self._block_hashes = block_hashes
+        self._levels = levels
+        self._foretold = foretold
+        self._holders: Sequence[int] | None = None
+
+    def __call__(self, view: View) -> Sequence[Depth]:
+        if view is View.STORED:
+            if not self._foretold:
+                return self._levels
+            return self._index.levels_stored(self._block_hashes, _mask(self._levels))
+        if not self._index.has_tiers:
+            return self._levels
+        if self._holders is None:
+            self._holders = self._index.holders_of_strides(self._block_hashes, self._levels[0][0])
+        return self._index.levels_above(self._block_hashes, self._levels, self._holders, _BELOW[view])
+
+
+def _mask(levels: Iterable[Depth]) -> int:
+    return functools.reduce(operator.or_, (mask for _, mask in levels), 0)
+
+
 class PrefixIndex:
     def __init__(
         self, block_size: int, index_stride: int, *, max_predicted_blocks: int = MAX_PREDICTED_BLOCKS
@@ -93,6 +127,11 @@ class PrefixIndex:
     def thin(self, block_size: int, index_stride: int) -> None:
         """From now on the index is thinned like this: for a model whose replicas were all replaced."""
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether anybody ever had anything below the device."""
+        return self._holders.has_tiers
 
     @property
     def num_entries(self) -> int:
@@ -146,85 +185,97 @@ class PrefixIndex:
         if self._slots is None:
             self._slots = Slots({replica_id: each.bit for replica_id, each in self._replicas.items()})
         slots = self._slots
-        levels = self._levels(block_hashes, slots.everyone, self._predicted)
-        if not levels:
+        levels, foretold = self._levels(block_hashes, slots.everyone, self._predicted)
+        if not levels or not (foretold or self._holders.has_tiers):
             return Overlaps(slots, levels)
-        holders = functools.reduce(operator.or_, (mask for _, mask in levels))
-        return Overlaps(slots, levels, lambda view: self._look(block_hashes, holders, levels, view))
+        return Overlaps(slots, levels, _Look(self, block_hashes, levels, foretold))
 
-    def _look(
-        self, block_hashes: Sequence[BlockHash], among: int, levels: list[Depth], view: View
-    ) -> list[Depth]:
-        """`levels` again, by a part of what they count."""
-        if view is View.STORED:
-            return self._levels(block_hashes, among, {}) if self._predicted else levels
-        if not self._holders.has_tiers:
-            return levels
-        below = self._holders.below
-        without = (below[Tier.DISK],) if view is View.IN_HOST else (below[Tier.DISK], below[Tier.HOST])
-        return self._levels_without(block_hashes, among, levels, without)
+    def levels_stored(self, block_hashes: Sequence[BlockHash], among: int) -> list[Depth]:
+        """Of those in the mask, by what is stored in any tier and not only predicted."""
+        return self._levels(block_hashes, among, {})[0]
 
-    def _levels_without(
-        self, block_hashes: Sequence[BlockHash], among: int, levels: list[Depth], without: tuple[Shards, ...]
+    def holders_of_strides(self, block_hashes: Sequence[BlockHash], depth: int) -> list[int]:
+        """What `holders.py` has of each stride position of the chain before this depth."""
+        shards, stride = self._holders.shards, self._blocks_per_stride
+        return [shards[each[0]].get(each, 0) for each in block_hashes[stride - 1 : depth : stride]]
+
+    def levels_above(
+        self,
+        block_hashes: Sequence[BlockHash],
+        levels: Sequence[Depth],
+        holders_of_strides: Sequence[int],
+        below: int,
     ) -> list[Depth]:
-        """`levels` again, by what has not its fastest copy in one of the tiers `without`. A predicted block
-        will be on the device.
+        """`levels` again, without what has its fastest copy `below`. A predicted block will be on the device.
 
         No replica is deeper than in `levels`, and each has every stride position before its depth there.
         """
         predicted, stride = self._predicted, self._blocks_per_stride
         found: list[Depth] = []
-        shallow = levels.copy()
-        walking = among
-        depth = 0
-        for block_hash in block_hashes[stride - 1 : levels[0][0] : stride]:
+        shallow = list(levels)
+        walking = _mask(levels)
+        marks = walking * below
+        for number, holders in enumerate(holders_of_strides):
+            if not holders & marks:
+                continue
+            depth = number * stride
             end = depth + stride
             while shallow[-1][0] < end:
-                last, mask = shallow.pop()
-                if mask & walking:
-                    self._probe(block_hashes, depth, last, mask & walking, without, predicted, found)
-                    walking &= ~mask
-            lost = 0
-            for table in without:
-                lost |= table[block_hash[0]].get(block_hash, 0)
-            lost &= walking
+                walking = self._probe_level(block_hashes, shallow.pop(), walking, below, found)
+            lost = walking & replicas_of(holders & marks) & ~predicted.get(block_hashes[end - 1], 0)
             if lost:
-                lost &= ~predicted.get(block_hash, 0)
-            if lost:
-                self._probe(block_hashes, depth, end - 1, lost, without, predicted, found)
+                self._probe(block_hashes, depth, end - 1, lost, below, predicted, found)
                 walking ^= lost
             if not walking:
                 break
-            depth = end
-        for last, mask in shallow:
-            if mask & walking:
-                self._probe(block_hashes, depth, last, mask & walking, without, predicted, found)
+            marks = walking * below
+        for level in shallow:
+            walking = self._probe_level(block_hashes, level, walking, below, found)
         found.sort(reverse=True)
         return found
 
+    def _probe_level(
+        self,
+        block_hashes: Sequence[BlockHash],
+        level: Depth,
+        walking: int,
+        below: int,
+        found: list[Depth],
+    ) -> int:
+        """Those that had everything up to the last stride of the level; who is left walking."""
+        depth, mask = level
+        mask &= walking
+        if mask:
+            start = depth - depth % self._blocks_per_stride
+            self._probe(block_hashes, start, depth, mask, below, self._predicted, found)
+        return walking ^ mask
+
     def _levels(
         self, block_hashes: Sequence[BlockHash], among: int, predicted: Mapping[BlockHash, int]
-    ) -> list[Depth]:
-        """Depths in any tier."""
+    ) -> tuple[list[Depth], int]:
+        """Depths in any tier, and of whom some block on the way is predicted and not stored."""
         shards = self._holders.shards
         stride = self._blocks_per_stride
         levels: list[Depth] = []
         walking = among
-        depth = 0
+        depth = foretold = 0
         for block_hash in block_hashes[stride - 1 :: stride]:
-            held = shards[block_hash[0]].get(block_hash, 0)
-            reached = walking & (held | predicted.get(block_hash, 0))
-            if reached != walking:
+            missing = walking & ~shards[block_hash[0]].get(block_hash, 0)
+            if missing:
+                foretold_here = missing & predicted.get(block_hash, 0)
+                foretold |= foretold_here
+                missing ^= foretold_here
+            if missing:
                 end = depth + stride - 1
-                self._probe(block_hashes, depth, end, walking ^ reached, (), predicted, levels)
-                walking = reached
+                foretold |= self._probe(block_hashes, depth, end, missing, 0, predicted, levels)
+                walking ^= missing
                 if not walking:
                     break
             depth += stride
         if walking:
-            self._probe(block_hashes, depth, len(block_hashes), walking, (), predicted, levels)
+            foretold |= self._probe(block_hashes, depth, len(block_hashes), walking, 0, predicted, levels)
         levels.sort(reverse=True)
-        return levels
+        return levels, foretold
 
     def _probe(
         self,
@@ -232,26 +283,31 @@ class PrefixIndex:
         depth: int,
         end: int,
         mask: int,
-        without: tuple[Shards, ...],
+        below: int,
         predicted: Mapping[BlockHash, int],
         levels: list[Depth],
-    ) -> None:
-        """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`."""
+    ) -> int:
+        """The deepest block in [depth, end) that each replica of `mask` has off the stride, else `depth`. Of
+        whom that block is predicted and not stored.
+        """
         shards = self._holders.shards
+        foretold = 0
         for block in range(end - 1, depth - 1, -1):
             block_hash = block_hashes[block]
-            held = mask & shards[block_hash[0]].get(block_hash, 0)
-            if held:
-                for table in without:
-                    held &= ~table[block_hash[0]].get(block_hash, 0)
+            holders = shards[block_hash[0]].get(block_hash, 0)
+            held = mask & holders
+            if held and below:
+                held &= ~replicas_of(holders & held * below)
             found = held | (mask & predicted.get(block_hash, 0))
             if found:
                 levels.append((block + 1, found))
+                foretold |= found ^ held
                 mask ^= found
                 if not mask:
-                    return
+                    return foretold
         if depth:
             levels.append((depth, mask))
+        return foretold
 
     def stage(self) -> StagedHashes:
         """For `replace`: a set that is read bit by bit, while everybody else goes on."""

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from cluster.commands.explain import render
 from replicas.protocol.status import ReplicaId
-from replicas.protocol.ways import Reach
+from replicas.protocol.ways import MoveSpeeds, Reach
 from router.explain import candidates_by_cost
 from router.routing.cost import cost_of
 from router.routing.decision import Candidate, Decision, DecisionReason
@@ -44,7 +44,7 @@ def tiers(load: ReplicaLoad, reach: Reach) -> dict[str, object]:
 
 def test_a_prompt_on_disk_is_told_in_the_words_of_a_person() -> None:
     """4,100 tokens: 4 and 1 ms to begin, 8 microseconds for each token; 100 to compute it."""
-    load = ReplicaLoad(host_seconds_per_token=1e-6, disk_seconds_per_token=7e-6)
+    load = ReplicaLoad(speeds=MoveSpeeds(1e-6, 7e-6, None))
     told = tiers(load, Reach(0, 0, 4100, 4100))
     assert told["sentence"] == "on disk at replica-1, 37 ms to load, 410 ms to compute"
     assert told["load_seconds"] == pytest.approx(0.0368)
@@ -63,12 +63,12 @@ def test_a_prompt_on_disk_is_told_in_the_words_of_a_person() -> None:
             "in host memory at replica-1, 6.0 ms to load, 100 ms to compute",
         ),
         (
-            ReplicaLoad(host_seconds_per_token=1e-3),
+            ReplicaLoad(speeds=MoveSpeeds(1e-3, None, None)),
             Reach(0, 1000, 1000, 1000),
             "in host memory at replica-1, 1001 ms to load, 100 ms to compute: it would be computed",
         ),
         (
-            ReplicaLoad(host_seconds_per_token=1e-6),
+            ReplicaLoad(speeds=MoveSpeeds(1e-6, None, None)),
             Reach(0, 1000, 3000, 3000),
             (
                 "on disk at replica-1, not known how long to load, 300 ms to compute:"
@@ -89,7 +89,7 @@ def test_a_replica_that_says_nothing_of_tiers_looks_as_before() -> None:
 def test_the_numbers_are_those_that_the_decision_used(load: ReplicaLoad, reach: Reach) -> None:
     told = explained(load, reach)
     found = told["tiers"]
-    if load.host_seconds_per_token is None:
+    if load.speeds.host is None:
         assert found is None
         return
     assert isinstance(found, dict)

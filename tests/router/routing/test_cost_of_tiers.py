@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from replicas.protocol.status import ReplicaId
-from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, Reach
+from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, MoveSpeeds, Reach
 from router.routing.cost import CostParameters, FleetRates, cost_of
 from router.routing.decision import Decision, Replicas, decide
 from router.routing.levels import Overlaps, Slots, View
@@ -23,10 +23,7 @@ LOADS = st.builds(
     num_requests=st.integers(0, 20),
     num_pending_tokens=st.integers(0, 5000),
     cache_fill=st.floats(0, 1),
-    host_seconds_per_token=SPEEDS,
-    disk_seconds_per_token=SPEEDS,
-    pull_seconds_per_token=SPEEDS,
-    move_backlog_seconds=st.sampled_from([0.0, 0.05, 2.0]),
+    speeds=st.builds(MoveSpeeds, SPEEDS, SPEEDS, SPEEDS, st.sampled_from([0.0, 0.05, 2.0])),
 )
 REACHES = st.lists(st.integers(0, 4000), min_size=4, max_size=4).map(lambda ends: Reach(*sorted(ends)))
 
@@ -34,17 +31,17 @@ REACHES = st.lists(st.integers(0, 4000), min_size=4, max_size=4).map(lambda ends
 def seconds_of(load: ReplicaLoad, reach: Reach, num_tokens: int, num_ready: int) -> float:
     """Time to first token and what others lose, if just so much is made ready; infinite if it cannot be."""
     wait = load.num_pending_tokens * 1e-4 + load.num_requests * 1e-2
-    move = load.move_backlog_seconds if num_ready > reach.device else 0.0
+    move = load.speeds.backlog_seconds if num_ready > reach.device else 0.0
     ways = (
         (reach.device, reach.host, 0.0, HOST_MOVE_SECONDS),
-        (reach.host, reach.local, load.disk_seconds_per_token, DISK_MOVE_SECONDS),
-        (reach.local, reach.peer, load.pull_seconds_per_token, PULL_MOVE_SECONDS),
+        (reach.host, reach.local, load.speeds.disk, DISK_MOVE_SECONDS),
+        (reach.local, reach.peer, load.speeds.pull, PULL_MOVE_SECONDS),
     )
     for start, end, per_token, fixed in ways:
         if start < end <= num_ready:
-            if load.host_seconds_per_token is None or per_token is None:
+            if load.speeds.host is None or per_token is None:
                 return float("inf")
-            move += fixed + (end - start) * (load.host_seconds_per_token + per_token)
+            move += fixed + (end - start) * (load.speeds.host + per_token)
     prefill = (num_tokens - num_ready) * 1e-4
     return max(wait, move) + prefill * (1 + PARAMETERS.delay_price * load.num_requests)
 
@@ -70,10 +67,10 @@ def test_an_unknown_speed_is_never_taken() -> None:
     reach = Reach(0, 1000, 2000, 3000)
     for load, num_ready in (
         (ReplicaLoad(), 0),
-        (ReplicaLoad(disk_seconds_per_token=1e-9, pull_seconds_per_token=1e-9), 0),
-        (ReplicaLoad(host_seconds_per_token=1e-9), 1000),
-        (ReplicaLoad(host_seconds_per_token=1e-9, disk_seconds_per_token=1e-9), 2000),
-        (ReplicaLoad(host_seconds_per_token=1e-9, pull_seconds_per_token=1e-9), 1000),
+        (ReplicaLoad(speeds=MoveSpeeds(None, 1e-9, 1e-9)), 0),
+        (ReplicaLoad(speeds=MoveSpeeds(1e-9, None, None)), 1000),
+        (ReplicaLoad(speeds=MoveSpeeds(1e-9, 1e-9, None)), 2000),
+        (ReplicaLoad(speeds=MoveSpeeds(1e-9, None, 1e-9)), 1000),
     ):
         cost = cost_of(load, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
         assert cost.num_ready_tokens == num_ready
@@ -81,21 +78,21 @@ def test_an_unknown_speed_is_never_taken() -> None:
 
 def test_a_move_that_delays_more_than_it_saves_is_not_taken() -> None:
     """200 tokens save 20 ms, and take 21 to load; behind 3,000 that lie on the device already."""
-    idle = ReplicaLoad(host_seconds_per_token=1e-4)
+    idle = ReplicaLoad(speeds=MoveSpeeds(1e-4, None, None))
     reach = Reach(3000, 3200, 3200, 3200)
     cost = cost_of(idle, num_tokens=5000, reach=reach, rates=RATES, parameters=PARAMETERS)
     assert (cost.num_ready_tokens, cost.move_seconds) == (3000, 0.0)
 
 
 def test_a_move_that_is_shorter_than_the_queue_costs_no_time() -> None:
-    busy = ReplicaLoad(num_requests=4, num_pending_tokens=5000, host_seconds_per_token=1e-5)
+    busy = ReplicaLoad(num_requests=4, num_pending_tokens=5000, speeds=MoveSpeeds(1e-5, None, None))
     cost = cost_of(
         busy, num_tokens=5000, reach=Reach(0, 4000, 4000, 4000), rates=RATES, parameters=PARAMETERS
     )
     assert (cost.move_seconds, cost.num_ready_tokens) == (0.0, 4000)
 
 
-FAST = ReplicaLoad(host_seconds_per_token=5e-6, disk_seconds_per_token=3e-5, pull_seconds_per_token=1e-5)
+FAST = ReplicaLoad(speeds=MoveSpeeds(5e-6, 3e-5, 1e-5))
 
 
 def decided(depths: dict[str, tuple[int, int, int]], loads: dict[str, ReplicaLoad]) -> Decision:
@@ -121,7 +118,7 @@ def test_what_lies_in_host_memory_is_as_good_as_on_the_device() -> None:
 
 
 def test_a_busy_holder_is_pulled_from() -> None:
-    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, host_seconds_per_token=5e-6)
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, speeds=MoveSpeeds(5e-6, None, None))
     decision = decided({"r0": (400, 400, 400)}, {"r0": busy, "r1": FAST})
     assert (decision.replica_id, decision.pull_from) == ("r1", "r0")
     assert decision.overlap_tokens == 400 * BLOCK_SIZE
@@ -141,7 +138,7 @@ def test_a_replica_that_does_not_say_what_moving_takes_has_all_its_tiers_counted
 
 def test_what_cannot_be_reached_attracts_nothing() -> None:
     """A copy on a disk of unknown speed, next to a little less on a device."""
-    host_only = ReplicaLoad(host_seconds_per_token=5e-6)
+    host_only = ReplicaLoad(speeds=MoveSpeeds(5e-6, None, None))
     decision = decided({"r0": (0, 0, 24), "r1": (22, 22, 22)}, {"r0": host_only, "r1": host_only})
     assert (decision.replica_id, decision.overlap_tokens) == ("r1", 22 * BLOCK_SIZE)
 
@@ -157,7 +154,7 @@ def test_what_is_only_predicted_is_not_pulled() -> None:
     slots = Slots({ReplicaId("r0"): 1, ReplicaId("r1"): 2})
     predicted = {View.ON_DEVICE: [(400, 1)], View.IN_HOST: [(400, 1)], View.STORED: []}
     overlaps = Overlaps(slots, [(400, 1)], predicted.__getitem__)
-    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, host_seconds_per_token=5e-6)
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, speeds=MoveSpeeds(5e-6, None, None))
     replicas = ready(fleet(2, r0=busy, r1=FAST))
     decision = decide(request(), replicas, overlaps, PARAMETERS, random.Random(1))
     assert decision.pull_from is None
@@ -165,7 +162,7 @@ def test_what_is_only_predicted_is_not_pulled() -> None:
 
 @pytest.mark.parametrize(("layouts", "source"), [("aa", "r0"), ("ab", None), ("a", None), ("", None)])
 def test_only_who_lays_out_its_kv_alike_is_pulled_from(layouts: str, source: str | None) -> None:
-    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, host_seconds_per_token=5e-6)
+    busy = ReplicaLoad(num_requests=30, num_pending_tokens=60_000, speeds=MoveSpeeds(5e-6, None, None))
     loads = fleet(2, r0=busy, r1=FAST)
     overlaps = Overlaps(Slots({ReplicaId("r0"): 1}), [(400, 1)], lambda view: [(400, 1)])
     replicas = Replicas(loads, loads.__getitem__, dict(zip(sorted(loads), layouts, strict=False)))

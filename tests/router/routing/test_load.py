@@ -113,9 +113,9 @@ def test_no_replica_moves_kv_faster_than_hardware_does_whatever_it_claims() -> N
     claims = {"host_seconds_per_token": 1e-30, "disk_seconds_per_token": 2e-5}
     book.update(A, msgspec.structs.replace(LoadSnapshot(), **claims), 0)
     load = book.view(A)
-    assert load.host_seconds_per_token == LEAST_MOVE_SECONDS
-    assert load.disk_seconds_per_token == 2e-5
-    assert load.pull_seconds_per_token is None
+    assert load.speeds.host == LEAST_MOVE_SECONDS
+    assert load.speeds.disk == 2e-5
+    assert load.speeds.pull is None
 
 
 def test_a_heartbeat_counts_before_the_first_frame_and_when_frames_have_long_stopped() -> None:
