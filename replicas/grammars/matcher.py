@@ -71,6 +71,12 @@ class Matcher:
             raise ConstraintFailed(f"the grammar could not be followed further: {reason(self.inner)}")
         return self.is_complete
 
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        self._num_output_tokens -= num_tokens
+        if not self.inner.rollback(num_tokens):
+            raise ConstraintFailed(f"the grammar cannot be followed back: {reason(self.inner)}")
+
     def put_off_end(self, mask: Masks) -> None:
         """Take the tokens that end the answer too early out of its row, unless nothing else is left."""
         sampling = self._sampling

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from replicas.engine import EngineRequest, RequestRefused
 from replicas.grammars.constraint import Constraint, ConstraintFailed, Constraints
-from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, TokenDelta
+from replicas.protocol.frames import FinishReason, Refusal, RefusalCode, RequestKey, TokenDelta
 from replicas.scheduling.request import Request
 
 
@@ -29,12 +29,10 @@ def take_unheld(waiting: Iterable[Request]) -> list[tuple[Request, TokenDelta]]:
         try:
             request.awaits_grammar = not request.constraint.is_ready()
         except ConstraintFailed as failed:
-            unheld.append((request, failure(request, failed)))
+            unheld.append((request, failure(request.key, failed)))
     return unheld
 
 
-def failure(request: Request, failed: ConstraintFailed) -> TokenDelta:
+def failure(key: RequestKey, failed: ConstraintFailed) -> TokenDelta:
     """The last delta of a request that cannot be held to its grammar, or no longer."""
-    return TokenDelta(
-        request.key, finish_reason=FinishReason.ERROR, refusal=Refusal(failed.code, failed.message)
-    )
+    return TokenDelta(key, finish_reason=FinishReason.ERROR, refusal=Refusal(failed.code, failed.message))

@@ -379,7 +379,7 @@ class Scheduler:
         try:
             is_complete = request.constraint is not None and request.constraint.consume(sampled.token_id)
         except ConstraintFailed as failed:
-            return failure(request, failed)
+            return failure(request.key, failed)
         request.token_ids.append(sampled.token_id)
         is_first = len(request.token_ids) == request.num_submitted_tokens + 1
         return TokenDelta(

@@ -52,6 +52,11 @@ class CoreView:
         self._num_preemptions = 0
 
     @property
+    def structured_output_manager(self) -> Any:
+        """vLLM's, which is asked for the masks of each step."""
+        return self._scheduler.structured_output_manager
+
+    @property
     def num_attention_kinds(self) -> int:
         """More than one means that layers cache different things for one token."""
         return len(self._scheduler.kv_cache_config.kv_cache_groups)

@@ -16,7 +16,7 @@ import gc
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch._dynamo
@@ -30,15 +30,16 @@ from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
 from replicas.errors import StartupError
-from replicas.kvcache.writers import NO_SHARES, Shares
-from replicas.kvstore.leasing.lease_outcome import NO_OUTCOME, LeaseOutcome, without_tiers
+from replicas.grammars.holding import GrammarHolder
+from replicas.grammars.vocabulary import read_vocabulary
+from replicas.kvcache.writers import Shares
+from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
     NO_USER,
     FinishReason,
     LoadSnapshot,
-    PromptUsage,
     Refusal,
     RefusalCode,
     RequestKey,
@@ -49,10 +50,13 @@ from replicas.protocol.frames import (
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
+from replicas.scheduling.constraining import failure
 from replicas.toy_model import checkpoint_directory
 from replicas.vllm_engine.adapters import read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
+from replicas.vllm_engine.grammars import HeldGrammar, HeldRequests
+from replicas.vllm_engine.live_request import LiveRequest
 from replicas.vllm_engine.lower_tier import LowerTier, Requests
 from replicas.vllm_engine.offloading import transfer_config
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
@@ -69,28 +73,6 @@ _FINISH_REASONS = {
     "abort": FinishReason.ABORT,
     "repetition": FinishReason.STOP,
 }
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that vLLM has. `inner` is vLLM's own; `num_expected_tokens` it would have to compute.
-
-    `num_found_tokens` were in the cache when it was first scheduled, `num_external_tokens` of them in a tier
-    below the device.
-    """
-
-    request: EngineRequest
-    inner: Any
-    num_expected_tokens: int
-    num_found_tokens: int = 0
-    num_external_tokens: int = 0
-    shares: Shares = NO_SHARES
-    has_output: bool = False
-    lease_outcome: LeaseOutcome = NO_OUTCOME
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.token_ids) - self.request.submit.num_output_tokens
 
 
 class VllmEngine:
@@ -148,9 +130,16 @@ class VllmEngine:
             has_more_tiers=self._core.has_more_tiers and self._tier is None,
             storer_of=self._storer,
         )
+        self._grammars = GrammarHolder(
+            lambda: read_vocabulary(self._bundle, self._card.vocab_size, eos_token_ids),
+            eos_token_ids,
+            seconds=config.grammar_seconds,
+            clock=time.monotonic,
+        )
+        self._held = HeldRequests(self._grammars, self._core.structured_output_manager, self._card.vocab_size)
         self._adding: EngineRequest | None = None
         self._unsaid: list[CacheEvent] = []  # what came up between steps, and belongs to the next frame
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         if self._tier is not None:
             self._tier.requests = self._requests()
 
@@ -184,6 +173,20 @@ class VllmEngine:
         num_waiting = len(self._live) - self._core.num_running
         if num_waiting >= self._max_waiting:
             raise RequestRefused(RefusalCode.OVERLOADED, f"{num_waiting} requests wait already")
+        choice = self._held.begin(request)
+        try:
+            live = self._submit(name, request)
+        except RequestRefused:
+            if choice is not None:
+                choice.end()
+            raise
+        if choice is not None:
+            live.choice = choice
+            self._held.await_grammar(name, choice, live.inner)
+        self._live[name] = live
+
+    def _submit(self, name: str, request: EngineRequest) -> LiveRequest:
+        """Raises RequestRefused."""
         adapter = request.submit.adapter
         prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=request.submit.root.hex())
         self._adding = request
@@ -202,14 +205,25 @@ class VllmEngine:
             self._adding = None
         inner = self._core.request(internal_id)
         num_cached_tokens = self._num_leading_tokens(inner)
-        live = _Live(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
+        live = LiveRequest(request, inner, max(1, len(request.token_ids) - num_cached_tokens))
         live.lease_outcome = self._lease(live)
-        self._live[name] = live
+        return live
 
     def abort(self, key: RequestKey) -> None:
-        name = _name(key)
-        if self._live.pop(name, None) is not None:
-            self._vllm.abort_request([name])
+        self._end(_name(key))
+
+    def _end(self, name: str) -> None:
+        """Whatever it is doing; nothing if there is no such request."""
+        live = self._live.pop(name, None)
+        if live is None:
+            return
+        self._vllm.abort_request([name])
+        self._forget(name, live)
+
+    def _forget(self, name: str, live: LiveRequest) -> None:
+        if live.choice is not None:
+            live.choice.end()
+            self._held.forget(name)
 
     def has_work(self) -> bool:
         has_news = self._tier is not None and self._tier.store.has_news
@@ -223,13 +237,14 @@ class VllmEngine:
         started_at = time.perf_counter()
         if self._tier is not None:
             self._tier.store.poll()
+        unheld = self._settle_grammars()
         must_step = self._live or self._core.has_transfers
         outputs: Iterable[Any] = self._vllm.step() if must_step else ()
         started = self._start(self._core.take_started())
         events = self._take_events()
         for live in started:  # after the events: what it found may have been computed in this very step
             live.shares = self._shares(live)
-        deltas = [self._delta(output) for output in outputs]
+        deltas = unheld + [self._delta(output) for output in outputs]
         num_prefill_tokens, num_decode_tokens = self._core.take_computed()
         seconds = time.perf_counter() - started_at
         if must_step and not num_prefill_tokens + num_decode_tokens:
@@ -260,6 +275,7 @@ class VllmEngine:
         return True
 
     def close(self) -> None:
+        self._grammars.close()
         self._vllm.engine_core.shutdown()
         self._close_tier()
         del self._vllm
@@ -277,9 +293,9 @@ class VllmEngine:
         if self._tier is not None:
             self._tier.close()
 
-    def _start(self, started: Iterable[Started]) -> list[_Live]:
+    def _start(self, started: Iterable[Started]) -> list[LiveRequest]:
         """Note what requests found when they were first scheduled."""
-        lives: list[_Live] = []
+        lives: list[LiveRequest] = []
         for inner, num_found_tokens, num_external_tokens in started:
             live = self._live.get(inner.session_id)
             if live is not None:
@@ -287,6 +303,17 @@ class VllmEngine:
                 live.num_external_tokens = num_external_tokens
                 lives.append(live)
         return lives
+
+    def _settle_grammars(self) -> list[TokenDelta]:
+        """Give vLLM the grammars that are worked out; the last deltas of those that are none."""
+        unheld: list[TokenDelta] = []
+        for name, outcome in self._held.settle():
+            if isinstance(outcome, HeldGrammar):
+                self._live[name].grammar = outcome
+            else:
+                unheld.append(failure(self._live[name].request.key, outcome))
+                self._end(name)
+        return unheld
 
     def _take_events(self) -> list[CacheEvent]:
         events = self._unsaid + self._cache.translate(self._core.take_events())
@@ -332,7 +359,7 @@ class VllmEngine:
         """And with tiers of vLLM's own, those that lie there."""
         return self._cache.hashes.num_leading(inner.block_hashes) * self._card.block_size
 
-    def _lease(self, live: _Live) -> LeaseOutcome:
+    def _lease(self, live: LiveRequest) -> LeaseOutcome:
         """What it asks for is asked for once, by its first choice."""
         submit, asks = live.request.submit, live.request.key.choice == 0
         if self._tier is None:
@@ -340,7 +367,7 @@ class VllmEngine:
         num_device_tokens = self._num_device_tokens(live.inner)
         return self._tier.lease(live.inner.request_id, submit, num_device_tokens, asks=asks)
 
-    def _shares(self, live: _Live) -> Shares:
+    def _shares(self, live: LiveRequest) -> Shares:
         return self._cache.token_shares(
             live.inner.block_hashes,
             live.request.submit.user,
@@ -353,52 +380,27 @@ class VllmEngine:
         live = self._live[name]
         (completion,) = output.outputs
         token_ids = tuple(completion.token_ids)
-        usage = None if live.has_output else self._usage(live, output)
+        usage = None
+        if not live.has_output:
+            chain = None if self._tier is None else self._tier.chains.get(live.inner.request_id)
+            usage = live.usage(output, self._card.block_size, chain)
         live.has_output = True
         finish_reason, refusal = _finish(completion.finish_reason)
-        if output.finished:
+        if live.grammar is not None and live.grammar.failure is not None:
+            self._end(name)
+            return failure(live.request.key, live.grammar.failure)
+        if live.grammar is not None and live.grammar.is_complete:
+            finish_reason = FinishReason.STOP
+            self._end(name)
+        elif output.finished:
             del self._live[name]
+            self._forget(name, live)
         logprobs = None
         num_logprobs = live.request.sampling.num_logprobs
         if num_logprobs is not None and completion.logprobs is not None:
             pairs = zip(token_ids, completion.logprobs, strict=True)
             logprobs = tuple(token_logprobs(token, entry, num_logprobs) for token, entry in pairs)
         return TokenDelta(live.request.key, token_ids, finish_reason, usage, logprobs, refusal)
-
-    def _usage(self, live: _Live, output: Any) -> PromptUsage:
-        """vLLM's own counters, less what they say of output that an earlier run produced."""
-        num_prompt_tokens = live.num_prompt_tokens
-        num_cached_tokens = min(int(output.num_cached_tokens or 0), num_prompt_tokens)
-        # Shares are of what was found when the request was first scheduled; loading it may have failed.
-        num_cross_user_tokens = min(live.shares.cross_user, num_cached_tokens)
-        num_full_tokens = num_prompt_tokens // self._card.block_size * self._card.block_size
-        num_disk_tokens, num_pulled_tokens = self._tier_tokens(live)
-        return PromptUsage(
-            num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=num_cached_tokens,
-            num_written_tokens=min(
-                int(output.num_cache_creation_tokens or 0), max(0, num_full_tokens - num_cached_tokens)
-            ),
-            num_cross_user_tokens=num_cross_user_tokens,
-            num_own_tokens=min(live.shares.own, num_cached_tokens - num_cross_user_tokens),
-            num_slower_tier_tokens=min(live.num_external_tokens, num_prompt_tokens),
-            leases=live.lease_outcome.answers,
-            num_evicted_early_tokens=min(
-                live.lease_outcome.num_evicted_early_tokens, num_prompt_tokens - num_cached_tokens
-            ),
-            broken_by=live.lease_outcome.broken_by,
-            num_disk_tokens=num_disk_tokens,
-            num_pulled_tokens=num_pulled_tokens,
-        )
-
-    def _tier_tokens(self, live: _Live) -> tuple[int, int]:
-        """Of what was loaded, what was read from disk for it, and what was pulled from a peer."""
-        chain = None if self._tier is None else self._tier.chains.get(live.inner.request_id)
-        if chain is None:
-            return 0, 0
-        first = live.num_found_tokens - live.num_external_tokens
-        end = min(live.num_found_tokens, live.num_prompt_tokens)
-        return chain.num_disk_tokens(first, end), chain.num_pulled_tokens(first, end)
 
     def _load(self) -> LoadSnapshot:
         num_running = num_context_tokens = num_pending_tokens = 0

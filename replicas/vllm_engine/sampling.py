@@ -25,10 +25,13 @@ from replicas.protocol.frames import TokenLogprobs
 def vllm_sampling(request: EngineRequest, eos_token_ids: tuple[int, ...]) -> Any:
     """Raises VLLMValidationError where vLLM's limits are narrower than ours."""
     sampling, num_output_tokens = request.sampling, request.submit.num_output_tokens
-    ends = sampling.stop_token_ids if sampling.ignore_eos else (*eos_token_ids, *sampling.stop_token_ids)
+    # Of an answer that is held to a grammar, the grammar says where it may end.
+    is_held = bool(sampling.grammar)
+    has_no_end = sampling.ignore_eos and not is_held
+    ends = sampling.stop_token_ids if has_no_end else (*eos_token_ids, *sampling.stop_token_ids)
     return VllmSamplingParams(
         max_tokens=sampling.max_tokens - num_output_tokens,
-        min_tokens=max(0, sampling.min_tokens - num_output_tokens),
+        min_tokens=0 if is_held else max(0, sampling.min_tokens - num_output_tokens),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -1,0 +1,75 @@
+"""LiveRequest: a request that vLLM has, and how its prompt was served.
+
+Owns what is kept of the request beside vLLM's own, and the arithmetic of its usage.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from replicas.engine import EngineRequest
+from replicas.grammars.holding import HeldChoice
+from replicas.kvcache.writers import NO_SHARES, Shares
+from replicas.kvstore.leasing.lease_outcome import NO_OUTCOME, LeaseOutcome
+from replicas.protocol.frames import PromptUsage
+from replicas.vllm_engine.chunk_chain import ChunkChain
+from replicas.vllm_engine.grammars import HeldGrammar
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """`inner` is vLLM's own; `num_expected_tokens` it would have to compute.
+
+    `num_found_tokens` were in the cache when it was first scheduled, `num_external_tokens` of them in a tier
+    below the device.
+    """
+
+    request: EngineRequest
+    inner: Any
+    num_expected_tokens: int
+    num_found_tokens: int = 0
+    num_external_tokens: int = 0
+    shares: Shares = NO_SHARES
+    has_output: bool = False
+    lease_outcome: LeaseOutcome = NO_OUTCOME
+    choice: HeldChoice | None = None
+    """What holds it to its grammar."""
+    grammar: HeldGrammar | None = None
+    """What vLLM has of that, once it is worked out."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids) - self.request.submit.num_output_tokens
+
+    def usage(self, output: Any, block_size: int, chain: ChunkChain | None) -> PromptUsage:
+        """vLLM's own counters, less what they say of output that an earlier run produced."""
+        num_prompt_tokens = self.num_prompt_tokens
+        num_cached_tokens = min(int(output.num_cached_tokens or 0), num_prompt_tokens)
+        # Shares are of what was found when the request was first scheduled; loading it may have failed.
+        num_cross_user_tokens = min(self.shares.cross_user, num_cached_tokens)
+        num_full_tokens = num_prompt_tokens // block_size * block_size
+        num_disk_tokens, num_pulled_tokens = self._tier_tokens(chain)
+        return PromptUsage(
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_written_tokens=min(
+                int(output.num_cache_creation_tokens or 0), max(0, num_full_tokens - num_cached_tokens)
+            ),
+            num_cross_user_tokens=num_cross_user_tokens,
+            num_own_tokens=min(self.shares.own, num_cached_tokens - num_cross_user_tokens),
+            num_slower_tier_tokens=min(self.num_external_tokens, num_prompt_tokens),
+            leases=self.lease_outcome.answers,
+            num_evicted_early_tokens=min(
+                self.lease_outcome.num_evicted_early_tokens, num_prompt_tokens - num_cached_tokens
+            ),
+            broken_by=self.lease_outcome.broken_by,
+            num_disk_tokens=num_disk_tokens,
+            num_pulled_tokens=num_pulled_tokens,
+        )
+
+    def _tier_tokens(self, chain: ChunkChain | None) -> tuple[int, int]:
+        """Of what was loaded, what was read from disk for it, and what was pulled from a peer."""
+        if chain is None:
+            return 0, 0
+        first = self.num_found_tokens - self.num_external_tokens
+        end = min(self.num_found_tokens, self.num_prompt_tokens)
+        return chain.num_disk_tokens(first, end), chain.num_pulled_tokens(first, end)
