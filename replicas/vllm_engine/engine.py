@@ -110,6 +110,12 @@ class VllmEngine:
             max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
         )
+        self._grammars = GrammarHolder(
+            lambda: read_vocabulary(self._bundle, self._card.vocab_size, eos_token_ids),
+            eos_token_ids,
+            seconds=config.grammar_seconds,
+            clock=time.monotonic,
+        )
         try:
             check_fit(self._card, config, self._core)
             self._adapters = load_adapters(self._vllm, adapters)
@@ -129,12 +135,6 @@ class VllmEngine:
             self._card.num_blocks,
             has_more_tiers=self._core.has_more_tiers and self._tier is None,
             storer_of=self._storer,
-        )
-        self._grammars = GrammarHolder(
-            lambda: read_vocabulary(self._bundle, self._card.vocab_size, eos_token_ids),
-            eos_token_ids,
-            seconds=config.grammar_seconds,
-            clock=time.monotonic,
         )
         self._held = HeldRequests(self._grammars, self._core.structured_output_manager, self._card.vocab_size)
         self._adding: EngineRequest | None = None

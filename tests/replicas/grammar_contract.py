@@ -63,12 +63,15 @@ class GrammarContract:
             assert text(run, key) in {f"yes, in{'d' * count}eed" for count in (3, 4, 5)}
 
     def test_the_end_is_put_off_while_the_grammar_has_more(self, run: EngineRun) -> None:
-        fields = {"temperature": 1.0, "grammar": "start: /[a-z ]+/", "ignore_eos": False}
+        eager_to_end = tuple((token, 20.0) for token in run.engine.card.eos_token_ids)
+        fields = {"temperature": 1.0, "grammar": "start: /[a-z ]+/", "logit_bias": eager_to_end}
         keys = [
-            run.add(prompt_of(run.engine, 8), max_tokens=300, min_tokens=12, seed=seed, **fields)
+            run.add(
+                prompt_of(run.engine, 8), max_tokens=300, min_tokens=12, seed=seed, ignore_eos=False, **fields
+            )
             for seed in range(8)
         ]
-        keys += [run.add(prompt_of(run.engine, 8), max_tokens=12, **(fields | {"ignore_eos": True}))]
+        keys += [run.add(prompt_of(run.engine, 8), max_tokens=12, ignore_eos=True, **fields)]
         run.finish()
         assert all(len(run.tokens(key)) >= 12 for key in keys)
         assert run.finish_reason(keys[-1]) is FinishReason.LENGTH
