@@ -16,8 +16,7 @@ from replicas.checkpoints.weights import fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.errors import StartupError
-from replicas.grammars.holding import GrammarHolder
-from replicas.grammars.vocabulary import read_vocabulary
+from replicas.grammars.opening import open_holder
 from replicas.process.settings import SettingsError
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -82,12 +81,7 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         sleep=lambda seconds: time.sleep(seconds / speed),
         printable=_printable(bundle, model.vocab_size),
         script=_script(config, card, bundle),
-        constraints=GrammarHolder(
-            lambda: read_vocabulary(bundle, card.vocab_size, card.eos_token_ids),
-            card.eos_token_ids,
-            seconds=config.grammar_seconds,
-            clock=time.monotonic,
-        ),
+        constraints=open_holder(bundle, card, config.grammar_seconds),
     )
     return engine, bundle
 

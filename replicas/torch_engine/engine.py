@@ -14,7 +14,7 @@ from replicas.checkpoints.weights import Checkpoint, load_checkpoint, load_heade
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
 from replicas.grammars.holding import GrammarHolder
-from replicas.grammars.vocabulary import read_vocabulary
+from replicas.grammars.opening import open_holder
 from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
@@ -85,12 +85,7 @@ class TorchEngine:
         manager = KVCacheManager(num_ids, config.tokens_per_block)
         self.store, lower_tiers = _lower_tiers(config, self._card.fingerprint, pool, manager, self._meter)
         self._card = with_layout(self._card, self.shared_kv)
-        self._grammars = GrammarHolder(
-            lambda: read_vocabulary(self._bundle, self._card.vocab_size, self._card.eos_token_ids),
-            checkpoint.eos_token_ids,
-            seconds=config.grammar_seconds,
-            clock=time.monotonic,
-        )
+        self._grammars = open_holder(self._bundle, self._card, config.grammar_seconds)
         self._scheduler = _scheduler(self._card, manager, config.max_waiting, lower_tiers, self._grammars)
         self.runner = ModelRunner(model, pool, context_length)
         self._sampler = Sampler(checkpoint.eos_token_ids, self._grammars)

@@ -30,8 +30,7 @@ from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
 from replicas.errors import StartupError
-from replicas.grammars.holding import GrammarHolder
-from replicas.grammars.vocabulary import read_vocabulary
+from replicas.grammars.opening import open_holder
 from replicas.kvcache.writers import Shares
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.process.settings import SettingsError
@@ -110,12 +109,7 @@ class VllmEngine:
             max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
         )
-        self._grammars = GrammarHolder(
-            lambda: read_vocabulary(self._bundle, self._card.vocab_size, eos_token_ids),
-            eos_token_ids,
-            seconds=config.grammar_seconds,
-            clock=time.monotonic,
-        )
+        self._grammars = open_holder(self._bundle, self._card, config.grammar_seconds)
         try:
             check_fit(self._card, config, self._core)
             self._adapters = load_adapters(self._vllm, adapters)
