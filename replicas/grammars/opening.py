@@ -11,7 +11,7 @@ from replicas.protocol.status import ModelCard, TokenizerBundle
 
 
 def open_holder(bundle: TokenizerBundle, card: ModelCard, seconds: float) -> GrammarHolder:
-    """A choice waits at most `seconds` for its grammar. The files are read when the first one asks for one."""
+    """A choice waits at most `seconds` for its grammar. The files are read when the first one does."""
     return GrammarHolder(
         lambda: read_vocabulary(bundle, card.vocab_size, card.eos_token_ids),
         card.eos_token_ids,
