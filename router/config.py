@@ -146,6 +146,11 @@ class RouterConfig:
     hash_cache_bytes: int = setting(
         32 * 2**20, help="memory for block hashes of earlier prompts, for all models"
     )
+    history_bytes: int = setting(
+        64 * 2**20,
+        help="memory for the tokens of answered conversations, so that their next turns go on from them; 0 "
+        "remembers none",
+    )
     drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM")
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -202,6 +207,7 @@ class RouterConfig:
             "max_waiting_bytes",
             "tokenizer_cache_bytes",
             "hash_cache_bytes",
+            "history_bytes",
             "max_caches",
             "all_caches_bytes",
             "cache_memory_bytes",

@@ -333,6 +333,20 @@ ITSELF = (
         unit="bytes",
         queries=(Query("router_hash_cache_bytes{ROUTER}", "{{router}}"),),
     ),
+    Panel(
+        title="Conversations that go on, by outcome",
+        description="Prompts with an earlier answer in them. Drifted ones would have missed the cache from "
+        "that answer on, had their template written it. Many unknown: raise history_bytes, or let a client's "
+        "turns come to one router.",
+        unit="reqps",
+        queries=(Query(rate("router_history_prompts_total", "ROUTER", "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
+        title="Remembered conversations, memory",
+        description="Bounded by history_bytes, for each router.",
+        unit="bytes",
+        queries=(Query("router_history_bytes{ROUTER}", "{{router}}"),),
+    ),
 )
 
 ROUTER = Dashboard(

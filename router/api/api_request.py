@@ -13,6 +13,7 @@ from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenL
 from router.answers.parser import AnswerParser
 from router.answers.parts import Part
 from router.api.answer_usage import AnswerUsage
+from router.api.chat_history import Turn
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
@@ -36,6 +37,8 @@ class Prompt:
     """Of the replica that has answered; before, of the latest attempt."""
     decision_seconds: float | None = None
     usage: PromptUsage | None = None
+    turn: Turn | None = None
+    """What its answers are remembered by."""
 
     def usage_or_bare(self) -> PromptUsage:
         return self.usage or PromptUsage(len(self.generation.token_ids), 0, 0)

@@ -4,8 +4,9 @@ Owns the way from a ChatRequest to tokens. Runs wherever there is a tokenizer an
 loop for small bodies, in a process of its own for large ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from replicas.protocol.blocks import pack_token_ids
@@ -33,6 +34,8 @@ class RenderedChat:
     text: str
     messages: Sequence[Mapping[str, Any]]
     is_quoted: bool
+    write: Callable[[Sequence[Mapping[str, Any]]], str]
+    """The same with other messages."""
 
 
 def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = False) -> RenderedChat:
@@ -55,19 +58,20 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
         if is_quoted:
             messages, tools, arguments = model.quoter.quote(sent)
         render = model.template.render_bounded if is_bounded else model.template.render
-        text = render(
-            messages,
+        write = partial(
+            render,
             tools=tools or None,
             add_generation_prompt=request.add_generation_prompt,
             arguments=arguments,
         )
+        text = write(messages)
     except TemplateError as error:
         raise InvalidRequest(f"{error}", parameter=parameter) from error
     except RecursionError as error:
         raise InvalidRequest(f"The {parameter} are nested too deeply.", parameter=parameter) from error
     if request.continue_final_message:
         text = _through_last_message(text, messages, parameter)
-    return RenderedChat(text, messages, is_quoted)
+    return RenderedChat(text, messages, is_quoted, write)
 
 
 def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> list[int]:

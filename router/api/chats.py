@@ -5,6 +5,7 @@ and an answer is written is given.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -14,9 +15,11 @@ from router.answers.wishes import ToolMode
 from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prompt, make_prompt
 from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
+from router.api.chat_history import TailOf
 from router.api.chat_prompt import encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
+from router.api.conversation import encoded_history, encoded_tail
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.preparing import READERS
 from router.api.sampling import TokenRules, check_text_length, kept_end, sampling_params
@@ -40,11 +43,12 @@ NewWriter = Callable[[Chat], AnswerWriter]
 
 
 class _Read(NamedTuple):
-    """`token_ids` are those that `encoded` has packed."""
+    """`token_ids` are those that `encoded` has packed. `tail_of` says what stands behind an answer in it."""
 
     request: ChatRequest
     encoded: EncodedPrompt
     token_ids: list[int]
+    tail_of: TailOf
 
 
 def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
@@ -68,7 +72,9 @@ async def _read(context: ApiContext, kind: str, asked: Asked) -> _Read:
     prepared = await context.offload.prepare(kind, asked.body, asked.address)
     assert isinstance(prepared, PreparedRequest)
     (encoded,) = prepared.prompts
-    return _Read(_request_decoder.decode(prepared.fields), encoded, encoded.ids())
+    tail = None if encoded.history is None else encoded.history.tail
+    tails = {} if tail is None else {tail.position: tail}
+    return _Read(_request_decoder.decode(prepared.fields), encoded, encoded.ids(), tails.get)
 
 
 async def _encode(context: ApiContext, kind: str, body: bytes) -> _Read:
@@ -80,12 +86,18 @@ async def _encode(context: ApiContext, kind: str, body: bytes) -> _Read:
         check_text_length(model, chat.text, request.messages_field)
         token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
         encoded = encoded_prompt(model, request, chat, token_ids)
-    return _Read(request, encoded, kept_end(request, model, token_ids))
+        if context.history.is_on:
+            encoded = msgspec.structs.replace(encoded, history=encoded_history(request))
+    token_ids = kept_end(request, model, token_ids)
+    return _Read(request, encoded, token_ids, partial(encoded_tail, model, chat))
 
 
 def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiRequest:
-    request, encoded, token_ids = read
+    request, token_ids = read.request, read.token_ids
     model = context.catalog.get(request.model)
+    encoded, turn = context.history.go_on(model, request, read.encoded, read.tail_of)
+    if encoded is not read.encoded:
+        token_ids = encoded.ids()
     sampling = sampling_params(
         request,
         model,
@@ -103,11 +115,12 @@ def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiReque
         request,
         token_ids,
         sampling,
-        _output_wishes(model, request, encoded),
+        _output_wishes(model, request, encoded, is_remembered=turn is not None),
         packed_tokens=encoded.token_ids,
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
     )
+    prompt.turn = turn
     writer = new_writer(Chat(context, request, model, prompt))
     return ApiRequest(model, [prompt], bool(request.stream), writer)
 
@@ -120,7 +133,9 @@ def _max_tokens(request: ChatRequest, room: int) -> int | None:
     return max(1, min(request.max_tokens, room))
 
 
-def _output_wishes(model: ServedModel, request: ChatRequest, encoded: EncodedPrompt) -> OutputWishes:
+def _output_wishes(
+    model: ServedModel, request: ChatRequest, encoded: EncodedPrompt, *, is_remembered: bool
+) -> OutputWishes:
     answer_format = model.answer_format
     choice = request.tool_choice
     wants_calls = bool(request.tools) and choice.mode is not ToolMode.NONE and answer_format.tools is not None
@@ -138,5 +153,5 @@ def _output_wishes(model: ServedModel, request: ChatRequest, encoded: EncodedPro
         shown=answer_format.marks(wants_calls=wants_calls),
         one_call=wants_calls and not choice.parallel,
         is_silent=request.only_prompt,
-        is_kept=not request.stream or bool(request.return_token_ids),
+        is_kept=is_remembered or not request.stream or bool(request.return_token_ids),
     )

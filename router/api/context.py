@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
+from router.api.chat_history import ChatHistory
 from router.api.http import read_body
 from router.api.prepared import Bounds
 from router.caches.named_caches import NamedCaches
@@ -85,6 +86,8 @@ class ApiContext:
     """Counts requests while they are served."""
     bounds: Bounds = field(default_factory=Bounds)
     """Of preparing a large body."""
+    history: ChatHistory = field(init=False)
+    """Of the conversations that were answered here."""
     offload: Offload = field(init=False)
     """Where bodies are prepared that would hold others up; to be closed with the router."""
     admission: Admission = field(init=False)
@@ -96,10 +99,15 @@ class ApiContext:
     """For what takes long and is done on the event loop all the same."""
 
     def __post_init__(self) -> None:
+        self.history = ChatHistory(self.config.history_bytes)
+        self.metrics.watch(
+            lambda parts: parts.read_history(self.history.num_prompts, self.history.statistics())
+        )
         self.offload = Offload(
             self.catalog,
             max_choices=self.config.max_choices,
             max_prompts=self.config.max_prompts,
+            has_history=self.history.is_on,
             address_share=self.config.address_share,
             bounds=self.bounds,
         )

@@ -33,6 +33,7 @@ class ModelWindow(msgspec.Struct, frozen=True):
     digest: Digest
     context_length: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
     is_adapter: bool = False
 
 
@@ -42,12 +43,32 @@ class Job(msgspec.Struct, frozen=True):
     kind: str
     max_choices: int
     max_prompts: int
+    has_history: bool
     models: dict[str, ModelWindow]
+
+
+class EncodedTail(msgspec.Struct, frozen=True):
+    """What a prompt's template writes behind the answer at `position`: the token that ends its turn, and the
+    packed tokens of the rest."""
+
+    position: int
+    end: int
+    token_ids: bytes
+
+
+class EncodedHistory(msgspec.Struct, frozen=True):
+    """By what a conversation is known again: see `router.history.canonical`. `last_answer` is the position of
+    its last message that is an answer; `tail` is what stands behind that one, where it has been asked for."""
+
+    digests: list[bytes]
+    last_answer: int | None = None
+    tail: EncodedTail | None = None
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
     """`echo` is the prompt's text, where the answer is to begin with it. `keeps` are the wishes that the
-    prompt's beginning stay cached, `grammar` is what the answer is held to."""
+    prompt's beginning stay cached, `grammar` is what the answer is held to. `history` is there if the
+    conversation may go on from its tokens."""
 
     token_ids: bytes
     echo: str = ""
@@ -55,6 +76,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     keeps: list[Keep] = []
     starts_in_reasoning: bool = False
     grammar: str = ""
+    history: EncodedHistory | None = None
 
     def ids(self) -> list[int]:
         return unpack_token_ids(self.token_ids)

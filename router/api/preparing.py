@@ -12,7 +12,7 @@ import msgspec
 from replicas.protocol.blocks import pack_token_ids
 from router.api.anthropic_body import read_message
 from router.api.anthropic_counts import count_message_tokens
-from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
+from router.api.chat_prompt import RenderedChat, encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest
 from router.api.completion_prompt import (
     CompletionRequest,
@@ -22,11 +22,13 @@ from router.api.completion_prompt import (
     echo_of,
     prompts_of,
 )
+from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini_body import read_gemini
 from router.api.gemini_count import count_tokens
 from router.api.json_body import decode_body
 from router.api.openai_chat_body import read_chat
 from router.api.prepared import (
+    EncodedHistory,
     EncodedPrompt,
     Job,
     Outcome,
@@ -56,6 +58,8 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
     with about_model(request.model):
         chat = render_chat(model, request)
         encoded = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
+        if job.has_history:
+            encoded = msgspec.structs.replace(encoded, history=_history(model, request, chat))
     return PreparedRequest(rest_of(request), [encoded])
 
 
@@ -68,6 +72,15 @@ def rest_of(request: ChatRequest) -> bytes:
         raise InvalidRequest(
             "Invalid 'tools': whole numbers in them have up to 64 bits.", parameter="tools"
         ) from error
+
+
+def _history(model: TextModel, request: ChatRequest, chat: RenderedChat) -> EncodedHistory | None:
+    """What is remembered is not known here: the last answer most likely is."""
+    history = encoded_history(request)
+    if history is None or history.last_answer is None:
+        return history
+    tail = encoded_tail(model, chat, history.last_answer)
+    return msgspec.structs.replace(history, tail=tail)
 
 
 def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:

@@ -146,6 +146,8 @@ class _Exchange:
     def has_prepared(self, request: ApiRequest) -> None:
         self._request = request
         self._model = request.model.name
+        for prompt in request.prompts:
+            self._context.history.count(prompt.turn)
         self._prepared_seconds = self._context.clock() - self._arrived
 
     def end_with(self, error: str, kind: ErrorKind, model: str | None = None) -> None:
@@ -291,7 +293,9 @@ class _Exchange:
         self._num_sent_before = self._num_sent
 
     async def finish(self, request: ApiRequest) -> None:
-        """The end of a stream, or the whole answer."""
+        """The end of a stream, or the whole answer. It is remembered before its client can go on from it."""
+        for prompt in request.prompts:
+            self._context.history.remember(prompt.turn, prompt.generation, prompt.outputs)
         usage = request.usage()
         if request.stream:
             await self._stream(request.writer.end(usage), is_last=True)

@@ -19,6 +19,9 @@ ConversationKey = NewType("ConversationKey", bytes)
 KEY_BYTES = 16
 FIRST_KEY = ConversationKey(bytes(KEY_BYTES))
 
+Digest = NewType("Digest", bytes)
+"""Of one message, or of what comes before all of them; alike for everybody."""
+
 Message = Mapping[str, Any]
 """As chat templates expect it; `content` is a text, none, or a list of parts."""
 
@@ -26,24 +29,35 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder().decode
 
 
-def conversation_keys(
-    root: bytes,
+def conversation_digests(
     tools: Sequence[Mapping[str, Any]] | None,
     template_arguments: Mapping[str, Any] | None,
     messages: Sequence[Message],
-) -> list[ConversationKey]:
-    """One for each message, rolling. Raises RecursionError for JSON nested too deeply to write out."""
-    key = _next_key(root, FIRST_KEY, _written([tools or None, template_arguments or None]))
+) -> list[Digest]:
+    """Of what comes before the messages, and of each of them. Raises RecursionError for JSON nested too
+    deeply to write out."""
+    head = _digest(_written([tools or None, template_arguments or None]))
+    return [head, *(message_digest(message) for message in messages)]
+
+
+def message_digest(message: Message) -> Digest:
+    return _digest(canonical(message))
+
+
+def conversation_keys(root: bytes, digests: Sequence[Digest]) -> list[ConversationKey]:
+    """One for each message, rolling."""
+    key = FIRST_KEY
     keys: list[ConversationKey] = []
-    for message in messages:
-        key = key_after(root, key, message)
+    for digest in digests:
+        key = key_after(root, key, digest)
         keys.append(key)
-    return keys
+    return keys[1:]
 
 
-def key_after(root: bytes, key: ConversationKey, message: Message) -> ConversationKey:
-    """The key of the conversation that goes on with `message`."""
-    return _next_key(root, key, canonical(message))
+def key_after(root: bytes, key: ConversationKey, digest: Digest) -> ConversationKey:
+    """The key of the conversation that goes on with a message."""
+    # Each of the three has one length.
+    return ConversationKey(hashlib.sha256(root + key + digest).digest()[:KEY_BYTES])
 
 
 def canonical(message: Message) -> bytes:
@@ -60,9 +74,9 @@ def canonical(message: Message) -> bytes:
     return _written([role, text.strip(), [_call(call) for call in calls]])
 
 
-def _next_key(root: bytes, key: ConversationKey, data: bytes) -> ConversationKey:
-    # Half of a SHA-256, which takes half of BLAKE2b's time. Roots and keys have one length.
-    return ConversationKey(hashlib.sha256(b"".join((root, key, data))).digest()[:KEY_BYTES])
+def _digest(data: bytes) -> Digest:
+    """SHA-256, which takes half of BLAKE2b's time."""
+    return Digest(hashlib.sha256(data).digest())
 
 
 def _text(content: Any) -> str:

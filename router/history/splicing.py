@@ -24,13 +24,11 @@ def text_after(
     position: int,
     *,
     ends_of_turn: Collection[str],
-    is_ended: bool,
-) -> str | None:
-    """What follows the tokens of the answer at `position`; None if that cannot be told.
+) -> tuple[str, str] | None:
+    """The token that ends the turn of the answer at `position`, and what follows; None if nobody can tell.
 
     `messages` are those of the prompt, with the client's special tokens broken already (see `quoting`): those
-    in `ends_of_turn` are the template's then. `is_ended` says that the answer's own tokens end with such a
-    token, which is not repeated.
+    in `ends_of_turn` are the template's then. An answer whose own tokens end with one has it already.
 
     The calls of the message are left as they are, since a template may check the results behind them; if it
     writes calls and no text, they are left out.
@@ -45,7 +43,7 @@ def text_after(
             continue
         if STANDS_FOR_ANSWER in behind:
             return None
-        return _from_end_of_turn(behind, ends_of_turn, is_ended)
+        return _at_end_of_turn(behind, ends_of_turn)
     return None
 
 
@@ -55,9 +53,9 @@ def _stand_ins(message: Message) -> list[Message]:
     return [answer, bare] if message.get("tool_calls") or message.get("function_call") else [answer]
 
 
-def _from_end_of_turn(text: str, ends_of_turn: Collection[str], is_ended: bool) -> str | None:
+def _at_end_of_turn(text: str, ends_of_turn: Collection[str]) -> tuple[str, str] | None:
     starts = [(start, -len(end)) for end in ends_of_turn if (start := text.find(end)) >= 0]
     if not starts:
         return None
     start, length = min(starts)  # of two at one place the longer, as a tokenizer reads it
-    return text[start - length :] if is_ended else text[start:]
+    return text[start : start - length], text[start - length :]

@@ -60,6 +60,7 @@ class Offload:
         *,
         max_choices: int,
         max_prompts: int,
+        has_history: bool = True,
         address_share: float = 1.0,
         bounds: Bounds | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class Offload:
         self._catalog = catalog
         self._max_choices = max_choices
         self._max_prompts = max_prompts
+        self._has_history = has_history
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: dict[Digest, TemplateVerdict] = {}
@@ -125,7 +127,7 @@ class Offload:
     async def _prepare(self, kind: str, body: bytes) -> Outcome:
         windows = self._windows()
         await self._load_all()
-        job = Job(kind, self._max_choices, self._max_prompts, windows)
+        job = Job(kind, self._max_choices, self._max_prompts, self._has_history, windows)
         try:
             answer = await self._ask(PREPARE, msgspec.msgpack.encode(job), body)
         except _Hung as error:
@@ -149,7 +151,9 @@ class Offload:
         for name in names:
             card = catalog.get(name).card
             digest = Digest(catalog.bundle_of(card.name)[0])
-            found[name] = ModelWindow(digest, card.context_length, card.vocab_size, name in adapters)
+            found[name] = ModelWindow(
+                digest, card.context_length, card.vocab_size, card.eos_token_ids, name in adapters
+            )
         return found
 
     async def _load_all(self) -> None:

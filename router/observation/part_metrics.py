@@ -11,6 +11,7 @@ from router.caches.named_caches import CacheStatistics
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.fleet.index_mirror import MirrorStatistics
 from router.fleet.membership import MembershipStatistics
+from router.history.remembered import HistoryStatistics
 from router.large_bodies.offload import OffloadStatistics
 from router.limits.admission import AdmissionStatistics
 from router.limits.body_budget import BodyStatistics
@@ -67,6 +68,7 @@ class PartMetrics:
         self._hash_misses = self._counter(
             "router_hash_cache_misses_total", "Prompt blocks that had to be hashed"
         )
+        self._declare_history()
         self._declare_dispatch()
         self._declare_fleet()
         self._declare_models()
@@ -183,6 +185,24 @@ class PartMetrics:
             "router_replica_pending_tokens",
             "Prompt tokens that a replica has yet to compute, as this router estimates",
             "replica",
+        )
+
+    def _declare_history(self) -> None:
+        self._history_bytes = self._gauge(
+            "router_history_bytes", "Memory of the tokens of answered conversations"
+        )
+        self._history_conversations = self._gauge(
+            "router_history_conversations", "Beginnings of conversations whose tokens are remembered"
+        )
+        self._history_evicted = self._counter(
+            "router_history_evicted_total", "Beginnings of conversations that made room for others"
+        )
+        self._history_prompts = self._counter(
+            "router_history_prompts_total",
+            "Prompts of conversations with an earlier answer, by how they go on from its tokens: exact (the "
+            "template would have written the same), drifted (it would have written others), unknown (the "
+            "answer is not remembered), refused (what follows it cannot be told, or leaves no room)",
+            "outcome",
         )
 
     def _declare_models(self) -> None:
@@ -307,6 +327,13 @@ class PartMetrics:
             self._cache_bytes.of(name).value = statistics.num_bytes
             self._cache_hits.of(name).value = statistics.num_hits
             self._cache_misses.of(name).value = statistics.num_misses
+
+    def read_history(self, num_prompts: Mapping[str, int], statistics: HistoryStatistics) -> None:
+        self._history_bytes.of().value = statistics.num_bytes
+        self._history_conversations.of().value = statistics.num_records
+        self._history_evicted.of().value = statistics.num_evicted
+        for outcome, count in num_prompts.items():
+            self._history_prompts.of(outcome).value = count
 
     def read_chains(self, statistics: ChainStatistics) -> None:
         self._hash_bytes.of().value = statistics.num_bytes

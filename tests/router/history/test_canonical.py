@@ -6,7 +6,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.history.canonical import KEY_BYTES, canonical, conversation_keys, key_after
+from router.history.canonical import (
+    KEY_BYTES,
+    ConversationKey,
+    canonical,
+    conversation_digests,
+    conversation_keys,
+    key_after,
+    message_digest,
+)
 
 ROOT = b"r" * 16
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -31,6 +39,12 @@ messages = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": contents},
     optional={"name": st.text(max_size=3), "tool_calls": calls | values, "function_call": values},
 )
+
+
+def _keys(
+    root: bytes, tools: list[Any] | None, arguments: dict[str, Any] | None, messages: list[Any]
+) -> list[ConversationKey]:
+    return conversation_keys(root, conversation_digests(tools, arguments, messages))
 
 
 def test_what_clients_change_of_an_answer_does_not_count() -> None:
@@ -74,25 +88,25 @@ def test_whatever_else_differs_is_another_message() -> None:
 
 def test_keys_roll_on_from_the_root_the_tools_and_the_arguments() -> None:
     hello = [{"role": "user", "content": "Hello"}, _answer()]
-    keys = conversation_keys(ROOT, TOOLS, {"enable_thinking": True}, hello)
+    keys = _keys(ROOT, TOOLS, {"enable_thinking": True}, hello)
     assert [len(key) for key in keys] == [KEY_BYTES] * 2
-    assert key_after(ROOT, keys[0], _answer(content="Well. ")) == keys[1]
+    assert key_after(ROOT, keys[0], message_digest(_answer(content="Well. "))) == keys[1]
     others = [
-        conversation_keys(b"s" * 16, TOOLS, {"enable_thinking": True}, hello),
-        conversation_keys(ROOT, None, {"enable_thinking": True}, hello),
-        conversation_keys(ROOT, TOOLS, None, hello),
-        conversation_keys(ROOT, TOOLS, {"enable_thinking": True}, hello[::-1]),
+        _keys(b"s" * 16, TOOLS, {"enable_thinking": True}, hello),
+        _keys(ROOT, None, {"enable_thinking": True}, hello),
+        _keys(ROOT, TOOLS, None, hello),
+        _keys(ROOT, TOOLS, {"enable_thinking": True}, hello[::-1]),
     ]
     assert len({key for some in (keys, *others) for key in some}) == 10
-    assert conversation_keys(ROOT, [], {}, hello) == conversation_keys(ROOT, None, None, hello)
+    assert _keys(ROOT, [], {}, hello) == _keys(ROOT, None, None, hello)
 
 
 @given(st.lists(messages, max_size=4), st.lists(messages, max_size=2))
 def test_a_beginning_has_the_keys_that_it_has_alone(
     some: list[dict[str, Any]], more: list[dict[str, Any]]
 ) -> None:
-    keys = conversation_keys(ROOT, TOOLS, None, some)
-    assert conversation_keys(ROOT, TOOLS, None, some + more)[: len(some)] == keys
+    keys = _keys(ROOT, TOOLS, None, some)
+    assert _keys(ROOT, TOOLS, None, some + more)[: len(some)] == keys
     assert len(set(keys)) == len(keys)
 
 
@@ -109,4 +123,4 @@ def test_arguments_written_out_anew_are_the_same(
 def test_halves_of_surrogate_pairs_and_long_integers_are_no_errors() -> None:
     odd = [{"role": "user", "content": "\ud800"}, _answer(tool_calls=[_call({"a": 10**30, "\udfff": 1})])]
     odd.append(_answer(tool_calls=[_call("\udfff"), 7, {"function": 3}], content={"\ud800": 10**30}))
-    assert len(set(conversation_keys(ROOT, TOOLS, {"a": "\ud800"}, odd))) == 3
+    assert len(set(_keys(ROOT, TOOLS, {"a": "\ud800"}, odd))) == 3

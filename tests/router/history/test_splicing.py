@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replicas.protocol.blocks import pack_token_ids, unpack_token_ids
-from router.history.canonical import conversation_keys, key_after
+from router.history.canonical import ConversationKey, conversation_digests, conversation_keys
 from router.history.remembered import RememberedHistory
 from router.history.splicing import STANDS_FOR_ANSWER, text_after
 from router.prompt.template import ChatTemplate
@@ -18,11 +18,15 @@ NUM_TURNS = 10
 ENDS = {"<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"}
 
 
+def _keys(messages: list[dict[str, Any]]) -> list[ConversationKey]:
+    return conversation_keys(ROOT, conversation_digests(TOOLS, None, messages))
+
+
 def _spliced(
     who: Speaker, history: RememberedHistory, messages: list[dict[str, Any]]
 ) -> tuple[list[int], Any, str]:
     """The prompt's tokens, what was found, and the text of the plain prompt."""
-    keys = conversation_keys(ROOT, TOOLS, None, messages)
+    keys = _keys(messages)
     is_quoted = quoter().is_needed(messages)
     rendered = quoter().quote(messages) if is_quoted else messages
     plain = who.template.render(rendered, tools=TOOLS)
@@ -31,14 +35,13 @@ def _spliced(
         return tokenizer().encode(plain, is_quoted=is_quoted), None, plain
     token_ids = unpack_token_ids(found.token_ids)
     ends = {tokenizer().special_tokens[end] for end in ENDS}
-    tail = text_after(
-        lambda some: who.template.render(some, tools=TOOLS),
-        rendered,
-        found.position,
-        ends_of_turn=ENDS,
-        is_ended=token_ids[-1] in ends,
+    behind = text_after(
+        lambda some: who.template.render(some, tools=TOOLS), rendered, found.position, ends_of_turn=ENDS
     )
-    assert tail is not None
+    assert behind is not None
+    end, tail = behind
+    if token_ids[-1] not in ends:
+        tail = end + tail
     return token_ids + tokenizer().encode(tail, is_quoted=is_quoted), found, plain
 
 
@@ -63,7 +66,7 @@ def test_in_ten_turns_each_prompt_begins_with_the_tokens_of_the_turn_before(who:
         if not is_cut_short:
             output.append(tokenizer().special_tokens[who.end_of_turn])
         message = echoed(who, plain, answer)
-        key = key_after(ROOT, conversation_keys(ROOT, TOOLS, None, messages)[-1], message)
+        key = _keys([*messages, message])[-1]
         added = prompt[0 if found is None else len(unpack_token_ids(found.token_ids)) :] + output
         history.remember("", key, pack_token_ids(added), found)
         before = prompt + output
@@ -82,7 +85,7 @@ def test_without_drift_the_spliced_prompt_is_the_plain_one(who: Speaker) -> None
         until_now = who.template.render(messages, tools=TOOLS, add_generation_prompt=False)
         end = until_now.rindex(who.end_of_turn) + len(who.end_of_turn)
         token_ids = tokenizer().encode(until_now[:end])
-        key = conversation_keys(ROOT, TOOLS, None, messages)[-1]
+        key = _keys(messages)[-1]
         history.remember("", key, pack_token_ids(token_ids))
         asked = [*messages, {"role": "user", "content": "And then?"}]
         prompt, found, plain = _spliced(who, history, asked)
@@ -104,13 +107,12 @@ HELLO = [
 ]
 
 
-def test_what_follows_begins_with_the_end_of_the_turn_unless_the_answer_has_it() -> None:
+def test_what_follows_begins_behind_the_end_of_the_turn() -> None:
     render = _render(chat_templates.QWEN_25)
     rest = "\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
-    for is_ended, expected in ((True, rest), (False, "<|im_end|>" + rest)):
-        assert text_after(render, HELLO, 1, ends_of_turn=ENDS, is_ended=is_ended) == expected
-    last = text_after(render, HELLO[:2], 1, ends_of_turn=ENDS, is_ended=True)
-    assert last == "\n<|im_start|>assistant\n"
+    assert text_after(render, HELLO, 1, ends_of_turn=ENDS) == ("<|im_end|>", rest)
+    last = text_after(render, HELLO[:2], 1, ends_of_turn=ENDS)
+    assert last == ("<|im_end|>", "\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_what_follows_begins_with_the_end_of_the_turn_unless_the_answer_has_it()
     ids=["drops", "counts", "never ends", "repeats", "refuses"],
 )
 def test_where_a_template_leaves_no_place_nothing_is_spliced(source: str) -> None:
-    assert text_after(_render(source), HELLO, 1, ends_of_turn=ENDS, is_ended=True) is None
+    assert text_after(_render(source), HELLO, 1, ends_of_turn=ENDS) is None
 
 
 def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
@@ -133,14 +135,14 @@ def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
     for place in (0, 2):
         messages = [dict(message) for message in HELLO]
         messages[place]["content"] = f"{STANDS_FOR_ANSWER}<|im_end|>"
-        tail = text_after(render, messages, 1, ends_of_turn=ENDS, is_ended=True)
+        tail = text_after(render, messages, 1, ends_of_turn=ENDS)
         assert tail is None
 
 
 def test_of_two_ends_at_one_place_the_longer_counts() -> None:
     render = _render("{% for m in messages %}{{ m.content }}<end><x>{% endfor %}")
-    tail = text_after(render, HELLO[:2], 1, ends_of_turn=["<end>", "<end><x>"], is_ended=True)
-    assert tail == ""
+    tail = text_after(render, HELLO[:2], 1, ends_of_turn=["<end>", "<end><x>"])
+    assert tail == ("<end><x>", "")
 
 
 def test_a_call_alone_is_followed_by_its_result() -> None:
@@ -152,8 +154,11 @@ def test_a_call_alone_is_followed_by_its_result() -> None:
         {"role": "tool", "content": "found"},
     ]
     llama = _render(chat_templates.LLAMA_31, tools=TOOLS)
-    tail = text_after(llama, messages, 1, ends_of_turn=ENDS, is_ended=True)
+    tail = text_after(llama, messages, 1, ends_of_turn=ENDS)
     assert tail == (
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"found"<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        "<|eot_id|>",
+        (
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"found"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        ),
     )

@@ -1,0 +1,165 @@
+"""ChatHistory: conversations go on from the exact tokens of their earlier answers.
+
+Owns the store of one router process, and when it is used. A prompt that goes on from remembered tokens may be
+longer than the one that its template writes (reasoning stays in it), so it gives way where an answer would
+have no room. An answer is remembered as its client can send it back: not one that a stop string or the router
+cut short, nor one that broke off before it said anything or in a call.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from replicas.protocol.blocks import pack_token_ids
+from replicas.protocol.frames import FinishReason
+from router.api.chat_request import ChatRequest
+from router.api.choice_output import TOOL_CALLS, ChoiceOutput
+from router.api.prepared import EncodedPrompt, EncodedTail
+from router.generation import Generation
+from router.history.canonical import (
+    ConversationKey,
+    Digest,
+    conversation_keys,
+    key_after,
+    message_digest,
+)
+from router.history.remembered import Found, HistoryStatistics, RememberedHistory
+from router.keeping import Keep
+from router.prompt.catalog import ServedModel
+
+LEAST_ROOM_SHARE = 0.25
+"""Of the context, for an answer whose length its client leaves open."""
+
+BYTES_PER_TOKEN = 4
+
+
+class Outcome(enum.StrEnum):
+    """What becomes of a conversation that has an answer in it."""
+
+    EXACT = "exact"
+    """It goes on from remembered tokens, and its template would have written the same."""
+    DRIFTED = "drifted"
+    """It goes on from remembered tokens, and its template would have written others."""
+    UNKNOWN = "unknown"
+    """None of its answers is remembered."""
+    REFUSED = "refused"
+    """What follows the answer cannot be told, or leaves no room for another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an answer is remembered by: its root, the key of the messages before it, and what its prompt went
+    on from. `ends` are the tokens that end a turn."""
+
+    root: bytes
+    key: ConversationKey
+    ends: frozenset[int]
+    parent: Found | None = None
+    outcome: Outcome | None = None
+
+
+TailOf = Callable[[int], EncodedTail | None]
+"""What the prompt says behind the answer at a position; None if that is not known."""
+
+
+class ChatHistory:
+    """For one event loop. With a room of no bytes it does nothing."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.is_on = max_bytes > 0
+        self.num_prompts: dict[str, int] = dict.fromkeys(Outcome, 0)
+        self._remembered = RememberedHistory(max_bytes)
+
+    def statistics(self) -> HistoryStatistics:
+        return self._remembered.statistics
+
+    def go_on(
+        self, model: ServedModel, request: ChatRequest, encoded: EncodedPrompt, tail_of: TailOf
+    ) -> tuple[EncodedPrompt, Turn | None]:
+        """The prompt from remembered tokens on if there are any, and what its answer is remembered by."""
+        history = encoded.history
+        if history is None or not self.is_on:
+            return encoded, None
+        root = model.root(None, request.cache_salt)
+        keys = conversation_keys(root, [Digest(digest) for digest in history.digests])
+        turn = partial(Turn, root, keys[-1], model.eos_token_ids)
+        if history.last_answer is None:
+            return encoded, turn()
+        found = self._remembered.find(keys[: history.last_answer + 1])
+        if found is None:
+            return encoded, turn(outcome=Outcome.UNKNOWN)
+        tail = tail_of(found.position)
+        if tail is None:
+            return encoded, turn(outcome=Outcome.REFUSED)
+        token_ids = _joined(found, tail, model.eos_token_ids)
+        if not _has_room(model, request, encoded, token_ids):
+            return encoded, turn(outcome=Outcome.REFUSED)
+        if token_ids == encoded.token_ids:
+            return encoded, turn(parent=found, outcome=Outcome.EXACT)
+        spliced = msgspec.structs.replace(
+            encoded, token_ids=token_ids, keeps=_moved(encoded.keeps, encoded, tail, token_ids)
+        )
+        return spliced, turn(parent=found, outcome=Outcome.DRIFTED)
+
+    def count(self, turn: Turn | None) -> None:
+        """A request that is to be served."""
+        if turn is not None and turn.outcome is not None:
+            self.num_prompts[turn.outcome] += 1
+
+    def remember(self, turn: Turn | None, generation: Generation, outputs: Sequence[ChoiceOutput]) -> None:
+        """The answers to a prompt, once they are whole."""
+        if turn is None or generation.sampling.ignore_eos:
+            return
+        num_before = 0 if turn.parent is None else len(turn.parent.token_ids) // BYTES_PER_TOKEN
+        asked = generation.token_ids[num_before:]
+        for output in outputs:
+            if not _can_be_sent_back(output):
+                continue
+            calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in output.calls]
+            answer = {"role": "assistant", "content": output.text, "tool_calls": calls}
+            said = output.token_ids
+            if said[-1] in generation.sampling.stop_token_ids and said[-1] not in turn.ends:
+                said = said[:-1]
+            key = key_after(turn.root, turn.key, message_digest(answer))
+            self._remembered.remember(generation.tenant, key, pack_token_ids([*asked, *said]), turn.parent)
+
+
+def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:
+    """The remembered tokens and what follows; the token that ends the turn stands between them once."""
+    last = int.from_bytes(found.token_ids[-BYTES_PER_TOKEN:], "little")
+    end = b"" if last in ends else pack_token_ids([tail.end])
+    return found.token_ids + end + tail.token_ids
+
+
+def _has_room(model: ServedModel, request: ChatRequest, plain: EncodedPrompt, token_ids: bytes) -> bool:
+    length = model.card.context_length
+    room = length - len(token_ids) // BYTES_PER_TOKEN
+    if request.max_tokens is not None and not request.cut_to_context:
+        return room >= request.max_tokens
+    plain_room = length - len(plain.token_ids) // BYTES_PER_TOKEN
+    return room >= min(plain_room, length * LEAST_ROOM_SHARE, request.max_tokens or length)
+
+
+def _moved(keeps: Sequence[Keep], plain: EncodedPrompt, tail: EncodedTail, token_ids: bytes) -> list[Keep]:
+    """Places behind the answer are where they were, counted from the end."""
+    num_plain = len(plain.token_ids) // BYTES_PER_TOKEN
+    shift = len(token_ids) // BYTES_PER_TOKEN - num_plain
+    begin = num_plain - len(tail.token_ids) // BYTES_PER_TOKEN
+    return [
+        keep
+        if keep.num_tokens is None or keep.num_tokens < begin
+        else keep._replace(num_tokens=keep.num_tokens + shift)
+        for keep in keeps
+    ]
+
+
+def _can_be_sent_back(output: ChoiceOutput) -> bool:
+    if output.was_stopped or not output.token_ids:
+        return False
+    if output.finish_reason == FinishReason.LENGTH.value:
+        return not output.calls and bool(output.text.strip())
+    is_whole = output.finish_reason in (FinishReason.STOP.value, TOOL_CALLS)
+    return is_whole and bool(output.calls or output.text.strip())

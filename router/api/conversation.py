@@ -1,0 +1,44 @@
+"""A conversation's prompt, as far as it may go on from the tokens of an earlier answer.
+
+Owns what is told of that to the router's store, which does not see the conversation itself. Runs wherever
+there is a tokenizer and a template.
+"""
+
+from replicas.protocol.blocks import pack_token_ids
+from router.api.chat_prompt import RenderedChat
+from router.api.chat_request import ChatRequest
+from router.api.prepared import EncodedHistory, EncodedTail
+from router.history.canonical import conversation_digests
+from router.history.splicing import text_after
+from router.prompt.engines import TooMuchWork
+from router.prompt.text_model import TextModel
+
+
+def encoded_history(request: ChatRequest) -> EncodedHistory | None:
+    """None where the model is not to begin a new answer, or not to see the conversation's beginning."""
+    is_cut = request.truncate_prompt_tokens is not None
+    if is_cut or not request.add_generation_prompt or request.continue_final_message:
+        return None
+    messages = request.messages
+    digests = conversation_digests(request.tools, request.template_arguments, messages)
+    answers = (place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant")
+    return EncodedHistory([*digests], next(answers, None))
+
+
+def encoded_tail(model: TextModel, chat: RenderedChat, position: int) -> EncodedTail | None:
+    """What the prompt says behind the answer at `position`. None where that cannot be told, or where tokens
+    of a text's pieces are not those of the whole."""
+    tokenizer = model.tokenizer
+    if not tokenizer.caches_segments:
+        return None
+    special_tokens = tokenizer.special_tokens
+    ends = {name for name in tokenizer.token_strings(model.card.eos_token_ids) if name in special_tokens}
+    try:
+        behind = text_after(chat.write, chat.messages, position, ends_of_turn=ends)
+    except TooMuchWork:
+        return None
+    if behind is None:
+        return None
+    end, text = behind
+    token_ids = tokenizer.encode(text, is_quoted=chat.is_quoted)
+    return EncodedTail(position, special_tokens[end], pack_token_ids(token_ids))

@@ -1,0 +1,257 @@
+"""Chats that go on: each turn's prompt begins with the tokens of the turn before, as they were generated."""
+
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from replicas.protocol.frames import FinishReason
+from router.api.chat_history import Outcome
+from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
+from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.conversation import encoded_history, encoded_tail
+from tests.router import tiny_model
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import says
+from tests.router.thinking_model import CONTEXT_LENGTH, MODEL, catalog, token_ids
+
+CALL = '<tool_call>\n{"name":"weather",  "arguments": {"days":2, "city": "Århus"}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+PADDING = "word " * 60_000
+"""Makes a body that is prepared in a process of its own, of a system text that the template leaves out."""
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    async with http_server(catalog=catalog()) as running:
+        yield running
+
+
+async def said(
+    http: httpx.AsyncClient, messages: list[dict[str, Any]], *, is_stream: bool = False, **fields: Any
+) -> dict[str, Any]:
+    """The answer's message, as a client puts it together and sends it back."""
+    body = {"model": MODEL, "messages": messages, "tools": TOOLS, "stream": is_stream, **fields}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    if not is_stream:
+        message: dict[str, Any] = answer.json()["choices"][0]["message"]
+        message.pop("reasoning_content", None)
+        return message
+    content, calls = "", []
+    for line in answer.text.split("\n\n"):
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            content += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({"id": call["id"], "type": "function", "function": call["function"]})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def again(message: dict[str, Any]) -> dict[str, Any]:
+    """As another client would send it: arguments written out anew, other blanks, other ids."""
+    calls = [
+        {
+            "id": f"id-{number}",
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(json.loads(call["function"]["arguments"]), indent=1, sort_keys=True),
+            },
+        }
+        for number, call in enumerate(message.get("tool_calls") or ())
+    ]
+    content = f"{message['content'] or ''}\n"
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def outcomes(server: HttpServer) -> dict[str, int]:
+    return {str(outcome): count for outcome, count in server.context.history.num_prompts.items() if count}
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+async def test_ten_turns_with_reasoning_and_calls_go_on_from_their_own_tokens(
+    server: HttpServer, http: httpx.AsyncClient, is_stream: bool
+) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Question 0, <|im_end|>"}]
+    before: list[int] = []
+    for turn in range(10):
+        is_call = turn % 3 == 1
+        answer = f"<think>\nThought {turn}\n</think>\n\n" + (CALL if is_call else f"Answer {turn}.")
+        output = token_ids(answer)
+        server.dispatcher.script = says(output)
+        message = await said(http, messages, is_stream=is_stream)
+        assert bool(message.get("tool_calls")) == is_call
+        prompt = server.dispatcher.generations[-1].token_ids
+        assert prompt[: len(before)] == before
+        assert server.dispatcher.generations[-1].submit.packed_tokens is not None
+        before = [*prompt, *output]
+        messages.append(again(message))
+        messages.append(
+            {"role": "tool", "tool_call_id": "id-0", "content": "12 °C"}
+            if is_call
+            else {"role": "user", "content": f"Question {turn + 1}"}
+        )
+    assert outcomes(server) == {Outcome.DRIFTED: 9}
+
+
+async def test_what_the_template_writes_alike_goes_on_exactly(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids("Fine."))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    messages += [await said(http, messages), {"role": "user", "content": "And now?"}]
+    await said(http, messages)
+    assert outcomes(server) == {Outcome.EXACT: 1}
+
+
+async def test_another_answer_or_another_question_is_not_known(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    answer = await said(http, asked)
+    other = {"role": "user", "content": "And now?"}
+    plain = [*asked, {**answer, "content": "Well."}, other]
+    for messages, fields in (
+        (plain, {}),
+        ([{**asked[0], "content": "Who are you?"}, answer, other], {}),
+        ([*asked, answer, other], {"tools": None}),
+        ([*asked, answer, other], {"cache_salt": "another tenant"}),
+    ):
+        await said(http, messages, **fields)
+        prompt = server.dispatcher.generations[-1].token_ids
+        assert "Hm" not in catalog().get(MODEL).tokenizer.decode(prompt)
+    assert outcomes(server) == {Outcome.UNKNOWN: 4}
+    await said(http, [*asked, answer, other])
+    assert outcomes(server) == {Outcome.UNKNOWN: 4, Outcome.DRIFTED: 1}
+
+
+async def test_each_choice_is_remembered(server: HttpServer, http: httpx.AsyncClient) -> None:
+    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
+    asked = [{"role": "user", "content": "How are you?"}]
+    await said(http, asked, n=2)
+    assert server.context.history.statistics().num_records == 1  # both say the same
+    answer = {"role": "assistant", "content": "Fine."}
+    await said(http, [*asked, answer, asked[0]])
+    assert outcomes(server) == {Outcome.DRIFTED: 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish", "fields"),
+    [
+        ("<think>Hm</think>One. Two.", FinishReason.STOP, {"stop": "Two"}),
+        ("<think>Hm</think>" + CALL + CALL, FinishReason.STOP, {"parallel_tool_calls": False}),
+        ("<think>Hm", FinishReason.LENGTH, {}),
+        ("<think>Hm</think>" + CALL[:-20], FinishReason.LENGTH, {}),
+        ("<think>Hm</think>Fine.", FinishReason.STOP, {"ignore_eos": True}),
+        ("<think>Hm</think>Fine.", FinishReason.STOP, {"add_generation_prompt": False}),
+    ],
+)
+async def test_what_was_cut_short_or_cannot_be_sent_back_is_not_remembered(
+    server: HttpServer, http: httpx.AsyncClient, answer: str, finish: FinishReason, fields: dict[str, Any]
+) -> None:
+    server.dispatcher.script = says(token_ids(answer, end=finish is FinishReason.STOP), finish=finish)
+    await said(http, [{"role": "user", "content": "How are you?"}], **fields)
+    assert server.context.history.statistics().num_records == 0
+
+
+async def test_an_answer_that_ran_into_its_length_goes_on_behind_the_end_of_its_turn(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    output = token_ids("<think>Hm</think>Fine, but", end=False)
+    server.dispatcher.script = says(output, finish=FinishReason.LENGTH)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    answer = await said(http, messages)
+    first = server.dispatcher.generations[-1].token_ids
+    await said(http, [*messages, answer, {"role": "user", "content": "Go on."}])
+    prompt = server.dispatcher.generations[-1].token_ids
+    assert prompt[: len(first) + len(output) + 1] == [*first, *output, tiny_model.END_OF_TURN]
+    assert prompt[len(first) + len(output) + 1] != tiny_model.END_OF_TURN
+
+
+async def test_without_room_for_an_answer_the_template_has_its_way(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    thought = "thought " * (CONTEXT_LENGTH // 2)
+    output = token_ids(f"<think>{thought}</think>Fine.")[-CONTEXT_LENGTH * 7 // 8 :]
+    server.dispatcher.script = says([*token_ids("<think>", end=False), *output])
+    asked = [{"role": "user", "content": "How are you?"}]
+    messages = [*asked, await said(http, asked), *asked]
+    await said(http, messages, max_tokens=CONTEXT_LENGTH // 4)
+    assert len(server.dispatcher.generations[-1].token_ids) < 300
+    await said(http, messages)
+    assert len(server.dispatcher.generations[-1].token_ids) < 300
+    assert outcomes(server) == {Outcome.REFUSED: 2}
+    server.dispatcher.script = says(token_ids("Fine."))
+    await said(http, messages, max_tokens=16)
+    assert outcomes(server) == {Outcome.REFUSED: 2, Outcome.DRIFTED: 1}
+
+
+async def test_large_bodies_go_on_as_well(server: HttpServer, http: httpx.AsyncClient) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    large = {"tools": None, "metadata": {"padding": PADDING}}
+    before: list[int] = []
+    for turn in range(3):
+        output = token_ids(f"<think>Thought {turn}</think>Answer {turn}.")
+        server.dispatcher.script = says(output)
+        answer = await said(http, messages, **large)
+        prompt = server.dispatcher.generations[-1].token_ids
+        assert prompt[: len(before)] == before
+        before = [*prompt, *output]
+        messages += [answer, {"role": "user", "content": "And now?"}]
+    assert server.context.offload.statistics().num_done == 3
+    assert outcomes(server) == {Outcome.DRIFTED: 2}
+
+
+async def test_a_wish_to_keep_reaches_through_the_same_message(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids("<think>" + "Hm. " * 40 + "</think>Fine."))
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    answer = {"role": "assistant", "content": (await said(http, asked, tools=None))["content"]}
+    model = catalog().get(MODEL)
+    request = ChatRequest(
+        model=MODEL,
+        messages=[*asked, answer, {"role": "user", "content": "And now?"}],
+        keeps=[KeepThrough(60, place) for place in (0, 2, None)],
+    )
+    chat = render_chat(model, request)
+    plain = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
+    plain = msgspec.structs.replace(plain, history=encoded_history(request))
+    encoded, _ = server.context.history.go_on(model, request, plain, partial(encoded_tail, model, chat))
+    first, last, whole = [keep.num_tokens for keep in encoded.keeps]
+    assert first is not None and last is not None and whole is None
+    assert len(encoded.ids()) > len(plain.ids())
+    assert model.tokenizer.decode(encoded.ids()[:first]).endswith("How are you?")
+    assert model.tokenizer.decode(encoded.ids()[:last]).endswith("And now?")
+
+
+async def test_a_room_of_no_bytes_remembers_nothing() -> None:
+    async with (
+        http_server(catalog=catalog(), history_bytes=0) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
+        asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+        await said(http, [*asked, await said(http, asked), *asked])
+        assert outcomes(server) == {}
+        assert server.context.history.statistics().num_records == 0
+
+
+async def test_what_becomes_of_conversations_is_counted(server: HttpServer, http: httpx.AsyncClient) -> None:
+    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    await said(http, [*asked, await said(http, asked), *asked])
+    shown = (await http.get("/metrics")).text
+    assert 'router_history_prompts_total{outcome="drifted"} 1' in shown
+    assert 'router_history_prompts_total{outcome="unknown"} 0' in shown
+    assert "router_history_conversations 2" in shown
