@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,44 @@ def check_caching(turns: Sequence[Turn]) -> None:
     for before, turn in itertools.pairwise(turns):
         assert turn.num_cached_tokens >= 0.9 * turn.num_prompt_tokens, turns
         assert turn.num_prompt_tokens > before.num_prompt_tokens
+
+
+def test_codex_reads_five_notes_and_its_later_turns_are_cached(
+    talking_cluster: LocalStack, tmp_path: Path
+) -> None:
+    folder = notes_in(tmp_path)
+    codex = str(client_environment("node") / "node_modules/.bin/codex")
+    settings = folder / "home" / ".codex" / "config.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(
+        'model = "talking"\nmodel_provider = "kvasir"\nsandbox_mode = "danger-full-access"\n'
+        f'[model_providers.kvasir]\nname = "Kvasir"\nbase_url = "{talking_cluster.url}/v1"\n'
+        'wire_api = "responses"\nenv_key = "KVASIR_KEY"\n',
+        "utf-8",
+    )
+
+    counted = Counter[str]()
+
+    def ask(number: int) -> Turn:
+        """Its usage counts the turns before, too."""
+        resume = ["resume", "--last"] if number > 1 else []
+        options = ["--skip-git-repo-check", "--json"]
+        command = [codex, "exec", *resume, *options, f"Codex, read note {number}."]
+        events = [
+            json.loads(line)
+            for line in run(command, folder, {"KVASIR_KEY": "none"}).splitlines()
+            if line.startswith("{")
+        ]
+        items = [event["item"] for event in events if event["type"] == "item.completed"]
+        commands = [item for item in items if item["type"] == "command_execution"]
+        assert [item["exit_code"] for item in commands] == [0], items
+        [usage] = [event["usage"] for event in events if event["type"] == "turn.completed"]
+        texts = [item["text"] for item in items if item["type"] == "agent_message"]
+        own = Counter(usage) - counted
+        counted.update(own)
+        return Turn(texts[-1], own["input_tokens"], own["cached_input_tokens"])
+
+    check_caching(conversation(ask))
 
 
 def test_claude_code_reads_five_notes_and_its_later_turns_are_cached(

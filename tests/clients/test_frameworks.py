@@ -82,6 +82,10 @@ def test_litellm_calls_tools_and_reads_formats_and_reasoning(litellm: Seen) -> N
     assert text.strip() == "It is blue." and thought.strip() == "They ask about the sky."
 
 
+def test_litellm_reads_responses(litellm: Seen) -> None:
+    assert litellm["responses"] == HELLO
+
+
 def test_litellm_reads_messages(litellm: Seen) -> None:
     assert litellm["messages"]["content"][0]["text"] == HELLO
 
@@ -93,9 +97,20 @@ def test_langchain_calls_tools_and_reads_formats(langchain: Seen) -> None:
     assert langchain["structured"] == [ADA, ADA]
 
 
+def test_langchain_reads_responses(langchain: Seen) -> None:
+    text, num_tokens = langchain["responses"]
+    assert text == HELLO and num_tokens > 3
+
+
 def test_agents_run_tools_and_read_formats(agents: Seen) -> None:
     assert agents["agents_tools"] == [WARM, ["Paris"]]
     assert agents["agents_structured"] == ADA
+
+
+def test_agents_run_on_responses_as_is_their_default(agents: Seen) -> None:
+    assert agents["agents_on_responses"] == HELLO
+    assert agents["agents_tools_on_responses"] == [WARM, ["Paris"]]
+    assert agents["agents_streamed_on_responses"] == ["run_item_stream_event", HELLO]
 
 
 def test_pydantic_ai_runs_tools_and_reads_formats(agents: Seen) -> None:

@@ -71,3 +71,9 @@ def test_node_runs_tools_streams_calls_and_parses(seen_in_node: Seen) -> None:
     assert seen_in_node["runTools"] == {"text": "It is 21 degrees there.", "cities": ["Paris"]}
     assert seen_in_node["streamedTools"] == {"calls": ["Paris", "Rome"], "finish": "tool_calls"}
     assert seen_in_node["parsed"] == ADA
+
+
+def test_node_reads_responses(seen_in_node: Seen) -> None:
+    responses = seen_in_node["responses"]
+    assert responses["texts"] == [HELLO, HELLO]
+    assert responses["usage"]["input_tokens_details"]["cached_tokens"] >= 0

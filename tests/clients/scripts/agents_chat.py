@@ -84,6 +84,27 @@ def agents_structured():
 
 
 @scene
+def agents_on_responses():
+    agent = agents.Agent(name="plain", model=agents_model("responses"))
+    return asyncio.run(agents.Runner.run(agent, "Say hello.")).final_output
+
+
+@scene
+def agents_tools_on_responses():
+    return run_with_tool("responses")
+
+
+@scene
+def agents_streamed_on_responses():
+    async def run():
+        agent = agents.Agent(name="plain", model=agents_model("responses"))
+        result = agents.Runner.run_streamed(agent, "Say hello.")
+        return [[event.type async for event in result.stream_events()][-1], result.final_output]
+
+    return asyncio.run(run())
+
+
+@scene
 def pydantic_tools():
     agent = Agent(pydantic_model())
 

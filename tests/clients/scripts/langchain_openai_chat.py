@@ -91,4 +91,10 @@ def structured():
     ]
 
 
+@scene
+def responses():
+    answer = model(use_responses_api=True).invoke("Say hello.")
+    return [answer.text, answer.usage_metadata["total_tokens"]]
+
+
 act()

@@ -96,6 +96,12 @@ def reasoning():
 
 
 @scene
+def responses():
+    answer = litellm.responses(model=f"openai/{MODEL}", input="Say hello.", **KEYS)
+    return answer.output_text
+
+
+@scene
 def messages():
     return asyncio.run(
         litellm.anthropic.messages.acreate(

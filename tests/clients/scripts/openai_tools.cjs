@@ -48,6 +48,13 @@ const scenes = {
     });
     return JSON.parse(answer.choices[0].message.content);
   },
+
+  async responses() {
+    const answer = await client.responses.create({ model, input: "Say hello." });
+    const stream = client.responses.stream({ model, input: "Say hello." });
+    const streamed = await stream.finalResponse();
+    return { texts: [answer.output_text, streamed.output_text], usage: streamed.usage };
+  },
 };
 
 (async () => {
