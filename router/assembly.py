@@ -117,6 +117,7 @@ class Router:
         if config.log_requests:
             context.observers.append(log_request)
         self._offload, self._caches, self.connections = context.offload, context.caches, context.connections
+        self._grammars = context.grammars
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
@@ -140,6 +141,7 @@ class Router:
             if self._caches is not None:
                 await self._caches.close()
             await self._offload.close()
+            self._grammars.close()
 
     async def close(self) -> None:
         """Send what is left to tell. Call it when the last request has ended."""

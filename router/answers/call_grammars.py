@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from router.answers.formats import CALL_BEGIN, CALL_END, PYTHON_TAG, ToolSyntax
-from router.answers.literals import is_special, literal
+from router.answers.literals import is_special, literal, mark
 from router.answers.parameter_kinds import STRING_ONLY, kinds_of
 from router.answers.schemas import argument_schema, arguments_schema
 from router.errors import InvalidRequest
@@ -21,12 +21,12 @@ Rules = list[str]
 Named = list[dict[str, Any]]
 """Grammars beside the rules, which name them."""
 
-_BETWEEN_MARKS = rf"""
+_BETWEEN_MARKS = r"""
 calls: call%(more)s
-call: {literal(CALL_BEGIN + chr(10))} body {literal(chr(10) + CALL_END)}
+call: %(begin)s "\n" body "\n" %(end)s
 text_or_calls: %(mixed)s
-said_and_called: opened "\n" body {literal(chr(10) + CALL_END)}
-opened[lazy]: TEXT {literal(CALL_BEGIN)}
+said_and_called: opened "\n" body "\n" %(end)s
+opened%(lazy)s: TEXT %(begin)s
 TEXT: /(?s:.*)/
 """
 
@@ -69,7 +69,14 @@ def call_rules(
         frame = _BARE % {"more": ' ("; " body)*' if several else "", "tag": tag}
     else:
         mixed = "said_and_called* TEXT" if several else "TEXT | said_and_called"
-        frame = _BETWEEN_MARKS % {"more": r' ("\n" call)*' if several else "", "mixed": mixed}
+        is_token = is_special(CALL_BEGIN, special_tokens)  # and then TEXT does not match it
+        frame = _BETWEEN_MARKS % {
+            "more": r' ("\n" call)*' if several else "",
+            "mixed": mixed,
+            "begin": mark(CALL_BEGIN, special_tokens),
+            "end": mark(CALL_END, special_tokens),
+            "lazy": "" if is_token else "[lazy]",
+        }
     rules = frame.strip().splitlines()
     if syntax is ToolSyntax.QWEN_XML:
         bodies, named = _xml_bodies(tools)

@@ -20,7 +20,7 @@ from typing import Any
 
 from router.answers.call_grammars import CallableTool, call_rules
 from router.answers.formats import AnswerFormat, ReasoningMarks
-from router.answers.literals import is_special, literal, slashed
+from router.answers.literals import is_special, literal, mark, slashed
 from router.answers.schemas import answer_schema
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.errors import InvalidRequest
@@ -43,8 +43,8 @@ def grammar_for(
 ) -> str:
     """The grammar of the answer, or "" for any text. Raises InvalidRequest.
 
-    `special_tokens` are the texts of those tokens of the model that stand for no text. `tool_parameter` is
-    where a dialect has the schema of a tool's arguments.
+    `special_tokens` are those of the marks that are added to the model's vocabulary: llguidance takes none
+    of them for text. `tool_parameter` is where a dialect has the schema of a tool's arguments.
     """
     callable_tools = _callable(tools, choice, answer, tool_parameter)
     free = output is None and choice.mode is not ToolMode.REQUIRED
@@ -66,7 +66,8 @@ def grammar_for(
         body = "text_or_calls" if output is None else "@text | calls"
     if output is not None and choice.mode is not ToolMode.REQUIRED:
         named.append({"name": "text", **_text(output)})
-    rules = [f"start: {_reasoning_prefix(answer.reasoning, starts_in_reasoning)}answer", f"answer: {body}"]
+    prefix = _reasoning_prefix(answer.reasoning, starts_in_reasoning, special_tokens)
+    rules = [f"start: {prefix}answer", f"answer: {body}"]
     rules += _reasoning_rules(answer.reasoning, special_tokens)
     if callable_tools:
         assert answer.tools is not None
@@ -132,10 +133,12 @@ def _text(output: OutputFormat) -> dict[str, Any]:
             return {"lark_grammar": output.text}
 
 
-def _reasoning_prefix(marks: ReasoningMarks | None, starts_inside: bool) -> str:
+def _reasoning_prefix(
+    marks: ReasoningMarks | None, starts_inside: bool, special_tokens: Collection[str]
+) -> str:
     if marks is None:
         return ""
-    return "reasoned SPACE " if starts_inside else f"({literal(marks.begin)} reasoned SPACE)? "
+    return "reasoned SPACE " if starts_inside else f"({mark(marks.begin, special_tokens)} reasoned SPACE)? "
 
 
 def _reasoning_rules(marks: ReasoningMarks | None, special_tokens: Collection[str]) -> list[str]:

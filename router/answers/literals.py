@@ -25,3 +25,8 @@ def slashed(regex: str) -> str:
 def is_special(mark: str, special_tokens: Collection[str]) -> bool:
     """Whether a mark stands in a grammar as a token of its own name, which no text matches."""
     return mark in special_tokens and _SPECIAL_NAME.fullmatch(mark) is not None
+
+
+def mark(text: str, special_tokens: Collection[str]) -> str:
+    """A mark as the grammar has it: as a token, or as text."""
+    return text if is_special(text, special_tokens) else literal(text)

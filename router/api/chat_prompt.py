@@ -84,24 +84,24 @@ def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> l
 
 
 def encoded_prompt(
-    model: TextModel, request: ChatRequest, chat: RenderedChat, token_ids: list[int]
+    model: TextModel, request: ChatRequest, chat: RenderedChat, token_ids: list[int], grammar: str = ""
 ) -> EncodedPrompt:
-    """The tokens, with what is known of places in them."""
+    """The tokens, with what is known of places in them, and what the answer is held to."""
+    begun = begins_in_reasoning(model, chat)
     kept = kept_end(request, model, token_ids)
     if len(kept) < len(token_ids):  # the places in it are no longer where they were
         keeps = [Keep(keep.seconds) for keep in request.keeps]
-        return EncodedPrompt(
-            pack_token_ids(kept), keeps=keeps, starts_in_reasoning=_starts_in_reasoning(model, chat)
-        )
+        return EncodedPrompt(pack_token_ids(kept), keeps=keeps, starts_in_reasoning=begun, grammar=grammar)
     return EncodedPrompt(
         pack_token_ids(token_ids),
         num_stable_tokens=_num_stable_tokens(model, chat),
-        starts_in_reasoning=_starts_in_reasoning(model, chat),
+        starts_in_reasoning=begun,
         keeps=[Keep(keep.seconds, _num_kept_tokens(model, chat, keep)) for keep in request.keeps],
+        grammar=grammar,
     )
 
 
-def _starts_in_reasoning(model: TextModel, chat: RenderedChat) -> bool:
+def begins_in_reasoning(model: TextModel, chat: RenderedChat) -> bool:
     return starts_in_reasoning(chat.text[-MARK_CHARACTERS:], model.answer_format.reasoning)
 
 

@@ -46,4 +46,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     """Compute and keep the prompt; nothing is to be answered."""
     messages_field: str = "messages"
     """What the client calls them."""
+    tool_parameter: str = "tools[{}].function.parameters"
+    """Where the client has the schema of a tool's arguments, by its number."""
     answers: Any = None

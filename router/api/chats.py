@@ -16,10 +16,11 @@ from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Promp
 from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
 from router.api.chat_history import TailOf
-from router.api.chat_prompt import encoded_prompt, render_chat
+from router.api.chat_prompt import begins_in_reasoning, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
 from router.api.conversation import encoded_history, encoded_tail
+from router.api.grammar_checks import chat_grammar
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.preparing import READERS
 from router.api.sampling import TokenRules, check_text_length, kept_end, sampling_params
@@ -85,7 +86,9 @@ async def _encode(context: ApiContext, kind: str, body: bytes) -> _Read:
         chat = render_chat(model, request, is_bounded=True)
         check_text_length(model, chat.text, request.messages_field)
         token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
-        encoded = encoded_prompt(model, request, chat, token_ids)
+        wished = chat_grammar(model, request, starts_in_reasoning=begins_in_reasoning(model, chat))
+        grammar = await context.grammars.checked(wished)
+        encoded = encoded_prompt(model, request, chat, token_ids, grammar)
         if context.history.is_on:
             encoded = msgspec.structs.replace(encoded, history=encoded_history(request))
     token_ids = kept_end(request, model, token_ids)

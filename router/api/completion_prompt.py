@@ -13,7 +13,6 @@ from router.api.sampling import (
     check_text_length,
     check_token_ids,
 )
-from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel
 
@@ -41,9 +40,6 @@ class CompletionRequest(PeerFields, kw_only=True):
 def check_completion(request: CompletionRequest, max_choices: int) -> None:
     check_fields(request, max_choices, least_tokens=0)
     check_peer_fields(request)
-    wished = output_format_of(request, request.response_format)
-    if wished is not None:
-        raise unsupported(wished.parameter, f"Answers cannot be held to '{wished.parameter}' yet.")
     check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     if request.echo and request.logprobs is not None:
         raise unsupported(

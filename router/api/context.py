@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.chat_history import ChatHistory
+from router.api.grammar_checks import GrammarChecks
 from router.api.http import read_body
 from router.api.prepared import Bounds
 from router.caches.named_caches import NamedCaches
@@ -90,6 +91,8 @@ class ApiContext:
     """Of the conversations that were answered here."""
     offload: Offload = field(init=False)
     """Where bodies are prepared that would hold others up; to be closed with the router."""
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    """To be closed with the router."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
     connections: Connections = field(init=False)

@@ -91,6 +91,7 @@ def _request(chat: ChatBody) -> ChatRequest:
         num_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         keeps=[KeepThrough(seconds, position) for seconds, position in keeps],
         only_prompt=chat.prompt_cache_options is not None and bool(chat.prompt_cache_options.prewarm),
+        tool_parameter="functions[{}].parameters" if chat.functions else "tools[{}].function.parameters",
         answers={"functions": bool(chat.functions), "reasoning": chat.include_reasoning is not False},
     )
 

@@ -3,8 +3,9 @@
 Owns the dialect of the answers; that of the question is in `completion_prompt.py`.
 """
 
+import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +26,7 @@ from router.api.completion_prompt import (
     prompts_of,
 )
 from router.api.context import ApiContext
+from router.api.grammar_checks import text_grammar
 from router.api.json_body import decode_body, encode_json
 from router.api.openai_caching import keeps_of
 from router.api.openai_choice import TokenIds, stop_fields, usage_so_far
@@ -33,9 +35,11 @@ from router.api.openai_usage import usage_of
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.sampling import TokenRules, kept_end, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
+from router.api.structured_outputs import output_format_of
 from router.errors import about_model
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
+from router.prompt.engines import TooMuchWork
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 _fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
@@ -44,24 +48,36 @@ _Encoded = tuple[list[int], str]
 """Token ids, and the text that the answer begins with."""
 
 
+class _Read(NamedTuple):
+    request: CompletionRequest
+    prompts: AsyncIterator[_Encoded]
+    grammar: str
+
+
 async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
+    request, encoded, grammar = await _read(context, asked)
+    model = context.catalog.get(request.model)
+    with about_model(request.model):
+        prompts = await _make_prompts(context, request, model, encoded, grammar)
+    writer = _CompletionWriter(context, request, model, prompts)
+    return ApiRequest(model, prompts, bool(request.stream), writer)
+
+
+async def _read(context: ApiContext, asked: Asked) -> _Read:
     if is_light_completion(asked.body):
         request = decode_body(_decoder, asked.body)
         model = context.catalog.get(request.model)
-        with about_model(request.model):
+        with about_model(request.model), contextlib.suppress(TooMuchWork):
             check_completion(request, context.config.max_choices)
-            encoded = _encode(model, request, prompts_of(request.prompt, context.config.max_prompts))
-    else:
-        prepared = await context.offload.prepare("completion", asked.body, asked.address)
-        assert isinstance(prepared, PreparedRequest)
-        request = _fields_decoder.decode(prepared.fields)
-        model = context.catalog.get(request.model)
-        encoded = _unpack(prepared.prompts)
-    with about_model(request.model):
-        prompts = await _make_prompts(context, request, model, encoded)
-    writer = _CompletionWriter(context, request, model, prompts)
-    return ApiRequest(model, prompts, bool(request.stream), writer)
+            wished = text_grammar(output_format_of(request, request.response_format), request.cache_salt)
+            grammar = await context.grammars.checked(wished)
+            prompts = prompts_of(request.prompt, context.config.max_prompts)
+            return _Read(request, _encode(model, request, prompts), grammar)
+    prepared = await context.offload.prepare("completion", asked.body, asked.address)
+    assert isinstance(prepared, PreparedRequest)
+    request = _fields_decoder.decode(prepared.fields)
+    return _Read(request, _unpack(prepared.prompts), prepared.prompts[0].grammar)
 
 
 async def _encode(
@@ -84,7 +100,11 @@ async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
 
 
 async def _make_prompts(
-    context: ApiContext, request: CompletionRequest, model: ServedModel, encoded: AsyncIterator[_Encoded]
+    context: ApiContext,
+    request: CompletionRequest,
+    model: ServedModel,
+    encoded: AsyncIterator[_Encoded],
+    grammar: str,
 ) -> list[Prompt]:
     seed = context.rng.getrandbits(64) if request.seed is None else request.seed
     num_choices = request.n or 1
@@ -107,6 +127,7 @@ async def _make_prompts(
             num_logprobs=request.logprobs,
             seed=seed + first_index,
             prompt_parameter="prompt",
+            grammar=grammar,
         )
         prompt = make_prompt(
             context, model, request, token_ids, sampling, wishes, keeps=keeps, first_index=first_index

@@ -12,7 +12,13 @@ import msgspec
 from replicas.protocol.blocks import pack_token_ids
 from router.api.anthropic_body import read_message
 from router.api.anthropic_counts import count_message_tokens
-from router.api.chat_prompt import RenderedChat, encode_chat, encoded_prompt, render_chat
+from router.api.chat_prompt import (
+    RenderedChat,
+    begins_in_reasoning,
+    encode_chat,
+    encoded_prompt,
+    render_chat,
+)
 from router.api.chat_request import ChatRequest
 from router.api.completion_prompt import (
     CompletionRequest,
@@ -25,6 +31,7 @@ from router.api.completion_prompt import (
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini_body import read_gemini
 from router.api.gemini_count import count_tokens
+from router.api.grammar_checks import chat_grammar, text_grammar
 from router.api.json_body import decode_body
 from router.api.openai_chat_body import read_chat
 from router.api.prepared import (
@@ -38,6 +45,7 @@ from router.api.prepared import (
 )
 from router.api.responses_body import read_response
 from router.api.sampling import kept_end, most_tokens, too_many_tokens
+from router.api.structured_outputs import output_format_of, without_formats
 from router.api.token_counts import detokenize, tokenize
 from router.errors import InvalidRequest, RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
@@ -57,7 +65,9 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
     model = models.get(request.model)
     with about_model(request.model):
         chat = render_chat(model, request)
-        encoded = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
+        token_ids = encode_chat(model, request, chat)
+        wished = chat_grammar(model, request, starts_in_reasoning=begins_in_reasoning(model, chat))
+        encoded = encoded_prompt(model, request, chat, token_ids, wished.checked())
         if job.has_history:
             encoded = msgspec.structs.replace(encoded, history=_history(model, request, chat))
     return PreparedRequest(rest_of(request), [encoded])
@@ -89,12 +99,16 @@ def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
     with about_model(request.model):
         check_completion(request, job.max_choices)
         prompts = prompts_of(request.prompt, job.max_prompts)
-        encoded = [_encoded(model, request, prompt) for prompt in prompts]
-    fields = msgspec.structs.replace(request, prompt="", suffix=None)
+        wished = text_grammar(output_format_of(request, request.response_format), request.cache_salt)
+        grammar = wished.checked()
+        encoded = [_encoded(model, request, prompt, grammar) for prompt in prompts]
+    fields = without_formats(msgspec.structs.replace(request, prompt="", suffix=None))
     return PreparedRequest(msgspec.msgpack.encode(fields), encoded)
 
 
-def _encoded(model: TextModel, request: CompletionRequest, prompt: str | list[Any]) -> EncodedPrompt:
+def _encoded(
+    model: TextModel, request: CompletionRequest, prompt: str | list[Any], grammar: str
+) -> EncodedPrompt:
     check_prompt(model, request, prompt)
     if isinstance(prompt, str):
         token_ids = model.tokenizer.encode_within(
@@ -105,7 +119,8 @@ def _encoded(model: TextModel, request: CompletionRequest, prompt: str | list[An
     else:
         token_ids = prompt
     check_tokens(token_ids)
-    return EncodedPrompt(pack_token_ids(kept_end(request, model, token_ids)), echo_of(model, request, prompt))
+    kept = kept_end(request, model, token_ids)
+    return EncodedPrompt(pack_token_ids(kept), echo_of(model, request, prompt), grammar=grammar)
 
 
 def _tokenize(job: Job, models: TextModels, body: bytes) -> Outcome:

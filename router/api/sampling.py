@@ -217,6 +217,7 @@ def sampling_params(
         stop_token_ids=rules.stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
+        grammar=grammar,
     )
 
 

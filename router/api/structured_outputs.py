@@ -4,7 +4,7 @@ Owns these fields and their forms. Whether a schema or a grammar can be followed
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,8 @@ from router.api.peer_fields import PeerFields
 from router.errors import InvalidRequest
 
 MAX_CHOICES = 1024
+
+Request = TypeVar("Request", bound=PeerFields)
 
 _Read = Callable[[str, Any], OutputFormat]
 
@@ -27,6 +29,12 @@ def output_format_of(request: PeerFields, response_format: Any = None) -> Output
             parameter=found[1].parameter,
         )
     return found[0] if found else None
+
+
+def without_formats(request: Request) -> Request:
+    """Once they have become a grammar they need not travel any further."""
+    empty = dict.fromkeys(("structured_outputs", "response_format", *_FIELDS))
+    return msgspec.structs.replace(request, **empty)
 
 
 def _formats(request: PeerFields, response_format: Any) -> Iterator[OutputFormat]:

@@ -83,6 +83,7 @@ async def http_server(
             yield HttpServer(port, context, dispatcher)
     finally:
         await context.offload.close()
+        context.grammars.close()
 
 
 @contextlib.asynccontextmanager

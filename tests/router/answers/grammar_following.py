@@ -1,6 +1,7 @@
 """Texts against a grammar, and texts out of one, byte by byte."""
 
 import random
+import re
 from collections.abc import Collection
 
 import numpy as np
@@ -15,10 +16,14 @@ VALUE_END = list(b"\n</parameter>\n")
 
 
 def follows(grammar: str, text: str, special_tokens: Collection[str] = ()) -> bool:
-    """Whether the whole text is an answer. Special tokens are no part of it."""
+    """Whether the whole text is an answer. Special tokens that stand in it are tokens."""
     matcher = LLMatcher(byte_vocabulary(tuple(sorted(special_tokens))), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    wanted = list(text.encode())
+    wanted: list[int] = []
+    specials = sorted(special_tokens)
+    pattern = "|".join(map(re.escape, specials)) or "(?!)"
+    for position, piece in enumerate(re.split(f"({pattern})", text)):
+        wanted += [END + 1 + specials.index(piece)] if position % 2 else piece.encode()
     return bool(matcher.try_consume_tokens(wanted) == len(wanted) and matcher.is_accepting())
 
 

@@ -163,6 +163,28 @@ def test_marks_that_are_special_tokens_are_tokens() -> None:
     assert checked_grammar(grammar, parameter=None, special_tokens=specials) == grammar
 
 
+@pytest.mark.parametrize("choice", [REQUIRED, ToolChoice()])
+def test_calls_and_reasoning_whose_marks_are_tokens_are_followed_as_tokens(choice: ToolChoice) -> None:
+    answer = AnswerFormat(ToolSyntax.HERMES, MARKS)
+    specials = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+    tools = [tool("weather", WEATHER, strict=True)]
+    grammar = grammar_for(None, tools, choice, answer, special_tokens=specials)
+    assert checked_grammar(grammar, parameter=None, special_tokens=specials) == grammar
+    is_free = choice is not REQUIRED
+    for text, is_answer in (
+        (HERMES_CALL, True),
+        (f"{HERMES_CALL}\n{HERMES_CALL}", True),
+        (f"<think>\nHm.\n</think>\n\n{HERMES_CALL}", True),
+        (HERMES_CALL.replace("city", "town"), False),
+        ("Hello.", is_free),
+        (f"Hello.\n{HERMES_CALL}\n", is_free),
+        ("<tool_call>\nHello.\n</tool_call>", False),
+    ):
+        assert follows(grammar, text, specials) == is_answer, text
+        if not is_free:
+            assert not follows(grammar, text.replace("<tool_call>", "<tool_call >"), specials)
+
+
 @given(st.text(min_size=1, max_size=30), st.lists(st.text(max_size=20), min_size=1, max_size=5))
 def test_names_and_texts_of_clients_are_only_themselves(name: str, choices: list[str]) -> None:
     tools = [tool(name)]
