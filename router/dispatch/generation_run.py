@@ -351,7 +351,7 @@ class GenerationRun:
 
 def _client_error(refusal: Refusal, *, visible: bool) -> RouterError:
     if visible:  # a resumed part of what another replica had accepted
-        return GenerationFailed(f"The generation was interrupted and could not be resumed: {refusal.message}")
+        return GenerationFailed(f"The generation could not be continued: {refusal.message}")
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
         return ContextLengthExceeded(refusal.message)
     return InvalidRequest(refusal.message)

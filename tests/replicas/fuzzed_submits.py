@@ -26,6 +26,8 @@ FLOATS = (
 )
 COUNTS = (0, 1, 2, 3, 64, I32, I32 + 1, U32 - 1, U32)
 
+TOO_LONG = {"max_tokens": 1, "grammar": "x" * (2**20 + 1)}
+
 Plain = dict[str, Any]
 """A submit by the names of its fields."""
 
@@ -54,7 +56,7 @@ def broken_submit(rng: random.Random) -> Plain:
         "submit_id": rng.choice((-1, 1.5, None, "1")),
         "packed_tokens": rng.choice((rng.randbytes(4 * rng.randint(0, 9) + rng.randint(1, 3)), [1, 2], "12")),
         "sampling": rng.choice(
-            ({}, [], {"max_tokens": -1}, {"max_tokens": 1, "seed": -1}, {"max_tokens": 1.5})
+            ({}, [], {"max_tokens": -1}, {"max_tokens": 1, "seed": -1}, {"max_tokens": 1.5}, TOO_LONG)
         ),
         "root": rng.choice((rng.randbytes(rng.choice((0, 1, 15, 17, 1000))), "x" * 16, 16)),
         "num_choices": rng.choice((0, 2**32, True, "1")),
@@ -155,10 +157,29 @@ def _media(rng: random.Random, submit: Plain, card: ModelCard) -> None:
         submit.setdefault("media", []).append(span)
 
 
+def _grammar(rng: random.Random, submit: Plain, card: ModelCard) -> None:
+    submit["sampling"]["grammar"] = rng.choice(
+        (
+            'start: "a"',
+            "start: /[a-z ]+/",
+            'start: %json {"type": "array", "minItems": 3}',
+            "start: /(.*a.{20}b|.*c.{18}d)/",
+            "start: nowhere",
+            "start: <|im_end|>",
+            "start: a\na: a",
+            '{"grammars": 3}',
+            "{",
+            "(" * 10_000,
+            "\0",
+            "x" * 2**20,
+        )
+    )
+
+
 # In this order: what comes of tokens later fits them.
 CHANGES: list[Change] = [
     *(_token_ids, _sampling, _sampling, _limits, _limits, _seed, _biases, _stops, _choices, _outputs, _names),
-    *(_order, _announced, _media),
+    *(_order, _announced, _media, _grammar),
 ]
 
 
