@@ -151,6 +151,11 @@ class RouterConfig:
         help="memory for the tokens of answered conversations, so that their next turns go on from them; 0 "
         "remembers none",
     )
+    tool_gap_seconds: int = setting(
+        300,
+        help="longest time for which a prompt is kept while the tools run that its answer is likely to call, "
+        "as long as such calls have taken so far; 0 keeps none for that",
+    )
     drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM")
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -208,6 +213,7 @@ class RouterConfig:
             "tokenizer_cache_bytes",
             "hash_cache_bytes",
             "history_bytes",
+            "tool_gap_seconds",
             "max_caches",
             "all_caches_bytes",
             "cache_memory_bytes",

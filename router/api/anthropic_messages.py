@@ -148,7 +148,7 @@ class _MessageWriter:
         return self._usage(usage.prompts[0], num_output, usage.num_reasoning_tokens)
 
     def _usage(self, prompt: PromptUsage, num_output: int, num_reasoning: int) -> dict[str, Any]:
-        leases = self._prompt.generation.submit.leases
+        leases = self._prompt.wished_leases
         return {
             **usage_of(prompt, leases, self._block_size, self._shown.num_marks),
             "output_tokens": num_output,

@@ -5,11 +5,14 @@ HTTP nor routing is known here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
+from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
 from router.answers.parser import AnswerParser
 from router.answers.parts import Part
 from router.api.answer_usage import AnswerUsage
@@ -39,6 +42,23 @@ class Prompt:
     usage: PromptUsage | None = None
     turn: Turn | None = None
     """What its answers are remembered by."""
+    num_own_leases: int = 0
+    """The last leases of its submit, for which the client has not asked."""
+
+    @property
+    def wished_leases(self) -> Sequence[PrefixLease]:
+        """Those that the client has asked for."""
+        leases = self.generation.submit.leases
+        return leases[: len(leases) - self.num_own_leases]
+
+    def keep_for(self, seconds: int, block_size: int) -> None:
+        """Ask for a lease on all of it on our own account, beside those that the client wishes."""
+        submit = self.generation.submit
+        own = leases_of([Keep(seconds)], len(self.generation.token_ids), block_size)
+        if len(submit.leases) < MAX_LEASES:
+            self.num_own_leases = 1
+            submit = msgspec.structs.replace(submit, leases=(*submit.leases, *own))
+            self.generation = replace(self.generation, submit=submit)
 
     def usage_or_bare(self) -> PromptUsage:
         return self.usage or PromptUsage(len(self.generation.token_ids), 0, 0)
@@ -74,7 +94,7 @@ class ApiRequest:
         outputs = [output for prompt in self.prompts for output in prompt.outputs]
         return AnswerUsage(
             prompts=[prompt.usage_or_bare() for prompt in self.prompts],
-            leases=[prompt.generation.submit.leases for prompt in self.prompts],
+            leases=[prompt.wished_leases for prompt in self.prompts],
             num_output_tokens=sum(output.num_said_tokens for output in outputs),
             num_reasoning_tokens=sum(output.num_reasoning_tokens for output in outputs),
         )

@@ -1,12 +1,14 @@
 """ChatHistory: conversations go on from the exact tokens of their earlier answers.
 
-Owns the store of one router process, and when it is used. A prompt that goes on from remembered tokens may be
+Owns the store of one router process, and when it is used; and what is known of how long tools take between
+two turns. A prompt that goes on from remembered tokens may be
 longer than the one that its template writes (reasoning stays in it), so it gives way where an answer would
 have no room. An answer is remembered as its client can send it back: not one that a stop string or the router
 cut short, nor one that broke off before it said anything or in a call.
 """
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
 from replicas.protocol.frames import FinishReason
+from router.answers.wishes import ToolMode
 from router.api.chat_request import ChatRequest
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
 from router.api.prepared import EncodedPrompt, EncodedTail
@@ -27,6 +30,7 @@ from router.history.canonical import (
     message_digest,
 )
 from router.history.remembered import Found, HistoryStatistics, RememberedHistory
+from router.history.tool_gaps import ToolGaps
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
 
@@ -52,13 +56,16 @@ class Outcome(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What an answer is remembered by: its root, the key of the messages before it, and what its prompt went
-    on from. `ends` are the tokens that end a turn."""
+    on from. `ends` are the tokens that end a turn, `answered` is the key through the last answer before. Of a
+    turn that `may_call` tools it counts whether it does, and when the next one comes."""
 
     root: bytes
     key: ConversationKey
     ends: frozenset[int]
     parent: Found | None = None
     outcome: Outcome | None = None
+    answered: ConversationKey | None = None
+    may_call: bool = False
 
 
 TailOf = Callable[[int], EncodedTail | None]
@@ -68,8 +75,12 @@ TailOf = Callable[[int], EncodedTail | None]
 class ChatHistory:
     """For one event loop. With a room of no bytes it does nothing."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, tool_gap_seconds: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.is_on = max_bytes > 0
+        self._gaps = ToolGaps(tool_gap_seconds)
+        self._clock = clock
         self.num_prompts: dict[str, int] = dict.fromkeys(Outcome, 0)
         self._remembered = RememberedHistory(max_bytes)
 
@@ -85,9 +96,11 @@ class ChatHistory:
             return encoded, None
         root = model.root(None, request.cache_salt)
         keys = conversation_keys(root, [Digest(digest) for digest in history.digests])
-        turn = partial(Turn, root, keys[-1], model.eos_token_ids)
+        may_call = bool(request.tools) and request.tool_choice.mode is not ToolMode.NONE
+        turn = partial(Turn, root, keys[-1], model.eos_token_ids, may_call=may_call)
         if history.last_answer is None:
             return encoded, turn()
+        turn = partial(turn, answered=keys[history.last_answer])
         found = self._remembered.find(keys[: history.last_answer + 1])
         if found is None:
             return encoded, turn(outcome=Outcome.UNKNOWN)
@@ -108,6 +121,13 @@ class ChatHistory:
         """A request that is to be served."""
         if turn is not None and turn.outcome is not None:
             self.num_prompts[turn.outcome] += 1
+        if turn is not None and turn.answered is not None:
+            self._gaps.came(turn.answered, self._clock())
+
+    def seconds_to_keep(self, turn: Turn | None, tenant: str) -> int | None:
+        """For how long the prompt is worth keeping on our own account, since its answer will likely call
+        tools; None for one that is not."""
+        return self._gaps.seconds(tenant) if turn is not None and turn.may_call else None
 
     def remember(self, turn: Turn | None, generation: Generation, outputs: Sequence[ChoiceOutput]) -> None:
         """The answers to a prompt, once they are whole."""
@@ -125,6 +145,9 @@ class ChatHistory:
                 said = said[:-1]
             key = key_after(turn.root, turn.key, message_digest(answer))
             self._remembered.remember(generation.tenant, key, pack_token_ids([*asked, *said]), turn.parent)
+            if turn.may_call:
+                in_calls = output.finish_reason == TOOL_CALLS
+                self._gaps.ended(generation.tenant, key, self._clock(), in_calls=in_calls)
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:

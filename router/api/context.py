@@ -102,7 +102,7 @@ class ApiContext:
     """For what takes long and is done on the event loop all the same."""
 
     def __post_init__(self) -> None:
-        self.history = ChatHistory(self.config.history_bytes)
+        self.history = ChatHistory(self.config.history_bytes, self.config.tool_gap_seconds)
         self.metrics.watch(
             lambda parts: parts.read_history(self.history.num_prompts, self.history.statistics())
         )

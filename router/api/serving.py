@@ -146,8 +146,12 @@ class _Exchange:
     def has_prepared(self, request: ApiRequest) -> None:
         self._request = request
         self._model = request.model.name
+        history = self._context.history
         for prompt in request.prompts:
-            self._context.history.count(prompt.turn)
+            history.count(prompt.turn)
+            seconds = history.seconds_to_keep(prompt.turn, prompt.generation.tenant)
+            if seconds is not None and not prompt.wished_leases:
+                prompt.keep_for(seconds, request.model.card.block_size)
         self._prepared_seconds = self._context.clock() - self._arrived
 
     def end_with(self, error: str, kind: ErrorKind, model: str | None = None) -> None:
@@ -229,7 +233,7 @@ class _Exchange:
         self._name_run(run)
         usage = next((delta.usage for delta in batch if delta.usage is not None), None)
         if usage is not None:
-            self._run_headers += lease_headers(prompt.generation.submit.leases, usage)
+            self._run_headers += lease_headers(prompt.wished_leases, usage)
 
     def _name_run(self, run: Runs) -> None:
         self._run_headers = [

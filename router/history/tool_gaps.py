@@ -6,7 +6,6 @@ calls: the next turn is then nearly certain, and everything before it is read ag
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 
 from router.history.canonical import ConversationKey
 
@@ -61,15 +60,12 @@ class ToolGaps:
         if len(self._awaited) > MOST_AWAITED:
             self._awaited.popitem(last=False)
 
-    def came(self, keys: Iterable[ConversationKey], now: float) -> None:
-        """A turn has come; `keys` are those of its conversation's messages. What took longer than is ever
-        kept teaches nothing."""
-        if not self._awaited:
-            return
-        for key in keys:
-            awaited = self._awaited.pop(key, None)
-            if awaited is not None and now - awaited[1] <= self._most_seconds:
-                self._tenant(awaited[0]).gaps.append(now - awaited[1])
+    def came(self, key: ConversationKey, now: float) -> None:
+        """The next turn has come; `key` is that of its conversation through the answer before. What took
+        longer than is ever kept teaches nothing."""
+        awaited = self._awaited.pop(key, None)
+        if awaited is not None and now - awaited[1] <= self._most_seconds:
+            self._tenant(awaited[0]).gaps.append(now - awaited[1])
 
     def seconds(self, tenant: str) -> int | None:
         """For how long to keep the prompt of a turn that is offered tools. None while not enough is known, or

@@ -21,7 +21,7 @@ def loop(gaps: ToolGaps, seconds: float, *, times: int = 16, tenant: str = "ann"
     """An agent whose tools take so long, again and again."""
     for number in range(start, start + times):
         gaps.ended(tenant, key(number), 100.0 * number, in_calls=True)
-        gaps.came([key(number)], 100.0 * number + seconds)
+        gaps.came(key(number), 100.0 * number + seconds)
 
 
 def test_a_prompt_is_kept_for_somewhat_longer_than_most_tools_have_taken() -> None:
@@ -49,7 +49,7 @@ def test_it_stays_within_its_bounds(taken: list[float]) -> None:
     gaps = ToolGaps(300)
     for number, seconds in enumerate(taken):
         gaps.ended("ann", key(number), 5000.0 * number, in_calls=True)
-        gaps.came([key(number)], 5000.0 * number + seconds)
+        gaps.came(key(number), 5000.0 * number + seconds)
     learnt = [seconds for seconds in taken if seconds <= 300][-MOST_GAPS:]
     kept = gaps.seconds("ann")
     assert (kept is None) == (len(learnt) < LEAST_GAPS)
