@@ -34,8 +34,8 @@ from router.api.live import LiveFleet, LiveRoutes
 from router.api.openai_chat import prepare_chat
 from router.api.openai_completions import prepare_completion
 from router.api.page import PageRoutes
-from router.api.responses import prepare_response
 from router.api.serving import GenerationEndpoint
+from router.api.stored_responses import ResponseRoutes, prepare_response
 from router.caches.record import CacheKind
 from router.errors import RouterError
 
@@ -84,6 +84,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
     common = plain.health_routes()
     clients = [*GeminiRoutes(context).routes(), *AnthropicRoutes(context).routes(), *plain.routes()]
     clients += [*CacheRoutes(context).routes(), *GeminiCacheRoutes(context).routes()]
+    clients += ResponseRoutes(context).routes()
     if not config.has_admin_listener:
         return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of), config.host), None)
     main = _app([*common, *clients, *plain.index_routes()], endpoint_of)

@@ -42,6 +42,9 @@ from router.observation.metrics import RouterMetrics
 from router.observation.part_metrics import PartMetrics
 from router.observation.trace_points import Tracing
 from router.prompt.catalog import ModelCatalog, bundle_digest
+from router.responses.record import ResponseBounds
+from router.responses.redis_responses import RedisResponses
+from router.responses.response_store import ResponseStore
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 
@@ -111,13 +114,13 @@ class Router:
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
             caches=_open_caches(config, secret),
+            responses=_open_responses(config, secret),
             tracing=self._tracing,
             bounds=bounds or Bounds(),
         )
         if config.log_requests:
             context.observers.append(log_request)
-        self._offload, self._caches, self.connections = context.offload, context.caches, context.connections
-        self._grammars = context.grammars
+        self._context, self.connections = context, context.connections
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
@@ -138,17 +141,18 @@ class Router:
                 if self._tls is not None:
                     tasks.create_task(self._tls.follow(), name="TLS files")
         finally:
-            if self._caches is not None:
-                await self._caches.close()
-            await self._offload.close()
-            self._grammars.close()
+            for store in (self._context.caches, self._context.responses):
+                if store is not None:
+                    await store.close()
+            await self._context.offload.close()
+            self._context.grammars.close()
 
     async def close(self) -> None:
         """Send what is left to tell. Call it when the last request has ended."""
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
-        verdict = await self._offload.try_out(bundle_digest(bundle), bundle)
+        verdict = await self._context.offload.try_out(bundle_digest(bundle), bundle)
         await asyncio.to_thread(self._catalog.add, card, bundle, created=int(time.time()), verdict=verdict)
         if verdict.complaint is not None:
             logger.error("model=%s has no chats: %s", card.name, verdict.complaint)
@@ -225,6 +229,20 @@ def _open_caches(config: RouterConfig, secret: ClusterSecret | None) -> NamedCac
         memory_bytes=config.cache_memory_bytes,
     )
     return NamedCaches(config.redis_url, secret, bounds)
+
+
+def _open_responses(config: RouterConfig, secret: ClusterSecret | None) -> ResponseStore | None:
+    """Without a secret each router has its own: conversations lie in Redis encrypted or not at all."""
+    if not config.max_responses:
+        return None
+    bounds = ResponseBounds(
+        num_responses=config.max_responses,
+        num_bytes=config.all_responses_bytes,
+        memory_bytes=config.response_memory_bytes,
+        seconds=config.response_seconds,
+    )
+    redis = None if secret is None else RedisResponses(config.redis_url, secret, bounds)
+    return ResponseStore(redis, bounds)
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

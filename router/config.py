@@ -137,6 +137,17 @@ class RouterConfig:
     cache_memory_bytes: int = setting(
         32 * 2**20, help="memory for the named caches that were used lately, per router"
     )
+    max_responses: int = setting(
+        4096, help="maximum number of stored responses per tenant, the oldest go first; 0 stores none"
+    )
+    all_responses_bytes: int = setting(
+        64 * 2**20,
+        help="room in Redis for the stored responses of a tenant; one may have a 64th of it",
+    )
+    response_memory_bytes: int = setting(
+        64 * 2**20, help="memory for responses that have yet to be stored, per router"
+    )
+    response_seconds: float = setting(86_400.0, help="time for which a response is stored")
     client_priority: bool = setting(
         False,
         help="whether a request's priority counts (lower goes first); by default it is ignored, "
@@ -217,6 +228,9 @@ class RouterConfig:
             "max_caches",
             "all_caches_bytes",
             "cache_memory_bytes",
+            "max_responses",
+            "all_responses_bytes",
+            "response_memory_bytes",
             "drain_seconds",
         ):
             if getattr(self, name) < 0:
@@ -228,6 +242,7 @@ class RouterConfig:
             "head_seconds",
             "write_seconds",
             "stream_comment_seconds",
+            "response_seconds",
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"setting {name} must be positive")

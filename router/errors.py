@@ -7,6 +7,8 @@
     ├── CacheGone                 there is no such named cache: why, since when
     ├── CachesFull                there are as many named caches as there may be
     ├── CachesUnavailable         named caches cannot be reached now; try again
+    ├── ResponseGone              there is no such stored response
+    ├── ResponsesUnavailable      stored responses cannot be reached now; try again
     ├── BodyTooLarge
     ├── BodiesFull                all bodies that are read take too much memory; try again
     ├── UploadTooSlow             the body did not arrive in time
@@ -112,6 +114,15 @@ class CachesFull(RouterError):
 
 
 class CachesUnavailable(RouterError):
+    kind = ErrorKind.OVERLOADED
+    retry_after_seconds = 2.0
+
+
+class ResponseGone(RouterError):
+    kind = ErrorKind.INVALID
+
+
+class ResponsesUnavailable(RouterError):
     kind = ErrorKind.OVERLOADED
     retry_after_seconds = 2.0
 

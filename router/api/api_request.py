@@ -5,7 +5,8 @@ HTTP nor routing is known here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -89,6 +90,8 @@ class ApiRequest:
     writer: AnswerWriter
     failed: Callable[[HttpError], bytes] | None = None
     """What a stream ends with that fails, for dialects where that depends on what has been written."""
+    during: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """What is held while it runs, beside the rest."""
 
     def usage(self) -> AnswerUsage:
         outputs = [output for prompt in self.prompts for output in prompt.outputs]

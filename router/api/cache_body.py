@@ -7,7 +7,7 @@ say is decoded here, so that large ones are no more work than small ones.
 import msgspec
 from msgspec import Raw, Struct
 
-from router.api.json_body import check_salt, decode_body, encode_json, unsupported
+from router.api.json_body import both_lists, check_salt, decode_body, encode_json, unsupported
 from router.caches.bounds import DEFAULT_TTL_SECONDS, MAX_NAME_CHARACTERS, MAX_TTL_SECONDS
 from router.caches.record import CacheContent, CacheKind, CacheRecord
 from router.errors import InvalidRequest
@@ -162,11 +162,10 @@ def check_fits(
 
 
 def check_together(num_bytes: int, max_bytes: int, parameter: str) -> None:
-    """Of the request and the cache's beginning. Raises InvalidRequest."""
+    """Of the request and what is kept of its beginning. Raises InvalidRequest."""
     if num_bytes > max_bytes:
         raise InvalidRequest(
-            f"The request and the cache's beginning may have {max_bytes} bytes together, and have"
-            f" {num_bytes}.",
+            f"The request and what it begins with may have {max_bytes} bytes together, and have {num_bytes}.",
             parameter=parameter,
         )
 
@@ -197,8 +196,7 @@ def joined_lists(first: bytes, then: bytes) -> bytes | None:
         return first
     if then[:1] != b"[":
         return None
-    parts = [part for part in (first[1:-1].strip(), then[1:-1].strip()) if part]
-    return b"[" + b",".join(parts) + b"]"
+    return both_lists(first, then)
 
 
 def _joined_prompts(first: bytes, then: bytes) -> bytes | None:

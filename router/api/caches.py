@@ -59,7 +59,7 @@ class CacheRoutes:
         query = request.query_params
         with self._in_flight(request):
             page = await open_caches(self._context).page(
-                TENANT, _limit(query.get("limit")), query.get("after")
+                TENANT, page_limit(query.get("limit")), query.get("after")
             )
         data = [_object(record) for record in page.records]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
@@ -119,7 +119,8 @@ def _lease(lease: LeaseOutcome | None) -> dict[str, Any] | None:
     return {"status": "granted", "seconds": lease.seconds, "tokens": lease.num_tokens}
 
 
-def _limit(text: str | None) -> int:
+def page_limit(text: str | None) -> int:
+    """Of a list. Raises InvalidRequest."""
     if text is None:
         return DEFAULT_PAGE
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= MAX_PAGE):

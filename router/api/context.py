@@ -33,6 +33,7 @@ from router.observation.metrics import RouterMetrics
 from router.observation.served import Observer
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.prompt.catalog import ModelCatalog
+from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.table import Preview
 from router.turns import Turns
@@ -82,6 +83,8 @@ class ApiContext:
     """Told of each request to a route that generates, at its end."""
     caches: NamedCaches | None = None
     """To be closed with the router; None without a cluster secret."""
+    responses: ResponseStore | None = None
+    """To be closed with the router; None where none are stored."""
     tracing: Tracing = field(default_factory=Tracing)
     in_flight: InFlight = field(init=False)
     """Counts requests while they are served."""
@@ -130,6 +133,8 @@ class ApiContext:
         self.metrics.watch(lambda parts: parts.read_token_caches(self.catalog))
         if (caches := self.caches) is not None:
             self.metrics.watch(lambda parts: parts.read_caches(caches.statistics()))
+        if (responses := self.responses) is not None:
+            self.metrics.watch(lambda parts: parts.read_responses(responses.statistics()))
         self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:

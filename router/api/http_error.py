@@ -18,6 +18,8 @@ from router.errors import (
     InvalidRequest,
     NoReplicaAvailable,
     Overloaded,
+    ResponseGone,
+    ResponsesUnavailable,
     RouterBusy,
     RouterError,
     UnknownModel,
@@ -74,6 +76,12 @@ def http_error(error: RouterError) -> HttpError:
         case CachesUnavailable():
             return HttpError(
                 503, error.message, "server_error", None, "caches_unavailable", error.retry_after_seconds
+            )
+        case ResponseGone():
+            return HttpError(404, error.message, "invalid_request_error", None, "response_not_found")
+        case ResponsesUnavailable():
+            return HttpError(
+                503, error.message, "server_error", None, "responses_unavailable", error.retry_after_seconds
             )
         case BodyTooLarge():
             return HttpError(413, error.message, "invalid_request_error", None, "request_too_large")

@@ -5,7 +5,7 @@ Owns the response object and the events of a stream, each with its number. That 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -57,6 +57,10 @@ class ResponseWriter:
             "created_at": self._created,
             "model": chat.model.name,
         }
+        self.wants_storing = self._echo.is_stored
+        self.keep: Callable[[bytes], None] | None = None
+        """Told of the response, if it is to be stored."""
+        self.previous_response_id: str | None = None
         self._num_events = 0
         self._delta_head = b""
 
@@ -83,15 +87,15 @@ class ResponseWriter:
 
     def end(self, usage: AnswerUsage) -> bytes:
         status = self._status()
-        response = msgspec.Raw(self._response(status, usage))
-        return self._event((f"response.{status}", {"response": response}))
+        response = self._last_response(status, usage)
+        return self._event((f"response.{status}", {"response": msgspec.Raw(response)}))
 
     def whole(self, usage: AnswerUsage) -> bytes:
         (output,) = self._prompt.outputs
         for part in _parts(output):
             self._items.take(part, output.logprobs if type(part) is Text else ())
         self._ended(output)
-        return self._response(self._status(), usage)
+        return self._last_response(self._status(), usage)
 
     def failed(self, error: HttpError) -> bytes:
         """What a stream ends with that fails."""
@@ -117,6 +121,12 @@ class ResponseWriter:
         cut = output.finish_reason == FinishReason.LENGTH.value and not self._only_prompt
         return INCOMPLETE if cut else COMPLETED
 
+    def _last_response(self, status: str, usage: AnswerUsage) -> bytes:
+        response = self._response(status, usage)
+        if self.keep is not None:
+            self.keep(response)
+        return response
+
     def _response(
         self, status: str, usage: AnswerUsage | None = None, error: dict[str, Any] | None = None
     ) -> bytes:
@@ -128,7 +138,8 @@ class ResponseWriter:
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
             "output": self._items.done,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
+            "store": self.keep is not None,
             "usage": None if usage is None else self._usage(usage),
         }
         if self._echo.wants_diagnostics and usage is not None:
@@ -186,7 +197,7 @@ def _parts(output: ChoiceOutput) -> list[Part]:
 _prepare = prepare_chats("responses", ResponseWriter)
 
 
-async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
+async def prepare_plain_response(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     request = await _prepare(context, asked)
     assert isinstance(request.writer, ResponseWriter)

@@ -285,7 +285,6 @@ def _echoed(asked: ResponsesBody) -> dict[str, Any]:
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "safety_identifier": asked.safety_identifier,
         "service_tier": "default",
-        "store": asked.store is not False,
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
         "text": {
             "format": _small_enough(text.format or PLAIN_TEXT, PLAIN_TEXT),

@@ -81,7 +81,8 @@ class GenerationEndpoint:
                         exchange.has_prepared(request)
                         del body
                         held.give_back()
-                        with context.hold([prompt.generation for prompt in request.prompts]):
+                        generations = [prompt.generation for prompt in request.prompts]
+                        with context.hold(generations), request.during:
                             await exchange.run(request)
             await exchange.finish(request)
         except ClientGone as error:

@@ -19,6 +19,7 @@ from router.limits.connections import ConnectionStatistics
 from router.observation.instruments import Distributions, Numbers
 from router.prompt.catalog import ModelCatalog
 from router.prompt.chains import ChainStatistics
+from router.responses.response_store import ResponseStatistics
 from router.routing.load import ReplicaLoad
 
 
@@ -60,6 +61,7 @@ class PartMetrics:
             "router_dropped_spans_total", "Spans that were dropped because no collector accepted them"
         )
         self._declare_caches()
+        self._declare_responses()
         self._declare_offload()
         self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
         self._hash_hits = self._counter(
@@ -97,6 +99,40 @@ class PartMetrics:
         )
         self._cache_memory = self._gauge(
             "router_named_cache_memory_bytes", "Memory of the named caches that this router has used lately"
+        )
+
+    def _declare_responses(self) -> None:
+        self._responses_kept = self._counter(
+            "router_stored_responses_total", "Responses of this router that were to be stored"
+        )
+        self._response_uses = self._counter(
+            "router_stored_response_uses_total",
+            "Uses of stored responses by where this router found them: memory or redis",
+            "source",
+        )
+        self._response_refusals = self._counter(
+            "router_stored_response_refusals_total",
+            "Requests about stored responses that were refused: not_found or unavailable",
+            "reason",
+        )
+        self._responses_failed = self._counter(
+            "router_stored_response_failures_total",
+            "Attempts to write a response that Redis did not take; they are repeated",
+        )
+        self._responses_dropped = self._counter(
+            "router_stored_responses_dropped_total",
+            "Responses that were not stored, or forgotten, for want of memory in this router",
+        )
+        self._responses_not_ours = self._counter(
+            "router_stored_responses_not_ours_total",
+            "Stored responses in Redis that were changed or sealed under another secret",
+        )
+        self._responses_remembered = self._gauge(
+            "router_stored_responses_remembered", "Responses that only this router's memory has"
+        )
+        self._response_memory = self._gauge(
+            "router_stored_response_memory_bytes",
+            "Memory of the responses that this router has yet to store, and of questions being answered",
         )
 
     def _declare_offload(self) -> None:
@@ -275,6 +311,18 @@ class PartMetrics:
         self._caches_not_ours.of().value = statistics.num_not_ours
         self._caches_remembered.of().value = statistics.num_remembered
         self._cache_memory.of().value = statistics.num_bytes
+
+    def read_responses(self, statistics: ResponseStatistics) -> None:
+        self._responses_kept.of().value = statistics.num_kept
+        for source, number in statistics.num_found.items():
+            self._response_uses.of(source).value = number
+        self._response_refusals.of("not_found").value = statistics.num_missing
+        self._response_refusals.of("unavailable").value = statistics.num_unavailable
+        self._responses_failed.of().value = statistics.num_failed
+        self._responses_dropped.of().value = statistics.num_dropped
+        self._responses_not_ours.of().value = statistics.num_not_ours
+        self._responses_remembered.of().value = statistics.num_remembered
+        self._response_memory.of().value = statistics.num_bytes
 
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds

@@ -20,10 +20,14 @@ from replicas.protocol.status import Epoch
 from router.caches.named_caches import NamedCaches
 from router.caches.store import INDEX_KEY, content_key, record_key
 from router.fleet.registry_source import RegistrySource
+from router.responses.record import ResponseBounds
+from router.responses.redis_responses import RedisResponses
+from router.responses.redis_responses import record_key as responses_key
 from tests.helm.chart import named, rendered
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.caches.test_named_caches import CONTENT, record
+from tests.router.responses.test_response_store import response
 from tests.router.scripted_replica import eventually
 from tests.router.watched_fleet import watching
 
@@ -103,6 +107,23 @@ async def test_routers_keep_named_caches_which_nobody_else_may_read(server: Char
                     await client.get(key)
     await caches.delete(made.cache_id, "us")
     await caches.close()
+
+
+async def test_routers_store_responses_which_nobody_else_may_read(server: ChartRedis) -> None:
+    bounds = ResponseBounds(num_responses=1, num_bytes=2**20)
+    redis_side = RedisResponses(server.url("router"), ClusterSecret(b"of the whole cluster"), bounds)
+    now = time.time()
+    first, second = (response(number, at=now + number) for number in (1, 2))
+    for made in (first, second):
+        await redis_side.add(made, now)
+    assert await redis_side.get("us", first.response_id) is None
+    assert await redis_side.get("us", second.response_id) == second
+    for user in ("replica", "ray"):
+        async with connect(server.url(user)) as client:
+            with pytest.raises(NoPermissionError):
+                await client.get(responses_key("us", second.response_id))
+    assert await redis_side.delete("us", second.response_id)
+    await redis_side.close()
 
 
 @pytest.mark.parametrize(

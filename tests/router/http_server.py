@@ -23,6 +23,7 @@ from router.limits.connections import Connections
 from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog
+from router.responses.response_store import ResponseStore
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
 
@@ -64,6 +65,7 @@ async def http_server(
     catalog: ModelCatalog | None = None,
     bounds: Bounds | None = None,
     caches: NamedCaches | None = None,
+    responses: ResponseStore | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
@@ -76,6 +78,7 @@ async def http_server(
         rng=random.Random(0),
         bounds=bounds or Bounds(),
         caches=caches,
+        responses=responses,
     )
     apps = create_apps(context, fleet)
     try:

@@ -1,0 +1,153 @@
+"""A body that goes on from stored responses → the body that it stands for: their items, then what was sent.
+
+Owns the fields `previous_response_id` and `input` as far as that takes, and items that are referred to.
+Bodies stay JSON: nothing of what they say is decoded here, so that large ones are no more work than small
+ones. Pure.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import Raw, Struct
+
+from router.api.cache_body import check_together, with_fields
+from router.api.json_body import both_lists, decode_body
+from router.errors import InvalidRequest
+from router.responses.record import ID_PREFIX, StoredResponse
+
+_PREVIOUS, _REFERENCE = b'"previous_response_id"', b'"item_reference"'
+_ABSENT = (b"", b"null")
+MAX_REFERENCE_BYTES = 1024
+MAX_REFERENCED = 32
+"""Responses that the items of one request may be of."""
+
+
+class Sent(Struct):
+    """What matters here of a body."""
+
+    model: str = ""
+    previous_response_id: str | None = None
+    input: Raw = Raw(b"")
+
+
+class _Item(Struct):
+    type: str = ""
+    id: str = ""
+
+
+class _Answer(Struct):
+    output: Raw = Raw(b"[]")
+
+
+_answer_decoder = msgspec.json.Decoder(_Answer)
+_sent_decoder = msgspec.json.Decoder(Sent)
+_list_decoder = msgspec.json.Decoder(list[Raw])
+_item_decoder = msgspec.json.Decoder(_Item)
+
+
+def may_go_on(body: bytes) -> bool:
+    """False for nearly all."""
+    return _PREVIOUS in body or _REFERENCE in body
+
+
+def sent_in(body: bytes) -> Sent:
+    """Raises InvalidRequest."""
+    return decode_body(_sent_decoder, body)
+
+
+def items_of(sent: bytes) -> bytes | None:
+    """An input as a list of items in JSON; None for what is no input."""
+    sent = sent.strip()
+    if sent in _ABSENT:
+        return b"[]"
+    if sent[:1] == b'"':
+        return b'[{"type":"message","role":"user","content":' + sent + b"}]"
+    return sent if sent[:1] == b"[" else None
+
+
+def referred_items(items: bytes) -> dict[int, str]:
+    """The ids of items that are only named, by their positions. Raises InvalidRequest."""
+    if _REFERENCE not in items:
+        return {}
+    found: dict[int, str] = {}
+    for position, raw in enumerate(_list_decoder.decode(items)):
+        if len(bytes(raw)) > MAX_REFERENCE_BYTES or _REFERENCE not in bytes(raw):
+            continue
+        try:
+            item = _item_decoder.decode(raw)
+        except msgspec.ValidationError:  # reading it says what is wrong
+            continue
+        if item.type == "item_reference":
+            found[position] = item.id
+    if len(set(map(response_of, found.values()))) > MAX_REFERENCED:
+        raise InvalidRequest(
+            f"Invalid 'input': items of more than {MAX_REFERENCED} responses are referred to.",
+            parameter="input",
+        )
+    return found
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response that made an item: both have the same middle."""
+    return ID_PREFIX + item_id.partition("_")[2][:24]
+
+
+def item_in(conversation: bytes, item_id: str) -> bytes | None:
+    """The item of that id in a list of items."""
+    for raw in _list_decoder.decode(conversation):
+        if item_id.encode() in bytes(raw) and _id_of(raw) == item_id:
+            return bytes(raw)
+    return None
+
+
+def with_items(items: bytes, found: Mapping[int, bytes]) -> bytes:
+    """The list with the items that it only named."""
+    if not found:
+        return items
+    raws = _list_decoder.decode(items)
+    return b"[" + b",".join([found.get(position, bytes(raw)) for position, raw in enumerate(raws)]) + b"]"
+
+
+def spliced(body: bytes, before: Sequence[bytes], items: bytes, max_bytes: int) -> bytes:
+    """The same body with more fields at its end, which are those that count. `before` are lists of items that
+    come first. Raises InvalidRequest."""
+    for earlier in reversed(before):
+        items = both_lists(earlier, items)
+    check_together(len(body) + len(items), max_bytes, "input")
+    return with_fields(body, b'"previous_response_id":null,"input":' + items)
+
+
+def listed_items(items: bytes, response_id: str) -> list[dict[str, object]]:
+    """An input's items as they are listed: each with an id."""
+    found: list[dict[str, object]] = []
+    for position, item in enumerate(msgspec.json.decode(items, type=list[dict[str, object]])):
+        kind = item.setdefault("type", "message")
+        if kind == "message" and isinstance(item.get("content"), str):
+            part = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": part, "text": item["content"]}]
+        if not isinstance(item.get("id"), str):
+            item["id"] = (
+                f"{_PREFIXES.get(str(kind), 'item')}_in_{response_id.partition('_')[2]}{position:04x}"
+            )
+        found.append(item)
+    return found
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def _id_of(raw: Raw) -> str | None:
+    try:
+        return _item_decoder.decode(raw).id
+    except msgspec.ValidationError:
+        return None
+
+
+def request_items(body: bytes) -> bytes:
+    """Those of a body that has been answered, as a list in JSON."""
+    return items_of(bytes(_sent_decoder.decode(body).input)) or b"[]"
+
+
+def conversation_of(stored: StoredResponse) -> bytes:
+    """The items of its input and its output, as a list in JSON."""
+    return both_lists(stored.items, bytes(_answer_decoder.decode(stored.response).output))

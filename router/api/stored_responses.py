@@ -1,0 +1,211 @@
+"""Responses that are stored: requests that go on from one, and GET and DELETE /v1/responses/{id}.
+
+Owns what storing does to a request, and the routes that generate nothing. The rest of the router sees one
+request like any other, with all of its input.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.api_request import ApiRequest
+from router.api.asked import Asked
+from router.api.caches import page_limit
+from router.api.context import ApiContext
+from router.api.json_body import encode_json, unsupported
+from router.api.responses import ResponseWriter, prepare_plain_response
+from router.api.responses_splicing import (
+    Sent,
+    conversation_of,
+    item_in,
+    items_of,
+    listed_items,
+    may_go_on,
+    referred_items,
+    request_items,
+    response_of,
+    sent_in,
+    spliced,
+    with_items,
+)
+from router.errors import InvalidRequest, ResponseGone, about_model
+from router.generation import DEFAULT_TENANT
+from router.limits.connections import address_of
+from router.responses.record import StoredResponse
+from router.responses.response_store import ResponseStore
+
+TENANT = DEFAULT_TENANT
+"""Whose responses a client sees: there is one tenant."""
+
+
+async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
+    """Raises InvalidRequest, UnknownModel, RouterBusy or ResponsesUnavailable."""
+    previous_id = None
+    if may_go_on(asked.body):
+        sent = sent_in(asked.body)
+        with about_model(sent.model):
+            asked = await _with_what_came_before(context, asked, sent)
+        previous_id = sent.previous_response_id
+    request = await prepare_plain_response(context, asked)
+    writer = request.writer
+    assert isinstance(writer, ResponseWriter)
+    writer.previous_response_id = previous_id
+    store, body = context.responses, asked.body
+    if store is not None and writer.wants_storing and len(body) <= store.bounds.bytes_per_response:
+        request.during = _stored(context, store, writer, body)
+    return request
+
+
+async def _with_what_came_before(context: ApiContext, asked: Asked, sent: Sent) -> Asked:
+    items = items_of(bytes(sent.input))
+    previous_id = sent.previous_response_id
+    if items is None:  # reading it says what is wrong
+        return asked
+    referred = referred_items(items)
+    if previous_id is None and (not referred or context.responses is None):
+        return asked
+    store = _open_store(context)
+    before: list[bytes] = []
+    if previous_id is not None:
+        try:
+            before.append(conversation_of(await store.find(previous_id, TENANT)))
+        except ResponseGone as error:
+            raise InvalidRequest(
+                f"Previous response with id '{previous_id[:60]}' not found.",
+                parameter="previous_response_id",
+                code="previous_response_not_found",
+            ) from error
+    found: dict[int, bytes] = {}
+    known: dict[str, bytes] = {}
+    for position, item_id in referred.items():
+        item = await _find_item(store, known, item_id)
+        if item is None:
+            raise InvalidRequest(
+                f"Item with id '{item_id[:60]}' not found: only those of stored responses can be named.",
+                parameter=f"input[{position}].id",
+                code="item_not_found",
+            )
+        found[position] = item
+    body = spliced(asked.body, before, with_items(items, found), context.config.max_body_bytes)
+    return dataclasses.replace(asked, body=body)
+
+
+async def _find_item(store: ResponseStore, known: dict[str, bytes], item_id: str) -> bytes | None:
+    response_id = response_of(item_id)
+    if response_id not in known:
+        try:
+            known[response_id] = conversation_of(await store.find(response_id, TENANT))
+        except ResponseGone:
+            known[response_id] = b"[]"
+    return item_in(known[response_id], item_id)
+
+
+@contextlib.contextmanager
+def _stored(context: ApiContext, store: ResponseStore, writer: ResponseWriter, body: bytes) -> Iterator[None]:
+    """While it is answered there is room for the question; once it is, nobody waits for the storing."""
+
+    def keep(response: bytes) -> None:
+        now = context.wall_clock()
+        store.keep(StoredResponse(writer.response_id, TENANT, now, request_items(body), response))
+
+    with store.hold(len(body)) as has_room:
+        if has_room:
+            writer.keep = keep
+        yield
+
+
+def _open_store(context: ApiContext) -> ResponseStore:
+    if context.responses is None:
+        raise InvalidRequest(
+            "No responses are stored here (max_responses is 0): send the whole input.",
+            parameter="previous_response_id",
+            code="responses_not_stored",
+        )
+    return context.responses
+
+
+class ResponseRoutes:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses/compact", self._compact, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self._count, methods=["POST"]),
+            Route("/v1/responses/{response_id}", self._one, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{response_id}/input_items", self._items, methods=["GET"]),
+            Route("/v1/responses/{response_id}/cancel", self._cancel, methods=["POST"]),
+        ]
+
+    async def _one(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        if request.method == "DELETE":
+            with self._in_flight(request):
+                await self._store().delete(response_id, TENANT)
+            return _json({"id": response_id, "object": "response", "deleted": True})
+        if request.query_params.get("stream") == "true":
+            raise unsupported("stream", "Only responses in the background can be streamed again.")
+        with self._in_flight(request):
+            stored = await self._store().find(response_id, TENANT)
+        return Response(stored.response, media_type="application/json")
+
+    async def _items(self, request: Request) -> Response:
+        query = request.query_params
+        limit, is_ascending = page_limit(query.get("limit")), query.get("order") == "asc"
+        response_id = request.path_params["response_id"]
+        with self._in_flight(request):
+            stored = await self._store().find(response_id, TENANT)
+        items = listed_items(stored.items, response_id)
+        if not is_ascending:
+            items.reverse()
+        after = query.get("after")
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise InvalidRequest(f"There is no item '{after[:60]}' in this input.", parameter="after")
+            items = items[ids.index(after) + 1 :]
+        data = items[:limit]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        has_more = len(items) > limit
+        return _json(
+            {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
+        )
+
+    async def _count(self, request: Request) -> Response:
+        """What a request's input comes to, without an answer."""
+        context, address = self._context, address_of(request.scope.get("client"))
+        async with context.body(request.scope, request.receive) as body:
+            prepared = await prepare_response(context, Asked(body, address, request.scope))
+        (prompt,) = prepared.prompts
+        num_tokens = len(prompt.generation.token_ids)
+        return _json({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    async def _cancel(self, request: Request) -> Response:
+        raise InvalidRequest(
+            "Only responses in the background can be cancelled, and there are none; close the connection.",
+            code="response_not_cancellable",
+        )
+
+    async def _compact(self, request: Request) -> Response:
+        raise InvalidRequest(
+            "Responses are not compacted here: ask the model for a summary instead.",
+            code="compaction_not_supported",
+        )
+
+    def _store(self) -> ResponseStore:
+        store = self._context.responses
+        if store is None:
+            raise ResponseGone("No responses are stored here (max_responses is 0).")
+        return store
+
+    def _in_flight(self, request: Request) -> contextlib.AbstractContextManager[Any]:
+        return self._context.in_flight.hold(address_of(request.scope.get("client")))
+
+
+def _json(content: Any) -> Response:
+    return Response(encode_json(content), media_type="application/json")

@@ -1,0 +1,1 @@
+"""Stored responses: what was asked and answered, kept for a while so that requests can go on."""

@@ -1,0 +1,131 @@
+"""RedisResponses: stored responses in Redis, sealed, under keys that replicas may not even read.
+
+Owns the keys. Each response is one text, which Redis forgets by itself; a sorted set for each tenant counts
+them, the oldest first::
+
+    kvasir-responses:{tenant}:record:ID   sealed StoredResponse, until it is too old
+    kvasir-responses:{tenant}:index       ID:{bytes} → created in ms
+
+Bounds are seen to after every few writes of each router, so that they are exceeded by those few at most. What
+cannot be opened is as good as missing, and counted. All methods raise RedisError or OSError; how long they
+may take is the caller's to say.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from replicas.process.plain_redis import plain_redis
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.caches.sealing import CacheSeal, NotOurs
+from router.responses.record import ResponseBounds, StoredResponse, is_response_id
+
+PREFIX = "kvasir-responses:"
+SHARE_BEFORE_TRIM = 32
+"""After this part of a tenant's bound has been written, in bytes or in number, it is seen to."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StoredResponse).decode
+
+
+class RedisResponses:
+    def __init__(self, redis_url: str, secret: ClusterSecret, bounds: ResponseBounds) -> None:
+        self._redis = plain_redis(redis_url)
+        self._secret = secret
+        self._bounds = bounds
+        self._sealing: CacheSeal | None = None
+        self._written_bytes: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
+        self.num_not_ours = 0
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def add(self, record: StoredResponse, now: float) -> None:
+        seal = await self._seal()
+        tenant, bounds = record.tenant, self._bounds
+        left = record.created + bounds.seconds - now
+        if left <= 0:
+            return
+        key = record_key(tenant, record.response_id)
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.set(key, seal.seal(key, _encode(record)), px=math.ceil(left * 1000))
+            pipeline.zadd(index_key(tenant), {_member(record): int(record.created * 1000)})
+            await pipeline.execute()
+        self._written[tenant] += 1
+        self._written_bytes[tenant] += record.num_bytes
+        if (
+            self._written[tenant] * SHARE_BEFORE_TRIM >= bounds.num_responses
+            or self._written_bytes[tenant] * SHARE_BEFORE_TRIM >= bounds.num_bytes
+        ):
+            await self._trim(tenant, now)
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        key = record_key(tenant, response_id)
+        sealed = await _answer(self._redis.get(key))
+        if sealed is None:
+            return None
+        seal = await self._seal()
+        try:
+            return _decode(seal.open(key, sealed))
+        except (NotOurs, ValueError, msgspec.MsgspecError):
+            self.num_not_ours += 1
+            return None
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there. Its entry in the index goes when it is the oldest."""
+        return bool(await _answer(self._redis.delete(record_key(tenant, response_id))))
+
+    async def _trim(self, tenant: str, now: float) -> None:
+        """Forget what is too old, and of the rest the oldest until no more is there than may be."""
+        bounds, index = self._bounds, index_key(tenant)
+        oldest = int((now - bounds.seconds) * 1000)
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.zremrangebyscore(index, "-inf", oldest)
+            pipeline.zrevrangebyscore(index, "+inf", "-inf")
+            _, members = await pipeline.execute()
+        num_bytes, kept = 0, 0
+        for member in members:
+            num_bytes += _bytes_of(member)
+            if kept == bounds.num_responses or num_bytes > bounds.num_bytes:
+                break
+            kept += 1
+        gone = members[kept:]
+        if gone:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                for member in gone:
+                    response_id = member.decode("ascii", "replace").partition(":")[0]
+                    if is_response_id(response_id):
+                        pipeline.delete(record_key(tenant, response_id))
+                pipeline.zrem(index, *gone)
+                await pipeline.execute()
+        self._written[tenant] = self._written_bytes[tenant] = 0
+
+    async def _seal(self) -> CacheSeal:
+        if self._sealing is None:
+            self._sealing = await asyncio.to_thread(CacheSeal, self._secret)
+        return self._sealing
+
+
+def record_key(tenant: str, response_id: str) -> str:
+    return f"{PREFIX}{{{tenant}}}:record:{response_id}"
+
+
+def index_key(tenant: str) -> str:
+    return f"{PREFIX}{{{tenant}}}:index"
+
+
+def _member(record: StoredResponse) -> str:
+    return f"{record.response_id}:{record.num_bytes}"
+
+
+def _bytes_of(member: bytes) -> int:
+    size = member.rpartition(b":")[2]
+    return int(size) if size.isdigit() and len(size) < 16 else 0
+
+
+async def _answer(command: Any) -> Any:
+    return await command

@@ -1,0 +1,187 @@
+"""ResponseStore: the stored responses of a cluster, as one router knows them.
+
+Owns what waits to be written to Redis and for how long a request may wait for Redis. What this router has not
+written yet it finds in its own memory; another finds it when it is written, which is soon after the answer. A
+response of another tenant is as good as none. Without a Redis to write to, all of it is this router's alone.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from router.errors import ResponseGone, ResponsesUnavailable
+from router.responses.memory import Key, ResponseMemory
+from router.responses.record import ResponseBounds, StoredResponse, is_response_id
+from router.responses.redis_responses import RedisResponses
+
+logger = logging.getLogger(__name__)
+
+REDIS_SECONDS = 1.0
+REST_SECONDS = 2.0
+"""After Redis has failed it is not asked for so long."""
+LOOK_SECONDS = (0.0, 0.05, 0.1)
+"""Before each look for a response that is not there: another router may just be writing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseStatistics:
+    """`num_found` by where; `num_failed` counts writes that Redis has not taken, each time that it was tried,
+    and `num_dropped` responses that there was no room for. The last two are this router's memory."""
+
+    num_kept: int
+    num_found: dict[str, int]
+    num_missing: int
+    num_unavailable: int
+    num_failed: int
+    num_dropped: int
+    num_not_ours: int
+    num_remembered: int
+    num_bytes: int
+
+
+class ResponseStore:
+    """For one event loop. `close()` when no request is left."""
+
+    def __init__(
+        self,
+        redis: RedisResponses | None,
+        bounds: ResponseBounds | None = None,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.bounds = bounds or ResponseBounds()
+        self._redis = redis
+        self._memory = ResponseMemory(self.bounds)
+        self._wall_clock, self._clock = wall_clock, clock
+        self._unwritten: deque[Key] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        self._resting_until = 0.0
+        self._is_redis_away = False
+        self._num_kept = self._num_missing = self._num_unavailable = self._num_failed = 0
+        self._num_found = {"memory": 0, "redis": 0}
+
+    async def close(self) -> None:
+        """What is not written by now is lost."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer
+        if self._redis is not None:
+            await self._redis.close()
+
+    def hold(self, num_bytes: int) -> AbstractContextManager[bool]:
+        """Room for a question of so many bytes until it is answered; False if there is none."""
+        return self._memory.hold(num_bytes)
+
+    def keep(self, record: StoredResponse) -> None:
+        """Nobody waits for it."""
+        self._num_kept += 1
+        self._memory.put(record)
+        if self._redis is not None:
+            self._unwritten.append((record.tenant, record.response_id))
+            if self._writer is None or self._writer.done():
+                self._writer = asyncio.create_task(self._write_all(self._redis))
+
+    async def find(self, response_id: str, tenant: str) -> StoredResponse:
+        """Raises ResponseGone, or ResponsesUnavailable for one that this router does not remember."""
+        if not is_response_id(response_id):
+            raise self._gone(response_id)
+        record = self._memory.get((tenant, response_id), self._wall_clock())
+        if record is not None:
+            self._num_found["memory"] += 1
+            return record
+        if self._redis is not None:
+            async with self._asking():
+                for seconds in LOOK_SECONDS:
+                    await asyncio.sleep(seconds)
+                    record = await self._redis.get(tenant, response_id)
+                    if record is not None:
+                        self._num_found["redis"] += 1
+                        return record
+        raise self._gone(response_id)
+
+    async def delete(self, response_id: str, tenant: str) -> None:
+        """Raises ResponseGone or ResponsesUnavailable."""
+        if not is_response_id(response_id):
+            raise self._gone(response_id)
+        was_there = self._memory.drop((tenant, response_id))
+        if self._redis is not None:
+            async with self._asking(), self._changing:
+                was_there |= await self._redis.delete(tenant, response_id)
+        if not was_there:
+            raise self._gone(response_id)
+
+    def statistics(self) -> ResponseStatistics:
+        return ResponseStatistics(
+            num_kept=self._num_kept,
+            num_found=dict(self._num_found),
+            num_missing=self._num_missing,
+            num_unavailable=self._num_unavailable,
+            num_failed=self._num_failed,
+            num_dropped=self._memory.num_dropped,
+            num_not_ours=0 if self._redis is None else self._redis.num_not_ours,
+            num_remembered=len(self._memory),
+            num_bytes=self._memory.num_bytes,
+        )
+
+    async def _write_all(self, redis: RedisResponses) -> None:
+        while self._unwritten:
+            key = self._unwritten[0]
+            record = self._memory.get(key, self._wall_clock())
+            if record is None:  # deleted, dropped or too old by now
+                self._unwritten.popleft()
+                continue
+            try:
+                async with asyncio.timeout(REDIS_SECONDS), self._changing:
+                    if self._memory.get(key, self._wall_clock()) is not None:
+                        await redis.add(record, self._wall_clock())
+            except (RedisError, OSError) as error:  # a TimeoutError is one
+                self._num_failed += 1
+                self._note_away(error)
+                await asyncio.sleep(REST_SECONDS)
+                continue
+            self._note_back()
+            self._memory.drop(key)
+            self._unwritten.popleft()
+
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        """Redis, for as long as a client can be made to wait. Raises ResponsesUnavailable."""
+        if self._clock() < self._resting_until:
+            raise self._unavailable()
+        try:
+            async with asyncio.timeout(REDIS_SECONDS):
+                yield
+        except (RedisError, OSError) as error:
+            self._note_away(error)
+            raise self._unavailable() from error
+        self._note_back()
+
+    def _note_away(self, error: Exception) -> None:
+        self._resting_until = self._clock() + REST_SECONDS
+        if not self._is_redis_away:
+            logger.warning("Redis refuses stored responses, or cannot be reached error=%r", error)
+        self._is_redis_away = True
+
+    def _note_back(self) -> None:
+        if self._is_redis_away:
+            logger.info("Redis has stored responses again")
+        self._is_redis_away = False
+
+    def _unavailable(self) -> ResponsesUnavailable:
+        self._num_unavailable += 1
+        return ResponsesUnavailable("Stored responses cannot be reached at the moment. Try again shortly.")
+
+    def _gone(self, response_id: str) -> ResponseGone:
+        self._num_missing += 1
+        return ResponseGone(f"Response with id '{response_id[:60]}' not found.")
