@@ -149,8 +149,7 @@ def _num_stable_tokens(model: TextModel, chat: RenderedChat) -> int | None:
 
 
 def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) -> int | None:
-    """None for all of them, and where the template has made something else of a message's text. In the middle
-    of a text it is right to a token or two."""
+    """None for all of them, and where the template has made something else of a message's text."""
     if keep.message is None:
         return None
     if keep.message < 0:
@@ -163,7 +162,9 @@ def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) ->
         if keep.num_characters is None or start + keep.num_characters >= end:
             return model.tokenizer.num_tokens_through(chat.text, end, is_quoted=chat.is_quoted)
         end = start + keep.num_characters
-    return None if end is None else len(model.tokenizer.encode(chat.text[:end], is_quoted=chat.is_quoted))
+    return (
+        None if end is None else model.tokenizer.num_tokens_within(chat.text, end, is_quoted=chat.is_quoted)
+    )
 
 
 def _head_end(chat: RenderedChat) -> int | None:
