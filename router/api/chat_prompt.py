@@ -64,7 +64,13 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
             add_generation_prompt=request.add_generation_prompt,
             arguments=arguments,
         )
-        text = write(messages)
+        try:
+            text = write(messages)
+        except TemplateError:
+            changed = _with_system_first(messages)
+            if changed == messages:
+                raise
+            text, messages = write(changed), changed
     except TemplateError as error:
         raise InvalidRequest(f"{error}", parameter=parameter) from error
     except RecursionError as error:
@@ -72,6 +78,15 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
     if request.continue_final_message:
         text = _through_last_message(text, messages, parameter)
     return RenderedChat(text, messages, is_quoted, write)
+
+
+def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that take instructions at the beginning alone: later ones are the user's. They stay where
+    they are, so that what comes before them is found in caches."""
+    return [
+        {**message, "role": "user"} if position and message["role"] in ("system", "developer") else message
+        for position, message in enumerate(messages)
+    ]
 
 
 def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> list[int]:
