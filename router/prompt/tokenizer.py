@@ -172,11 +172,11 @@ class Tokenizer:
             return len(self.encode(text[:end], is_quoted=is_quoted))
         start, stop = 0, len(text)
         for special in self._splitter.finditer(text):
-            if special.start() >= end:
+            if special.end() > end:
                 stop = special.start()
                 break
-            start = min(special.end(), end)
-        piece, before = text[start:stop], text[start:end]
+            start = special.end()
+        piece, before = text[start:stop], text[start : min(end, stop)]
         num_tokens = len(self.encode(text[:start], is_quoted=is_quoted))
         token_ids = self.encode(piece, is_quoted=is_quoted)  # known, since the whole has been encoded
         if self._token_bytes is None:
