@@ -67,6 +67,11 @@ def test_answers_have_the_form_that_was_asked_for(seen: Seen) -> None:
     assert seen["structured"] == [ADA, ADA, ADA]
 
 
+def test_a_schema_that_is_none_is_refused_by_name(seen: Seen) -> None:
+    name, parameter = seen["bad_schema"]
+    assert name == "BadRequestError" and parameter.startswith("response_format")
+
+
 def test_node_runs_tools_streams_calls_and_parses(seen_in_node: Seen) -> None:
     assert seen_in_node["runTools"] == {"text": "It is 21 degrees there.", "cities": ["Paris"]}
     assert seen_in_node["streamedTools"] == {"calls": ["Paris", "Rome"], "finish": "tool_calls"}

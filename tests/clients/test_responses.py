@@ -58,6 +58,16 @@ def test_the_next_turn_hits_on_what_was_said_before(seen: Seen) -> None:
     assert turn["cached"] >= turn["total"] - 16, turn
 
 
+def test_a_turn_goes_on_from_one_that_is_named(seen: Seen) -> None:
+    turn = seen["second_turn_by_id"]
+    assert turn["text"] == "It is 21 degrees there."
+    assert turn["cached"] >= turn["total"] - 16, turn
+
+
+def test_responses_are_kept_and_forgotten(seen: Seen) -> None:
+    assert seen["stored"] == [HELLO, "NotFoundError"]
+
+
 def test_reasoning_is_an_item_of_its_own(seen: Seen) -> None:
     kinds, text, num_tokens = seen["reasoning"]
     assert kinds == ["reasoning", "message"] and text.strip() == "It is blue." and num_tokens > 3

@@ -92,6 +92,19 @@ def second_turn():
 
 
 @scene
+def second_turn_by_id():
+    return second_turn_of("Be brief. ", is_stored=True)
+
+
+@scene
+def stored():
+    made = responses.create(model=MODEL, input="Say hello.")
+    found = responses.retrieve(made.id).output_text
+    responses.delete(made.id)
+    return [found, raised(lambda: responses.retrieve(made.id))["name"]]
+
+
+@scene
 def reasoning():
     answer = responses.create(model=MODEL, input="What is the sky like?")
     kinds = [item.type for item in answer.output]

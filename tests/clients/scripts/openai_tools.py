@@ -156,4 +156,14 @@ def structured():
     ]
 
 
+@scene
+def bad_schema():
+    broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    try:
+        chats.create(model=MODEL, messages=asked("Say hello."), response_format=broken)
+    except openai.APIStatusError as error:
+        return [type(error).__name__, error.param]
+    return None
+
+
 act()
