@@ -133,8 +133,8 @@ class ChatHistory:
         """The answers to a prompt, once they are whole."""
         if turn is None or generation.sampling.ignore_eos:
             return
-        num_before = 0 if turn.parent is None else len(turn.parent.token_ids) // BYTES_PER_TOKEN
-        asked = generation.token_ids[num_before:]
+        num_before = 0 if turn.parent is None else len(turn.parent.token_ids)
+        asked = generation.submit.packed_tokens[num_before:]
         for output in outputs:
             if not _can_be_sent_back(output):
                 continue
@@ -144,7 +144,7 @@ class ChatHistory:
             if said[-1] in generation.sampling.stop_token_ids and said[-1] not in turn.ends:
                 said = said[:-1]
             key = key_after(turn.root, turn.key, message_digest(answer))
-            self._remembered.remember(generation.tenant, key, pack_token_ids([*asked, *said]), turn.parent)
+            self._remembered.remember(generation.tenant, key, asked + pack_token_ids(said), turn.parent)
             if turn.may_call:
                 in_calls = output.finish_reason == TOOL_CALLS
                 self._gaps.ended(generation.tenant, key, self._clock(), in_calls=in_calls)

@@ -1,0 +1,51 @@
+"""Conversations that go on, with real engines behind a real router: each turn finds the one before cached."""
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtests.stacks.local_stack import LocalStack
+from tests.integration.observe import metrics
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+NUM_TURNS = 6
+BLOCK_SIZE = 16
+SETTLE_SECONDS = 0.4
+"""For the replicas' announcements to reach the router."""
+
+SYSTEM = "You are a patient assistant who explains how caches work. " * 4
+
+
+@pytest.mark.parametrize("fixture", ["toy_stack", "simulated_stack"])
+def test_each_turn_is_cached_up_to_the_last_block_of_the_turn_before(
+    request: pytest.FixtureRequest, fixture: str
+) -> None:
+    """At this temperature the toy model says what no tokenizer would write so: every turn drifts."""
+    stack: LocalStack = request.getfixturevalue(fixture)
+    before = metrics(stack)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+    num_tokens = 0
+    with httpx.Client(base_url=stack.url, timeout=60) as client:
+        for turn in range(NUM_TURNS):
+            messages.append({"role": "user", "content": f"Question {turn}: what is a block?"})
+            body = {
+                "model": "toy",
+                "messages": messages,
+                "max_tokens": 40,
+                "temperature": 1.5,
+                "seed": turn,
+                "stream": False,
+            }
+            answer = client.post("/v1/chat/completions", json=body).json()
+            usage = answer["usage"]
+            num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert num_cached >= num_tokens - BLOCK_SIZE, f"turn {turn}: {usage}"
+            num_tokens = usage["prompt_tokens"] + usage["completion_tokens"] - 1
+            messages.append(answer["choices"][0]["message"])
+            time.sleep(SETTLE_SECONDS)
+    after = metrics(stack)
+    name = "router_history_prompts_total"
+    assert after[name] - before[name] == NUM_TURNS - 1
