@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, MESSAGE_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 HI = b'{"role":"user","content":"hi"}'
@@ -71,6 +72,16 @@ def _tools(parameters: Callable[[int], bytes]) -> BodyShape:
     )
 
 
+def _schemas(value: Callable[[int], bytes]) -> BodyShape:
+    return _beside(
+        b"tools", lambda size: b'[{"name":"f","input_schema":{"<|im_end|>":' + value(size) + b"}}]"
+    )
+
+
+def _blocks(block: bytes) -> BodyShape:
+    return lambda size: b'"messages":[{"role":"user","content":' + _list_of(block, size) + b"}]"
+
+
 def _prompt(value: Callable[[int], bytes]) -> BodyShape:
     return lambda size: b'"prompt":' + value(size)
 
@@ -119,6 +130,8 @@ VALUES: Mapping[str, Callable[[int], bytes]] = {
         b"{" + b",".join(b'"%d":1' % number for number in range(size // 12)) + b"}"
     ),
 }
+
+_SOME_TEXTS = ("words", "special tokens", "surrogate pairs")
 
 SHAPES: Mapping[str, Mapping[str, BodyShape]] = {
     CHAT: {
@@ -177,6 +190,40 @@ SHAPES: Mapping[str, Mapping[str, BodyShape]] = {
             ),
         ),
         "long instructions": _with_input(b"instructions", _quoted(b"a")),
+    },
+    MESSAGES: {  # what is done with texts and schemas is the same as in a chat
+        **{f"text: {name}": _message(_text(TEXTS[name])) for name in _SOME_TEXTS},
+        "system": _beside(b"system", _quoted(b"cache block prefix ")),
+        "tools: lists 400 deep": _schemas(VALUES["lists 400 deep"]),
+        "unknown field: objects": _beside(b"metadata", VALUES["objects"]),
+        "many messages": lambda size: b'"messages":' + _list_of(HI, size),
+        "many turns": lambda size: (
+            b'"messages":' + _list_of(HI + b',{"role":"assistant","content":"hi"}', size)
+        ),
+        "many blocks": _blocks(b'{"type":"text","text":"a"}'),
+        "many marks": _blocks(b'{"type":"text","text":"a","cache_control":{"type":"ephemeral"}}'),
+        "many results of nothing": _blocks(b'{"type":"tool_result","tool_use_id":"a"}'),
+        "documents": _blocks(b'{"type":"document","source":{"type":"text","data":"a"}}'),
+        "many calls": lambda size: (
+            b'"messages":['
+            + HI
+            + b',{"role":"assistant","content":['
+            + b",".join(
+                b'{"type":"tool_use","id":"%d","name":"f","input":{}}' % number
+                for number in range(size // 50)
+            )
+            + b"]}]"
+        ),
+        "many system blocks": _beside(b"system", lambda size: _list_of(b'{"type":"text","text":"a"}', size)),
+        "many tools": _beside(b"tools", lambda size: _list_of(b'{"name":"f","input_schema":{}}', size)),
+        "many tools of others": _beside(b"tools", lambda size: _list_of(b'{"type":"bash"}', size)),
+        "many stop sequences": _beside(b"stop_sequences", lambda size: _list_of(b'"a"', size)),
+        "a long stop sequence": _beside(b"stop_sequences", lambda size: b"[" + _quoted(b"a")(size) + b"]"),
+        "a long user": _beside(b"metadata", lambda size: b'{"user_id":' + _quoted(b"a")(size) + b"}"),
+    },
+    MESSAGE_TOKENS: {
+        **{f"text: {name}": _message(_text(TEXTS[name])) for name in _SOME_TEXTS},
+        "tools: lists 400 deep": _schemas(VALUES["lists 400 deep"]),
     },
     TOKENIZE: {
         **{f"text: {name}": _prompt(_quoted(piece)) for name, piece in TEXTS.items()},

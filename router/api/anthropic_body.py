@@ -101,7 +101,9 @@ def _request(asked: MessagesBody) -> ChatRequest:
     for position, message in enumerate(asked.messages):
         turns.message(position, message)
     turns.finish()
-    if not asked.messages:
+    if turns.messages and _is_empty(turns.messages[-1]):
+        turns.messages.pop()
+    if not asked.messages or not turns.messages:
         raise InvalidRequest("at least one message is required", parameter="messages")
     is_begun = turns.messages[-1]["role"] == "assistant"
     keeps = marks.keeps(asked.cache_control)
@@ -126,6 +128,11 @@ def _request(asked: MessagesBody) -> ChatRequest:
             ShownAnswer(num_marks, (asked.thinking or {}).get("display") == "omitted")
         ),
     )
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    """Of the assistant's: nothing that could be continued."""
+    return message["role"] == "assistant" and not message["content"].strip()
 
 
 def _check(asked: MessagesBody) -> None:

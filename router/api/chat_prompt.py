@@ -64,7 +64,13 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
             add_generation_prompt=request.add_generation_prompt,
             arguments=arguments,
         )
-        text = write(messages)
+        try:
+            text = write(messages)
+        except TemplateError:
+            changed = _with_system_first(messages)
+            if changed == messages:
+                raise
+            text, messages = write(changed), changed
     except TemplateError as error:
         raise InvalidRequest(f"{error}", parameter=parameter) from error
     except RecursionError as error:
@@ -72,6 +78,15 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
     if request.continue_final_message:
         text = _through_last_message(text, messages, parameter)
     return RenderedChat(text, messages, is_quoted, write)
+
+
+def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that take instructions at the beginning alone: later ones are the user's. They stay where
+    they are, so that what comes before them is found in caches."""
+    return [
+        {**message, "role": "user"} if position and message["role"] in ("system", "developer") else message
+        for position, message in enumerate(messages)
+    ]
 
 
 def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> list[int]:
@@ -149,8 +164,7 @@ def _num_stable_tokens(model: TextModel, chat: RenderedChat) -> int | None:
 
 
 def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) -> int | None:
-    """None for all of them, and where the template has made something else of a message's text. In the middle
-    of a text it is right to a token or two."""
+    """None for all of them, and where the template has made something else of a message's text."""
     if keep.message is None:
         return None
     if keep.message < 0:
@@ -163,7 +177,9 @@ def _num_kept_tokens(model: TextModel, chat: RenderedChat, keep: KeepThrough) ->
         if keep.num_characters is None or start + keep.num_characters >= end:
             return model.tokenizer.num_tokens_through(chat.text, end, is_quoted=chat.is_quoted)
         end = start + keep.num_characters
-    return None if end is None else len(model.tokenizer.encode(chat.text[:end], is_quoted=chat.is_quoted))
+    return (
+        None if end is None else model.tokenizer.num_tokens_within(chat.text, end, is_quoted=chat.is_quoted)
+    )
 
 
 def _head_end(chat: RenderedChat) -> int | None:

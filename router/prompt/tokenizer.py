@@ -13,8 +13,10 @@ import asyncio
 import json
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import fastokens
@@ -162,6 +164,27 @@ class Tokenizer:
             match = self._splitter.search(text, end)
             end = match.start() if match else len(text)
         return len(self.encode(text[:end], is_quoted=is_quoted))
+
+    def num_tokens_within(self, text: str, end: int, *, is_quoted: bool = False) -> int:
+        """Of the tokens of `text`, those that end at or before character `end`. Where a token's bytes are not
+        known they are taken to be equally long from one special token to the next."""
+        if self._splitter is None:
+            return len(self.encode(text[:end], is_quoted=is_quoted))
+        start, stop = 0, len(text)
+        for special in self._splitter.finditer(text):
+            if special.end() > end:
+                stop = special.start()
+                break
+            start = special.end()
+        piece, before = text[start:stop], text[start : min(end, stop)]
+        num_tokens = len(self.encode(text[:start], is_quoted=is_quoted))
+        token_ids = self.encode(piece, is_quoted=is_quoted)  # known, since the whole has been encoded
+        if self._token_bytes is None:
+            return num_tokens + len(token_ids) * len(before) // max(1, len(piece))
+        num_bytes = len((unquote(before) if is_quoted else before).encode("utf-8", "surrogatepass"))
+        token_bytes = self._token_bytes.with_special
+        ends = accumulate([len(token_bytes[token_id]) for token_id in token_ids])
+        return num_tokens + bisect_right(list(ends), num_bytes)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._reference.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -152,6 +152,9 @@ def test_an_answer_may_be_begun_by_the_client() -> None:
     begun = read(messages=[*HELLO, {"role": "assistant", "content": "The answer is ("}])
     assert begun.continue_final_message and not begun.add_generation_prompt
     assert begun.messages[-1]["content"] == "The answer is ("
+    for nothing in ("", [], " \n"):
+        not_begun = read(messages=[*HELLO, {"role": "assistant", "content": nothing}])
+        assert not_begun == read()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": "many"}, "max_tokens: "),
     ({"model": None}, "model: "),
     ({"messages": []}, "messages: at least one message is required"),
+    ({"messages": [], "system": "Be brief."}, "messages: at least one message is required"),
+    ({"messages": [{"role": "system", "content": []}]}, "messages: at least one message is required"),
+    ({"messages": [{"role": "assistant", "content": []}]}, "messages: at least one message is required"),
     ({"messages": ["Hello"]}, "messages.0: "),
     ({"messages": [*HELLO, {"content": "x"}]}, "messages.1.role: Field required"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role: Input should be 'user', 'assist"),

@@ -15,6 +15,7 @@ from replicas.protocol.prefix_leases import PrefixLease
 from router.api.anthropic_caching import usage_of
 from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded
 from router.generation import Generation
+from router.prompt.catalog import ModelCatalog
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import Script, Step, says
@@ -332,6 +333,34 @@ async def test_the_billing_header_changes_and_the_prompt_does_not(
         await whole(http, system=[header, rules])
     first, second = server.dispatcher.generations
     assert first.token_ids == second.token_ids and first.block_hashes == second.block_hashes
+
+
+async def test_an_answer_that_is_begun_goes_on_from_there(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids("42)."))
+    begun = {"role": "assistant", "content": "The answer is ("}
+    answer = await whole(http, messages=[*ASKED["messages"], begun])
+    (generation,) = server.dispatcher.generations
+    prompt = server.context.catalog.get(MODEL).tokenizer.decode(generation.token_ids)
+    assert prompt.endswith("The answer is (") and answer["content"] == [{"type": "text", "text": "42)."}]
+
+
+async def test_instructions_in_the_middle_are_the_users_where_a_template_takes_none() -> None:
+    strict = tiny_model.TEMPLATE.replace(
+        "{%- for message in messages %}",
+        "{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{%- endif %}",
+    )
+    models = ModelCatalog(tiny_model.SECRET)
+    models.add(tiny_model.card(), tiny_model.bundle(strict))
+    messages = [*ASKED["messages"], {"role": "system", "content": "New rules."}]
+    async with http_server(catalog=models) as server, httpx.AsyncClient(base_url=server.url) as http:
+        server.dispatcher.script = says([tiny_model.END_OF_TURN])
+        await whole(http, max_tokens=5, system="Be brief.", messages=messages)
+        (generation,) = server.dispatcher.generations
+        prompt = models.get(MODEL).tokenizer.decode(generation.token_ids)
+        assert "<|im_start|>user\nNew rules.<|im_end|>" in prompt
 
 
 async def test_a_conversation_has_the_same_tokens_as_in_other_dialects(

@@ -8,7 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtests.workloads.worst_bodies import CHAT, COMPLETIONS, RESPONSES, SHAPES, WorstBody, worst_bodies
+from loadtests.workloads.worst_bodies import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGE_TOKENS,
+    MESSAGES,
+    RESPONSES,
+    SHAPES,
+    WorstBody,
+    worst_bodies,
+)
 from router.api.body_weight import MOST_BYTES
 from router.large_bodies import offload
 from router.prompt.quoting import Quoter
@@ -68,7 +77,7 @@ async def test_large_bodies_of_every_shape_get_a_clear_answer_and_no_work_here(
         server.dispatcher.script = says([tiny_model.END_OF_TURN])
         for body in LARGE:
             await _check(client, body)
-            if body.route in (CHAT, COMPLETIONS, RESPONSES):
+            if body.route in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
                 assert max(returned) < MOST_RETURNED_BYTES, (body.route, body.name)
             returned.clear()
         assert seen == []
@@ -109,7 +118,8 @@ async def _check(client: httpx.AsyncClient, body: WorstBody) -> None:
 
 
 def test_the_corpus_is_for_every_route_that_reads_a_body() -> None:
-    assert SHAPES.keys() == {CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"}
+    ours = {CHAT, COMPLETIONS, RESPONSES, MESSAGES, MESSAGE_TOKENS, "/tokenize", "/detokenize"}
+    assert SHAPES.keys() == ours
     for body in LARGE:
         assert MOST_BYTES < len(body.content) < 2 * MOST_BYTES, (body.route, body.name)
 

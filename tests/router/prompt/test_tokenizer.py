@@ -11,6 +11,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Reference
 
 from replicas.protocol.status import TokenizerBundle
+from router.prompt.quoting import Quoter, unquote
 from router.prompt.segments import SegmentCache
 from router.prompt.tokenizer import Tokenizer, TokenizerError
 from tests.router import tiny_model
@@ -108,6 +109,18 @@ def test_tokens_through_a_position_are_a_prefix_of_the_whole(head: str, tail: st
     text = head + "<|im_end|>" + tail
     number = TOKENIZER.num_tokens_through(text, len(head))
     assert TOKENIZER.encode(text)[:number] == TOKENIZER.encode(head)
+
+
+@given(texts, st.integers(0, 200), st.booleans())
+def test_tokens_within_a_position_end_there_at_the_latest(text: str, end: int, is_quoted: bool) -> None:
+    end = min(end, len(text))
+    sent = Quoter(tiny_model.SPECIAL_TOKENS).quote(text) if is_quoted else text
+    token_ids = TOKENIZER.encode(sent, is_quoted=is_quoted)
+    number = TOKENIZER.num_tokens_within(sent, end, is_quoted=is_quoted)
+    spans = [len(TOKENIZER.token_text(token_id)[1]) for token_id in token_ids]
+    ends = [sum(spans[: each + 1]) for each in range(len(spans))]
+    num_bytes = len((unquote(sent[:end]) if is_quoted else text[:end]).encode())
+    assert number == sum(each <= num_bytes for each in ends)
 
 
 @given(texts)
