@@ -22,8 +22,9 @@ from router.api.cached_requests import with_caches
 from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
+from router.api.cross_origin import CrossOrigin
 from router.api.door import Door
-from router.api.error_shapes import error_shape
+from router.api.error_shapes import error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
 from router.api.gemini_caches import GeminiCacheRoutes, prepare_content
 from router.api.gemini_models import GeminiRoutes
@@ -76,25 +77,35 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         asked = model_method(path)
         return None if asked is None or asked.method == COUNT else generate_content
 
-    config = context.config
+    config, new_id = context.config, context.new_id
 
     def behind_door(app: ASGIApp, host: str | None) -> ASGIApp:
-        return Door(app, host=host, allowed_hosts=config.allowed_hosts, count=context.metrics.count_refusal)
+        return Door(
+            app,
+            host=host,
+            allowed_hosts=config.allowed_hosts,
+            cross_origin=CrossOrigin(config.cors_origins),
+            count=context.metrics.count_refusal,
+            new_id=context.new_id,
+        )
 
     common = plain.health_routes()
     clients = [*GeminiRoutes(context).routes(), *AnthropicRoutes(context).routes(), *plain.routes()]
     clients += [*CacheRoutes(context).routes(), *GeminiCacheRoutes(context).routes()]
     clients += ResponseRoutes(context).routes()
     if not config.has_admin_listener:
-        return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of), config.host), None)
-    main = _app([*common, *clients, *plain.index_routes()], endpoint_of)
+        return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of, new_id), config.host), None)
+    main = _app([*common, *clients, *plain.index_routes()], endpoint_of, new_id)
     admin_host = None if config.admin_port is None else config.admin_host
-    return Apps(
-        behind_door(main, config.host), behind_door(_app([*common, *admin], lambda path: None), admin_host)
-    )
+    admin_app = _app([*common, *admin], lambda path: None, new_id)
+    return Apps(behind_door(main, config.host), behind_door(admin_app, admin_host))
 
 
-def _app(routes: Sequence[Route], endpoint_of: Callable[[str], ASGIApp | None]) -> ASGIApp:
+def _app(
+    routes: Sequence[Route],
+    endpoint_of: Callable[[str], ASGIApp | None],
+    new_id: Callable[[str], str],
+) -> ASGIApp:
     """`endpoint_of` knows the raw ones by their path."""
     control = Starlette(
         routes=routes,
@@ -111,7 +122,7 @@ def _app(routes: Sequence[Route], endpoint_of: Callable[[str], ASGIApp | None]) 
         if endpoint is not None:
             await endpoint(scope, receive, send)
         else:
-            await control(scope, receive, send)
+            await control(scope, receive, with_request_id(scope, send, new_id))
 
     return app
 

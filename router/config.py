@@ -173,6 +173,11 @@ class RouterConfig:
         help="host names that a router on loopback accepts besides localhost and its addresses, "
         "for a proxy on the same machine that passes on the name that clients used",
     )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        help="origins (https://chat.example.org) of pages whose visitors' browsers may call the API; "
+        "* allows every page",
+    )
     admin_access: str = setting(
         "loopback",
         help="which clients may see the live page, its data, and explanations: loopback, everyone or nobody",

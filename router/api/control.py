@@ -4,6 +4,7 @@ Owns their shapes (OpenAI's for models, unless a client of another vendor's asks
 does not matter here.
 """
 
+import importlib.metadata
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -42,10 +43,14 @@ class ControlRoutes:
         return [
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
         ]
 
     def metrics_routes(self) -> list[Route]:
-        return [Route("/metrics", self.metrics, methods=["GET"])]
+        return [
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/load", self.load, methods=["GET"]),
+        ]
 
     async def index(self, request: Request) -> Response:
         """What a program gets at `/`."""
@@ -85,6 +90,13 @@ class ControlRoutes:
             "models": num_replicas,
         }
         return _json(content, status)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": importlib.metadata.version("kvasir")})
+
+    async def load(self, request: Request) -> Response:
+        """How many requests this router serves."""
+        return _json({"server_load": self._context.in_flight.num})
 
     async def metrics(self, request: Request) -> Response:
         content = await self._context.metrics.scrape()

@@ -3,17 +3,20 @@
 Owns three rules. On a loopback address the router answers to loopback's names only: a page whose name was
 pointed here (DNS rebinding) calls it by that name. What browsers post for pages of other origins is refused;
 under a public name not if it says that it is JSON, which a browser sends for them only where something in
-front of the router has allowed it (the router never does). And a body is JSON, as it is: what is encoded or
-of another type is not guessed at. Who may see what is decided in `access.py`.
+front of the router has allowed it, or the router does (`cross_origin.py`). And a body is JSON, as it is or as
+gzip: what is encoded otherwise or of another type is not guessed at. Who may see what is decided in
+`access.py`.
 """
 
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.api.cross_origin import CrossOrigin, allowing, preflight_headers
 from router.api.error_shapes import error_shape
 from router.api.http import Header, client_request_id, send_whole
 from router.api.http_error import HttpError
+from router.api.inflating import GZIP
 from router.api.origins import calls_loopback, host_name, is_of_other_origin, means_loopback
 from router.errors import HeadFault
 
@@ -25,7 +28,8 @@ _MOST_SHOWN = 100
 
 class Door:
     """ASGI middleware of a whole listener. `host` is what that listens on; `allowed_hosts` are names besides
-    loopback's, for a proxy on this machine that passes its own on. `count` hears of each refusal."""
+    loopback's, for a proxy on this machine that passes its own on.
+    `count` hears of each refusal, and `new_id` makes an id out of its beginning."""
 
     def __init__(
         self,
@@ -33,25 +37,38 @@ class Door:
         *,
         host: str | None,
         allowed_hosts: Sequence[str],
+        cross_origin: CrossOrigin,
         count: Callable[[HeadFault], None],
+        new_id: Callable[[str], str],
     ) -> None:
         self._app = app
         self._is_on_loopback = host is not None and means_loopback(host.lower())
         self._allowed_names = frozenset(name.lower() for name in allowed_hosts)
+        self._cross_origin = cross_origin
         self._count = count
+        self._new_id = new_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fault = self._fault_of(scope)
+        origin = self._cross_origin.origin_of(scope)
+        fault = self._fault_of(scope, is_allowed=origin is not None)
+        if origin is not None:
+            send = allowing(send, origin)
         if fault is None:
-            await self._app(scope, receive, send)
+            if origin is not None and self._cross_origin.is_preflight(scope):
+                await send_whole(send, 204, preflight_headers(scope), b"")
+            else:
+                await self._app(scope, receive, send)
             return
         self._count(fault)
         error, headers = _refusal(fault, scope)
         shape = error_shape(scope)
-        body = shape.body(error, client_request_id(scope))
+        request_id = client_request_id(scope) or self._new_id("req_")
+        body = shape.body(error, request_id)
+        headers += [(name, request_id.encode()) for name in shape.request_id_headers]
         await send_whole(send, shape.status(error), [*error.headers(), *headers], body)
 
-    def _fault_of(self, scope: Scope) -> HeadFault | None:
+    def _fault_of(self, scope: Scope, *, is_allowed: bool) -> HeadFault | None:
+        """`is_allowed` says that it comes from a page whose origin may call the API."""
         head = _judged(scope)
         host = head.get(b"host")
         is_public = not self._is_on_loopback
@@ -64,11 +81,11 @@ class Door:
             return None
         content_type = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
         is_foreign = is_of_other_origin(head.get(b"sec-fetch-site"), head.get(b"origin"), host)
-        if is_foreign and not (is_public and content_type):
+        if is_foreign and not is_allowed and not (is_public and content_type):
             return HeadFault.ORIGIN
         if content_type and not _is_json(content_type):
             return HeadFault.CONTENT_TYPE
-        if head.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
+        if head.get(b"content-encoding", b"").lower() not in (b"", b"identity", GZIP):
             return HeadFault.CONTENT_ENCODING
         return None
 
@@ -116,6 +133,9 @@ def _refusal(fault: HeadFault, scope: Scope) -> tuple[HttpError, list[Header]]:
             )
             return HttpError(415, message, "invalid_request_error", None, "unsupported_content_type"), []
         case HeadFault.CONTENT_ENCODING:
-            message = f"Unsupported content encoding: '{shown(b'content-encoding')}'. Send the body as it is."
+            message = (
+                f"Unsupported content encoding: '{shown(b'content-encoding')}'. Send the body as it is, or as"
+                " gzip."
+            )
             error = HttpError(415, message, "invalid_request_error", None, "unsupported_content_encoding")
-            return error, [(b"accept-encoding", b"identity")]
+            return error, [(b"accept-encoding", b"gzip")]

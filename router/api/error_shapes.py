@@ -3,13 +3,15 @@
 Owns which requests speak which dialect, told from their path and headers.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
-from starlette.types import Scope
+from starlette.types import Message, Scope, Send
 
 from router.api.anthropic_errors import ANTHROPIC_ERRORS
 from router.api.gemini_errors import GEMINI_ERRORS
 from router.api.gemini_paths import speaks_gemini
+from router.api.http import client_request_id
 from router.api.http_error import HttpError
 
 
@@ -55,6 +57,23 @@ def error_shape(scope: Scope) -> ErrorShape:
     if path.startswith(_MODELS) and is_for_anthropic(scope):
         return ANTHROPIC_ERRORS
     return GEMINI_ERRORS if speaks_gemini(scope) else OPENAI_ERRORS
+
+
+def with_request_id(scope: Scope, send: Send, new_id: Callable[[str], str]) -> Send:
+    """Sends an answer with the request's id, as those have it that generate."""
+    if scope["type"] != "http":
+        return send
+    request_id = (client_request_id(scope) or new_id("req_")).encode()
+    headers = [(name, request_id) for name in error_shape(scope).request_id_headers]
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            have = {name.lower() for name, _ in message["headers"]}
+            missing = [header for header in headers if header[0] not in have]
+            message = {**message, "headers": [*message["headers"], *missing]}
+        await send(message)
+
+    return send_named
 
 
 def is_for_anthropic(scope: Scope) -> bool:

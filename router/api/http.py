@@ -13,6 +13,7 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from replicas.process.trace_parent import TraceParent, parse_trace_parent
+from router.api.inflating import GZIP, inflated
 from router.errors import BodiesFull, BodyTooLarge, UploadTooSlow
 from router.limits.body_budget import BodyHold
 
@@ -117,8 +118,8 @@ async def read_body(
     max_seconds: float,
     bytes_per_second: int,
 ) -> bytes:
-    """The whole body. Raises BodyTooLarge or BodiesFull (before reading, if the client announces it),
-    UploadTooSlow or ClientGone."""
+    """The whole body, as it was before its client compressed it. Raises BodyTooLarge or BodiesFull (before
+    reading, if the client announces it), UploadTooSlow, ClientGone, or InvalidRequest for what is no gzip."""
     started = asyncio.get_running_loop().time()
     last = started + max_seconds
     try:
@@ -128,12 +129,14 @@ async def read_body(
                 seconds = UPLOAD_GRACE_SECONDS + num_bytes / bytes_per_second
                 deadline.reschedule(min(last, started + seconds))
 
-            return await _read(scope, receive, held, max_bytes, arrived)
+            body = await _read(scope, receive, held, max_bytes, arrived)
     except TimeoutError as error:
         raise UploadTooSlow(
             f"The request body did not arrive within {max_seconds:g} seconds, or came more slowly than"
             f" {bytes_per_second} bytes per second."
         ) from error
+    is_compressed = (header(scope, b"content-encoding") or b"").lower() == GZIP
+    return await inflated(body, held, max_bytes) if is_compressed else body
 
 
 async def _read(

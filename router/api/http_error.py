@@ -54,6 +54,10 @@ class HttpError:
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_seconds is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_seconds))))
+            headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(self.retry_after_seconds * 1000))))
+            headers.append((b"x-should-retry", b"true"))
+        elif self.code == "generation_failed":  # it was tried again here
+            headers.append((b"x-should-retry", b"false"))
         if (
             self.status in (408, 413) or self.code == "bodies_full"
         ):  # the rest of the body would be taken for the next request
@@ -118,7 +122,31 @@ def method_not_allowed(method: str, path: str) -> HttpError:
     )
 
 
+NOT_SERVED = (
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/pooling",
+    "/classify",
+    "/v1/audio",
+    "/v1/images",
+    "/v1/moderations",
+    "/v1/batches",
+    "/v1/files",
+    "/v1/fine_tuning",
+    "/v1/assistants",
+    "/v1/threads",
+    "/v1/vector_stores",
+    "/tokenizer_info",
+)
+"""Routes of other servers, or what their paths begin with."""
+
+
 def unknown_route(method: str, path: str) -> HttpError:
-    return HttpError(
-        404, f"Unknown request URL: {method} {path}.", "invalid_request_error", None, "unknown_url"
-    )
+    message = f"Unknown request URL: {method} {path}."
+    if any(path == known or path.startswith(known + "/") for known in NOT_SERVED):
+        message += " The models that are served here generate text, and do nothing else."
+    return HttpError(404, message, "invalid_request_error", None, "unknown_url")

@@ -16,7 +16,7 @@ from router.answers.parts import Part, Text
 from router.api.api_request import AnswerWriter, ApiRequest, Prompt
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext, Runs
-from router.api.error_shapes import ErrorShape, error_shape
+from router.api.error_shapes import OPENAI_ERRORS, ErrorShape, error_shape
 from router.api.http import (
     ClientConnection,
     ClientGone,
@@ -339,7 +339,11 @@ class _Exchange:
         )
 
     def _own_headers(self) -> list[Header]:
-        return [*self._id_headers(), *self._run_headers]
+        headers = [*self._id_headers(), *self._run_headers]
+        if self._errors is OPENAI_ERRORS:
+            milliseconds = (self._context.clock() - self._arrived) * 1000
+            headers.append((b"openai-processing-ms", b"%d" % milliseconds))
+        return headers
 
     def _id_headers(self) -> list[Header]:
         value = self.request_id.encode()

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from replicas.protocol.frames import FinishReason
+from router.errors import GenerationFailed, Overloaded
 from router.prompt.tokenizer import Tokenizer
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer
@@ -74,7 +75,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True}, "echo", "unsupported_value"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_value"),
-    ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "unsupported_value"),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
@@ -321,3 +322,48 @@ async def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_lo
         error = (await http.post(route, json=body)).json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert error["message"].startswith("This model's maximum context length is 512 tokens. However, you")
+
+
+async def test_every_answer_has_a_request_id_and_errors_say_whether_to_try_again(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    for path in ("/v1/models", "/v1/models/nobody", "/health", "/version", "/nowhere", "/v1/embeddings"):
+        assert (await http.get(path)).headers["x-request-id"].startswith("req_"), path
+        named = await http.get(path, headers={"x-request-id": "mine"})
+        assert named.headers.get_list("x-request-id") == ["mine"]
+    server.dispatcher.script = lambda generation: [Overloaded("Busy.", retry_after_seconds=0.25)]
+    busy = await http.post("/v1/chat/completions", json=CHAT)
+    retry = [busy.headers[name] for name in ("retry-after", "retry-after-ms", "x-should-retry")]
+    assert retry == ["1", "250", "true"]
+    server.dispatcher.script = lambda generation: [GenerationFailed("Broken.")]
+    assert (await http.post("/v1/chat/completions", json=CHAT)).headers["x-should-retry"] == "false"
+    server.dispatcher.script = says([END])
+    for stream in (False, True):
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert int(answer.headers["openai-processing-ms"]) >= 0
+
+
+async def test_routes_that_other_servers_have_are_refused_with_a_reason(http: httpx.AsyncClient) -> None:
+    for path in ("/v1/embeddings", "/v1/rerank", "/score", "/v1/audio/speech", "/tokenizer_info"):
+        answer = await http.post(path, json={"model": "tiny", "input": "Hello"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "unknown_url")
+        assert "generate text" in error["message"]
+    assert "generate text" not in (await http.get("/v1/embedding")).json()["error"]["message"]
+    assert (await http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_a_prompt_that_is_cut_is_not_begun_with_remembered_tokens(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(TOKENIZER.encode("Hello world"), finish=FinishReason.LENGTH)
+    first = (await whole(http, "/v1/chat/completions", CHAT))["choices"][0]["message"]
+    messages = [HELLO, {"role": "assistant", "content": first["content"]}]
+    for fields, end in (
+        ({"continue_final_message": True}, "assistant\nHello world"),
+        ({"truncate_prompt_tokens": 4, "messages": [*messages, HELLO]}, "tant\n"),
+    ):
+        await whole(http, "/v1/chat/completions", CHAT | {"messages": messages} | fields)
+        generation = server.dispatcher.generations[-1]
+        assert TOKENIZER.decode(generation.token_ids).endswith(end)
+        assert len(generation.token_ids) == fields.get("truncate_prompt_tokens", len(generation.token_ids))

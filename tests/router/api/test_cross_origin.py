@@ -1,0 +1,74 @@
+"""Browsers that ask for pages of other origins: nothing without the setting, the API alone with it."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.router import tiny_model
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import says
+
+PAGE = "https://chat.example.org"
+OTHER = "https://evil.example.org"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+ASKS = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+CHATS = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    async with http_server(cors_origins=(PAGE + "/",)) as running:
+        running.dispatcher.script = says([tiny_model.END_OF_TURN])
+        yield running
+
+
+async def test_a_browser_that_asks_beforehand_is_told_what_it_may(http: httpx.AsyncClient) -> None:
+    answer = await http.options(CHATS, headers={"origin": PAGE, **ASKS})
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    assert answer.headers["vary"] == "origin"
+    bare = await http.options(CHATS, headers={"origin": PAGE, **ASKS, "access-control-request-headers": "a;"})
+    assert "access-control-allow-headers" not in bare.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_page_that_may_call_can_read_the_answer(http: httpx.AsyncClient, stream: bool) -> None:
+    headers = {"origin": PAGE, "sec-fetch-site": "cross-site"}
+    answer = await http.post(CHATS, json=CHAT | {"stream": stream}, headers=headers)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+    wrong = await http.post(CHATS, json={}, headers=headers)
+    assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (400, PAGE)
+    models = await http.get("/v1/models", headers=headers)
+    assert models.headers["access-control-expose-headers"] == "*"
+
+
+async def test_other_pages_and_other_routes_are_as_they_were(http: httpx.AsyncClient) -> None:
+    for origin, path in (
+        (OTHER, CHATS),
+        (PAGE, "/live/state"),
+        (PAGE, "/explain/v1/completions"),
+        (PAGE, "/"),
+    ):
+        for answer in (
+            await http.options(path, headers={"origin": origin, **ASKS}),
+            await http.post(path, json=CHAT, headers={"origin": origin}),
+            await http.get(path, headers={"origin": origin}),
+        ):
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_every_origin_may_where_that_is_set_and_none_where_nothing_is() -> None:
+    for origins, allowed in ((("*",), OTHER), ((), None)):
+        async with (
+            http_server(cors_origins=origins) as server,
+            httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+        ):
+            answer = await http.options(CHATS, headers={"origin": OTHER, **ASKS})
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert answer.status_code == (204 if allowed else 405)
