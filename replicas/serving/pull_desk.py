@@ -1,7 +1,7 @@
 """PullDesk: chunks of KV for other replicas, straight from this one's host memory.
 
 Owns how many pulls are served at once, and that each has a deadline. The engine is not asked and does not
-know; copies and checksums are made by threads, beside the event loop. What lies on disk alone is not served.
+know; copies and checksums are made by threads, beside the event loop.
 """
 
 import asyncio
@@ -36,6 +36,8 @@ class PullDesk:
         self._epoch = epoch
         self._chunks = chunks
         self._num_pulls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         most = 0 if reader is None else MAX_BYTES // reader.image_bytes
         self._max_pulls = max(1, min(MAX_PULLS, most))
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-pull-desk")
@@ -65,12 +67,19 @@ class PullDesk:
             )
             return
         self._num_pulls += 1
+        self._idle.clear()
         try:
             await self._serve(reader, request, context)
         except grpc.aio.BaseError:
             return  # the peer has gone
         finally:
             self._num_pulls -= 1
+            if not self._num_pulls:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return once no pull is served. Each has a deadline."""
+        await self._idle.wait()
 
     def close(self) -> None:
         """No pull is served any more."""

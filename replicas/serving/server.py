@@ -185,8 +185,9 @@ class ReplicaServer:
         self._is_draining = True
 
     async def wait_idle(self) -> None:
-        """Return once no request is open."""
+        """Return once no request is open and no peer reads from here."""
         await self._idle.wait()
+        await self._pull_desk.wait_idle()
 
     async def stop(self, grace_seconds: float) -> None:
         """Send what is queued, end every stream, close. What still runs is aborted."""

@@ -141,7 +141,7 @@ class DispatchState:
             return
         there.is_dead = True
         if self.clients(client.replica_id) is client:
-            self.table.set_draining(client.replica_id)  # its engine is gone, and its stream will be
+            self.table.set_dead(client.replica_id)  # and its stream will end
         if not client.is_draining:  # else it was told to leave, and has not waited for its last requests
             self._blame(there)
 

@@ -326,11 +326,11 @@ class GenerationRun:
         )
 
     def _pull_hint(self, decision: Decision) -> PullHint | None:
-        """Where the replica should pull from, if that peer is still connected."""
+        """Where the replica should pull from, if that peer is still connected, be it about to leave."""
         if decision.pull_from is None:
             return None
         peer = self._state.clients(decision.pull_from)
-        if peer is None or peer.epoch is None or peer.is_draining:
+        if peer is None or peer.epoch is None:
             return None
         return PullHint(peer.replica_id, peer.epoch, peer.address, decision.overlap_tokens)
 

@@ -53,7 +53,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
     """Those that may serve. A load is looked up when it is asked for: in a large fleet few are.
 
     `layouts` say how each lays out its KV; those of one layout may pull from each other, those without one
-    from none.
+    from none. They may name replicas besides, which take nothing new and may be pulled from while they live.
     """
 
     __slots__ = ("_layouts", "_load_of", "_mask", "_peer_masks", "_slots", "ranking")
@@ -102,13 +102,15 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         self.mask(slots)
         mask = self._peer_masks.get(layout)
         if mask is None:
-            mask = slots.mask([each for each in self if self._layouts.get(each) == layout])
+            mask = slots.mask([each for each, its in self._layouts.items() if its == layout])
             self._peer_masks[layout] = mask
         return mask
 
     def without(self, excluded: Collection[ReplicaId]) -> "Replicas":
+        """Neither to serve nor to be pulled from."""
         replica_ids = (replica_id for replica_id in self if replica_id not in excluded)
-        return Replicas(replica_ids, self._load_of, self._layouts)
+        layouts = {each: layout for each, layout in self._layouts.items() if each not in excluded}
+        return Replicas(replica_ids, self._load_of, layouts)
 
 
 class Candidate(NamedTuple):

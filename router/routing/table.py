@@ -41,6 +41,8 @@ class _Model:
     """With the adapters that each has loaded."""
     cards: dict[ReplicaId, ModelCard] = field(default_factory=dict)
     draining: set[ReplicaId] = field(default_factory=set)
+    gone: set[ReplicaId] = field(default_factory=set)
+    """Those of them whose engine is gone: nothing is pulled from them."""
     stalled: set[ReplicaId] = field(default_factory=set)
     """Alive, but getting nowhere."""
     ready: dict[Adapter | None, Replicas] = field(default_factory=dict)
@@ -163,6 +165,7 @@ class RoutingTable:
         model.replicas[replica_id] = frozenset(card.adapters)
         model.cards[replica_id] = card
         model.draining.discard(replica_id)
+        model.gone.discard(replica_id)
         model.stalled.discard(replica_id)
         model.ready.clear()
         self._model_of[replica_id] = card.name
@@ -176,17 +179,25 @@ class RoutingTable:
         model = self._models[name]
         del model.replicas[replica_id], model.cards[replica_id]
         model.draining.discard(replica_id)
+        model.gone.discard(replica_id)
         model.stalled.discard(replica_id)
         model.ready.clear()
         model.index.forget(replica_id)
         self.loads.forget(replica_id)
 
     def set_draining(self, replica_id: ReplicaId) -> None:
-        """The replica takes nothing new. Unknown ones are ignored."""
+        """The replica takes nothing new, and may be pulled from until it leaves. Unknown ones are ignored."""
         name = self._model_of.get(replica_id)
         if name is not None:
             self._models[name].draining.add(replica_id)
             self._models[name].ready.clear()
+
+    def set_dead(self, replica_id: ReplicaId) -> None:
+        """Its engine is gone: it takes nothing and gives nothing. Unknown ones are ignored."""
+        name = self._model_of.get(replica_id)
+        if name is not None:
+            self._models[name].gone.add(replica_id)
+            self.set_draining(replica_id)
 
     def set_stalled(self, replica_id: ReplicaId, *, is_stalled: bool) -> None:
         """The replica gets nothing new while it gets nowhere. Unknown ones are ignored."""
@@ -372,7 +383,11 @@ class RoutingTable:
                 and replica_id not in fleet.stalled
                 and (adapter is None or adapter in adapters)
             )
-            layouts = {each: card.kv_layout for each, card in fleet.cards.items() if card.kv_layout}
+            layouts = {
+                each: card.kv_layout
+                for each, card in fleet.cards.items()
+                if card.kv_layout and each not in fleet.stalled and each not in fleet.gone
+            }
             ready = fleet.ready[adapter] = Replicas(replica_ids, self.loads.view, layouts)
         return ready
 

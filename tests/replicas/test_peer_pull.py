@@ -1,5 +1,6 @@
 """Two replicas with engines that compute, and a prompt whose KV the other has: over real gRPC."""
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
@@ -122,6 +123,21 @@ async def test_what_a_peer_computed_is_pulled_and_gives_the_same_tokens(
         answer, usage = await here.ask(0, there.hint())
         assert usage.num_cached_tokens > 0
         assert usage.num_pulled_tokens == 0, "it was pulled for another request"
+
+
+async def test_a_replica_that_drains_is_pulled_from_until_its_last_request_has_ended(redis_url: str) -> None:
+    async with two(redis_url) as (there, here):
+        expected, _ = await there.ask(0)
+        await there.client.send(submit(70, prompt(1)[:40], max_tokens=600))
+        draining = asyncio.create_task(there.host.drain())
+        answer, usage = await here.ask(0, there.hint())
+        assert answer == expected and usage.num_pulled_tokens == 128 * NUM_CHUNKS
+        assert not draining.done()
+        await there.client.say_that_it_knows()
+        await there.client.finish((70, 0))
+        await draining
+        answer, usage = await here.ask(0)
+        assert answer == expected and usage.num_cached_tokens >= 128 * NUM_CHUNKS, "it stayed"
 
 
 async def test_a_peer_that_has_only_the_beginning_sends_that(redis_url: str) -> None:

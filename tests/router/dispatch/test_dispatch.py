@@ -245,7 +245,7 @@ async def test_an_adapter_that_no_replica_has_ready_is_named_in_the_refusal(flee
 
 
 @pytest.mark.parametrize(
-    ("peer", "is_hinted"), [("r1", True), ("draining", False), ("gone", False), (None, False)]
+    ("peer", "is_hinted"), [("r1", True), ("draining", True), ("gone", False), (None, False)]
 )
 async def test_a_submit_says_where_to_pull_from_if_that_peer_is_there(
     fleet: DispatchedFleet, peer: str | None, is_hinted: bool
@@ -264,5 +264,5 @@ async def test_a_submit_says_where_to_pull_from_if_that_peer_is_there(
     fleet.table._policy = deciding
     await generate(fleet)
     (submit,) = fleet.replicas[ReplicaId("r0")].submits
-    hint = PullHint(ReplicaId("r1"), Epoch("e0"), others[0].address, 96)
-    assert submit.pull == (hint if is_hinted else None)
+    hints = {each.replica_id: PullHint(each.replica_id, Epoch("e0"), each.address, 96) for each in others}
+    assert submit.pull == (hints[ReplicaId(str(peer))] if is_hinted else None)

@@ -4,6 +4,7 @@ import contextlib
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from replicas.protocol.blocks import hash_blocks
@@ -180,6 +181,32 @@ def test_excluded_and_draining_replicas_serve_nothing() -> None:
         route(table, prompt(0, 1, 1000), exclude={"r1", "r2"})
     assert table.replica_ids("m") == ["r0", "r1", "r2"]
     assert table.loads.num_reserved == 0
+
+
+@pytest.mark.parametrize(
+    ("leaves", "source"),
+    [("set_draining", "r0"), ("set_dead", None), ("set_stalled", None), ("remove_replica", None)],
+)
+def test_what_a_draining_replica_holds_is_pulled_from_it_until_it_leaves(
+    leaves: str, source: str | None
+) -> None:
+    table = table_of(0)
+    for number in range(3):
+        table.add_replica(ReplicaId(f"r{number}"), replace(CARD, kv_layout="one"), STRIDE)
+        speeds = {"host_seconds_per_token": 1e-6, "pull_seconds_per_token": 1e-6}
+        table.update_load(ReplicaId(f"r{number}"), msgspec.structs.replace(LoadSnapshot(), **speeds))
+    store(table, ReplicaId("r0"), prompt(0, 1, 8000))
+    getattr(table, leaves)(ReplicaId("r0"), **({"is_stalled": True} if leaves == "set_stalled" else {}))
+    with route(table, prompt(0, 1, 8000)) as routed:
+        assert routed.decision.replica_id in ("r1", "r2")
+        assert routed.decision.pull_from == source
+        assert routed.decision.overlap_tokens == (7984 if source else 0)
+    with route(table, prompt(0, 1, 8000), exclude=["r0"]) as routed:
+        assert routed.decision.pull_from is None, "a try there has failed"
+    table.add_replica(ReplicaId("r0"), replace(CARD, kv_layout="one"), STRIDE)
+    with route(table, prompt(0, 1, 8000)) as routed:
+        assert routed.decision.pull_from is None
+        assert routed.decision.overlap_tokens == (0 if leaves == "remove_replica" else 7984), "it is back"
 
 
 def test_an_adapter_is_served_only_by_replicas_with_just_that_one() -> None:
