@@ -4,6 +4,7 @@ Owns the response object and the events of a stream, each with its number. That 
 `responses_body.py`, the items of an answer in `responses_items.py`.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.frames import FinishReason, TokenLogprobs
-from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.api_request import ApiRequest, Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
-from router.api.choice_output import ChoiceOutput
+from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.json_body import encode_json
@@ -181,16 +182,17 @@ class ResponseWriter:
 def _parts(output: ChoiceOutput) -> list[Part]:
     """What was said, each piece whole."""
     parts: list[Part] = []
-    if output.reasoning:
-        parts.append(Reasoning("".join(output.reasoning)))
-    if output.text:
-        parts.append(Text(output.text))
-    for position, call in enumerate(output.calls):
-        parts += [
-            CallStart(position, call.name),
-            CallArguments(position, call.arguments),
-            CallEnd(position),
-        ]
+    positions = itertools.count()
+    for said in output.said:
+        if isinstance(said, ToolCall):
+            position = next(positions)
+            parts += [
+                CallStart(position, said.name),
+                CallArguments(position, said.arguments),
+                CallEnd(position),
+            ]
+        else:
+            parts.append(said)
     return parts
 
 

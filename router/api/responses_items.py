@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
 from router.api.responses_input import packed_reasoning
@@ -92,7 +94,7 @@ class AnswerItems:
             case CallArguments(_, text):
                 return [self._delta("response.function_call_arguments.delta", text)]
             case CallEnd():
-                return self.leave(COMPLETED)
+                return self.leave(COMPLETED if self._is_whole_call() else INCOMPLETE)
 
     def end(self, status: str) -> list[Event]:
         """Nothing more is said. An answer without a word is an empty message."""
@@ -124,6 +126,15 @@ class AnswerItems:
         written = self._written(item, status)
         self.done.append(written)
         return [*events, ("response.output_item.done", {"output_index": item.index, "item": written})]
+
+    def _is_whole_call(self) -> bool:
+        """One that broke off has arguments that are no JSON."""
+        assert self.current is not None
+        try:
+            msgspec.json.decode(self.current.text)
+        except (ValueError, RecursionError):
+            return False
+        return True
 
     def _text(self, text: str) -> list[Event]:
         events = self._enter(ItemKind.MESSAGE)

@@ -200,6 +200,20 @@ async def test_an_answer_that_was_cut_off_is_incomplete(
     assert answer.usage.output_tokens == 3
 
 
+@pytest.mark.parametrize("kept", [4, 12, 24, -6, -1])
+async def test_whatever_is_cut_off_is_incomplete_in_a_stream_as_in_the_whole(
+    server: HttpServer, http: httpx.AsyncClient, kept: int
+) -> None:
+    """Above all a call, which nobody is to act upon."""
+    tokens = token_ids(THINKS + CALL, end=False)[:kept]
+    server.dispatcher.script = says(tokens, finish=FinishReason.LENGTH)
+    whole = (await http.post("/v1/responses", json=ASKED | {"tools": TOOLS})).json()
+    events = await events_of(http, tools=TOOLS)
+    assert bare(events[-1]["response"]) == bare(whole)
+    assert whole["status"] == whole["output"][-1]["status"] == "incomplete"
+    assert all(item["status"] == "completed" for item in whole["output"][:-1])
+
+
 async def test_functions_in_a_namespace_are_offered_and_called_by_name(
     server: HttpServer, openai: AsyncOpenAI
 ) -> None:
@@ -226,7 +240,7 @@ def _draw(data: st.DataObject) -> None:
         (
             data.draw(st.booleans()),
             data.draw(st.sampled_from(["", "Let me see.", HELLO])),
-            data.draw(st.lists(st.sampled_from([CALL, OTHER]), max_size=3)),
+            data.draw(st.lists(st.sampled_from([CALL, OTHER, "And more."]), max_size=4)),
             data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8)),
         )
     )
