@@ -51,7 +51,8 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
     parameter = request.messages_field
     if not request.messages:
         raise InvalidRequest(f"Invalid '{parameter}': at least one message is needed.", parameter=parameter)
-    messages, tools, arguments = request.messages, request.tools, request.template_arguments
+    messages = request.messages if model.template.knows_developers else _with_systems(request.messages)
+    tools, arguments = request.tools, request.template_arguments
     sent = [messages, tools, arguments]
     try:
         is_quoted = model.quoter.is_needed(sent)
@@ -78,6 +79,15 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
     if request.continue_final_message:
         text = _through_last_message(text, messages, parameter)
     return RenderedChat(text, messages, is_quoted, write)
+
+
+def _with_systems(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates without developers: many leave out messages whose role they do not know."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    return [
+        {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+    ]
 
 
 def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

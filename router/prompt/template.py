@@ -82,6 +82,8 @@ class ChatTemplate:
         self._complaint = MISSING if verdict is None or verdict.complaint is None else verdict.complaint
         self._templates: dict[str, _CompiledTemplate] = {}
         self.sources = tuple(sources.values())
+        self.knows_developers = any("developer" in source for source in self.sources)
+        """Whether it has words of its own for messages with the role `developer`."""
         if verdict is not None and verdict.complaint is not None:
             return
         for name, source in sources.items():

@@ -423,3 +423,17 @@ async def test_a_client_that_raises_at_an_error_raises(server: HttpServer, opena
     server.dispatcher.script = lambda generation: [GenerationFailed("It died.")]
     with pytest.raises(APIError):
         await openai.responses.create(**ASKED, stream=True)
+
+
+async def test_what_a_developer_says_is_the_systems_where_a_template_has_no_developers(
+    server: HttpServer, openai: AsyncOpenAI
+) -> None:
+    """Templates of Qwen's leave out messages with a role that they do not know."""
+    server.dispatcher.script = says(token_ids("Yes."))
+    for role in ("developer", "system"):
+        said: Any = [{"role": role, "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+        await openai.responses.create(model=MODEL, input=said)
+        await openai.chat.completions.create(model=MODEL, messages=said)
+    prompts = [tuple(generation.token_ids) for generation in server.dispatcher.generations]
+    assert len(set(prompts)) == 1
+    assert "system\nBe kind." in catalog().get(MODEL).tokenizer.decode(prompts[0])
