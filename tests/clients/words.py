@@ -17,9 +17,10 @@ def call(name: str, /, **arguments: object) -> str:
 
 
 def reading_notes(agent: str, tool: str, argument: str) -> dict[str, str]:
-    """What an agent's model says when it is asked for each note: that it looks, by the agent's own tool."""
+    """What an agent's model says when it is asked for a note: it thinks, and looks by the agent's tool."""
     return {
-        f"{agent}, read note {number}.": call(tool, **{argument: f"cat note-{number}"})
+        f"{agent}, read note {number}.": "<think>\nI have to look.\n</think>\n\n"
+        + call(tool, **{argument: f"cat note-{number}"})
         for number, _ in enumerate(NOTES, 1)
     }
 
