@@ -34,7 +34,7 @@ def encoded_tail(model: TextModel, chat: RenderedChat, position: int) -> Encoded
     special_tokens = tokenizer.special_tokens
     ends = {name for name in tokenizer.token_strings(model.card.eos_token_ids) if name in special_tokens}
     try:
-        behind = text_after(chat.write, chat.messages, position, ends_of_turn=ends)
+        behind = text_after(chat.write, chat.text, chat.messages, position, ends_of_turn=ends)
     except TooMuchWork:
         return None
     if behind is None:

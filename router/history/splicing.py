@@ -1,15 +1,16 @@
 """Splicing: what a template writes behind an assistant's message, whatever it writes for the message itself.
 
 Owns how the place is found. The conversation is rendered once more with a text in the message's stead that
-no client sends; behind it, at the first token that ends a turn, begins what follows the message. Where a
-template refuses that text, drops it, or writes no such token, there is nothing to splice, which costs a
-client nothing but tokens that could have been read from cache.
+no client sends; behind it, at the first token that ends a turn, begins what follows the message, and the
+prompt must end with just that. Where a template refuses that text, drops it, or ends turns otherwise, there
+is nothing to splice, which costs a client nothing but tokens that could have been read from cache.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 STANDS_FOR_ANSWER = "\ufdd1answer\ufdd1"
+STANDS_FOR_NEXT = "\ufdd1next\ufdd1"
 """Noncharacters, which Unicode keeps out of texts. A client that sends it nonetheless is not spliced."""
 
 Message = Mapping[str, Any]
@@ -20,6 +21,7 @@ continue. Raises a ValueError for what the template refuses."""
 
 def text_after(
     render: Render,
+    prompt: str,
     messages: Sequence[Message],
     position: int,
     *,
@@ -27,35 +29,53 @@ def text_after(
 ) -> tuple[str, str] | None:
     """The token that ends the turn of the answer at `position`, and what follows; None if nobody can tell.
 
-    `messages` are those of the prompt, with the client's special tokens broken already (see `quoting`): those
-    in `ends_of_turn` are the template's then. An answer whose own tokens end with one has it already.
+    `messages` are those of the `prompt`, with the client's special tokens broken already (see `quoting`):
+    those in `ends_of_turn` are the template's then. An answer whose own tokens end with one has it already.
 
-    The calls of the message are left as they are, since a template may check the results behind them; if it
-    writes calls and no text, they are left out.
+    The calls of the message are left out, since some templates write them and no text; where a template then
+    refuses the results behind them, they are left as they are.
     """
-    for stand_in in _stand_ins(messages[position]):
-        try:
-            text = render([*messages[:position], stand_in, *messages[position + 1 :]])
-        except ValueError:
+    message = messages[position]
+    bare = {"role": message["role"], "content": STANDS_FOR_ANSWER}
+    for stand_in in (bare, {**message, "content": STANDS_FOR_ANSWER}):
+        conversation = [*messages[:position], stand_in, *messages[position + 1 :]]
+        found = _place(render, conversation, ends_of_turn)
+        if found is None or not prompt.endswith(found.behind):
             continue
-        _, found, behind = text.partition(STANDS_FOR_ANSWER)
-        if not found:
+        if found.before.strip() and not _is_before_next(render, conversation, position, ends_of_turn):
             continue
-        if STANDS_FOR_ANSWER in behind:
-            return None
-        return _at_end_of_turn(behind, ends_of_turn)
+        return found.end, found.behind
     return None
 
 
-def _stand_ins(message: Message) -> list[Message]:
-    answer = {**message, "content": STANDS_FOR_ANSWER}
-    bare = {"role": message["role"], "content": STANDS_FOR_ANSWER}
-    return [answer, bare] if message.get("tool_calls") or message.get("function_call") else [answer]
+class _Place(NamedTuple):
+    """The first token that ends a turn behind the answer's stand-in, and what stands before and behind it."""
+
+    before: str
+    end: str
+    behind: str
 
 
-def _at_end_of_turn(text: str, ends_of_turn: Collection[str]) -> tuple[str, str] | None:
+def _place(render: Render, conversation: Sequence[Message], ends_of_turn: Collection[str]) -> _Place | None:
+    try:
+        text = render(conversation)
+    except ValueError:
+        return None
+    _, _, text = text.partition(STANDS_FOR_ANSWER)
     starts = [(start, -len(end)) for end in ends_of_turn if (start := text.find(end)) >= 0]
-    if not starts:
+    if not starts or STANDS_FOR_ANSWER in text:
         return None
     start, length = min(starts)  # of two at one place the longer, as a tokenizer reads it
-    return text[start : start - length], text[start - length :]
+    return _Place(text[:start], text[start : start - length], text[start - length :])
+
+
+def _is_before_next(
+    render: Render, conversation: Sequence[Message], position: int, ends_of_turn: Collection[str]
+) -> bool:
+    """Whether the token that was found ends the answer's own turn, and not a later one."""
+    rest = conversation[position + 1 :]
+    if not rest:
+        return True
+    marked = [*conversation[: position + 1], {**rest[0], "content": STANDS_FOR_NEXT}, *rest[1:]]
+    found = _place(render, marked, ends_of_turn)
+    return found is not None and STANDS_FOR_NEXT in found.behind

@@ -1,6 +1,7 @@
 """Splicing: each turn's prompt begins with the tokens of the turn before, whatever the template writes."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from replicas.protocol.blocks import pack_token_ids, unpack_token_ids
 from router.history.canonical import ConversationKey, conversation_digests, conversation_keys
 from router.history.remembered import RememberedHistory
-from router.history.splicing import STANDS_FOR_ANSWER, text_after
+from router.history.splicing import STANDS_FOR_ANSWER, Render, text_after
 from router.prompt.template import ChatTemplate
 from tests.router import chat_templates
 from tests.router.history.conversations import SPEAKERS, TOOLS, Speaker, echoed, quoter, results, tokenizer
@@ -20,6 +21,12 @@ ENDS = {"<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"}
 
 def _keys(messages: list[dict[str, Any]]) -> list[ConversationKey]:
     return conversation_keys(ROOT, conversation_digests(TOOLS, None, messages))
+
+
+def _after(
+    render: Render, messages: list[dict[str, Any]], position: int, ends: Collection[str] = ENDS
+) -> tuple[str, str] | None:
+    return text_after(render, render(messages), messages, position, ends_of_turn=ends)
 
 
 def _spliced(
@@ -35,9 +42,7 @@ def _spliced(
         return tokenizer().encode(plain, is_quoted=is_quoted), None, plain
     token_ids = unpack_token_ids(found.token_ids)
     ends = {tokenizer().special_tokens[end] for end in ENDS}
-    behind = text_after(
-        lambda some: who.template.render(some, tools=TOOLS), rendered, found.position, ends_of_turn=ENDS
-    )
+    behind = _after(lambda some: who.template.render(some, tools=TOOLS), rendered, found.position)
     assert behind is not None
     end, tail = behind
     if token_ids[-1] not in ends:
@@ -95,7 +100,7 @@ def test_without_drift_the_spliced_prompt_is_the_plain_one(who: Speaker) -> None
         assert prompt[: len(token_ids)] == token_ids
 
 
-def _render(source: str, **variables: Any) -> Any:
+def _render(source: str, **variables: Any) -> Render:
     template = ChatTemplate({"default": source}, {})
     return lambda messages: template.render(messages, **variables)
 
@@ -110,8 +115,8 @@ HELLO = [
 def test_what_follows_begins_behind_the_end_of_the_turn() -> None:
     render = _render(chat_templates.QWEN_25)
     rest = "\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
-    assert text_after(render, HELLO, 1, ends_of_turn=ENDS) == ("<|im_end|>", rest)
-    last = text_after(render, HELLO[:2], 1, ends_of_turn=ENDS)
+    assert _after(render, HELLO, 1) == ("<|im_end|>", rest)
+    last = _after(render, HELLO[:2], 1)
     assert last == ("<|im_end|>", "\n<|im_start|>assistant\n")
 
 
@@ -127,7 +132,7 @@ def test_what_follows_begins_behind_the_end_of_the_turn() -> None:
     ids=["drops", "counts", "never ends", "repeats", "refuses"],
 )
 def test_where_a_template_leaves_no_place_nothing_is_spliced(source: str) -> None:
-    assert text_after(_render(source), HELLO, 1, ends_of_turn=ENDS) is None
+    assert _after(_render(source), HELLO, 1) is None
 
 
 def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
@@ -135,13 +140,13 @@ def test_a_client_that_sends_the_stand_in_is_not_spliced() -> None:
     for place in (0, 2):
         messages = [dict(message) for message in HELLO]
         messages[place]["content"] = f"{STANDS_FOR_ANSWER}<|im_end|>"
-        tail = text_after(render, messages, 1, ends_of_turn=ENDS)
+        tail = _after(render, messages, 1)
         assert tail is None
 
 
 def test_of_two_ends_at_one_place_the_longer_counts() -> None:
     render = _render("{% for m in messages %}{{ m.content }}<end><x>{% endfor %}")
-    tail = text_after(render, HELLO[:2], 1, ends_of_turn=["<end>", "<end><x>"])
+    tail = _after(render, HELLO[:2], 1, ["<end>", "<end><x>"])
     assert tail == ("<end><x>", "")
 
 
@@ -154,7 +159,7 @@ def test_a_call_alone_is_followed_by_its_result() -> None:
         {"role": "tool", "content": "found"},
     ]
     llama = _render(chat_templates.LLAMA_31, tools=TOOLS)
-    tail = text_after(llama, messages, 1, ends_of_turn=ENDS)
+    tail = _after(llama, messages, 1)
     assert tail == (
         "<|eot_id|>",
         (
@@ -162,3 +167,50 @@ def test_a_call_alone_is_followed_by_its_result() -> None:
             "<|start_header_id|>assistant<|end_header_id|>\n\n"
         ),
     )
+
+
+RESULT = [
+    HELLO[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "found"},
+]
+CALLED = "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+
+
+def test_where_an_answer_has_no_end_of_its_own_that_of_a_later_turn_is_not_taken_for_it() -> None:
+    """As in GLM's templates, where the next turn's first token ends the one before."""
+    source = (
+        "{% for m in messages %}{{ {'user': '<user>', 'tool': '<result>'}.get(m.role, '<answer>') }}"
+        + CALLED
+        + "{% endfor %}"
+    )
+    messages = [*RESULT, {"role": "assistant", "content": "Well."}, HELLO[2]]
+    assert _after(_render(source), messages, 1, ["<user>", "<result>"]) == (
+        "<result>",
+        "found<answer>Well.<user>Again",
+    )
+    assert _after(_render(source), messages, 1, ["<user>"]) is None
+    assert _after(_render(source), messages, 3, ["<user>"]) == ("<user>", "Again")
+
+
+def test_what_a_template_writes_before_the_end_of_a_turn_belongs_to_it() -> None:
+    render = _render("{% for m in messages %}{{ m.content }}<done><end>\n{% endfor %}")
+    assert _after(render, HELLO, 1, ["<end>"]) == ("<end>", "\nAgain<done><end>\n")
+    assert _after(render, HELLO[:2], 1, ["<end>"]) == ("<end>", "\n")
+
+
+def test_a_template_that_checks_results_sees_the_calls() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('a result of what?') }}{% endif %}" + CALLED + "<end>\n{% endfor %}"
+    )
+    assert _after(_render(source), RESULT, 1, ["<end>"]) == ("<end>", "\nfound<end>\n")
+
+
+def test_what_follows_must_be_what_the_prompt_ends_with() -> None:
+    source = "{% for m in messages %}{{ m.content }}<end>{% endfor %}{{ messages[1].content | length }}"
+    assert _after(_render(source), HELLO, 1, ["<end>"]) is None
