@@ -51,8 +51,9 @@ def _run(max_bytes: int, steps: list[tuple[list[int], bytes, str, bool]]) -> tup
         parent = None if found is None or found.position == len(path) - 1 else found
         before = b"" if parent is None else parent.token_ids
         added = added if is_told_apart else b"x"
+        num_refused = history.statistics.num_refused
         history.remember(tenant, keys[-1], added, parent)
-        if history.statistics.num_refused == 0:
+        if history.statistics.num_refused == num_refused:
             twin.whole[keys[-1]] = before + added
         statistics = history.statistics
         assert statistics.num_bytes <= max_bytes
