@@ -152,7 +152,7 @@ class GrammarHolder:
         vocabulary = self._vocabulary
         assert vocabulary is not None, "a choice is ready and no vocabulary"
         if self._executor is None:
-            self._executor = LLExecutor(NUM_THREADS)
+            self._executor = LLExecutor()
         masks = np.zeros((len(choices), -(-vocabulary.vocab_size // 32)), dtype=np.int32)
         fill_masks([choice.matcher for choice in choices], self._executor, masks)
         return masks
