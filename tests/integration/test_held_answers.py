@@ -1,4 +1,4 @@
-"""An answer that is held to a schema follows it, though the replica that began it is killed. Real processes."""
+"""An answer that is held to a schema, whose replica is killed in its middle. Real processes, killed for real."""
 
 import json
 from collections.abc import Iterator

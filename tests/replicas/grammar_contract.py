@@ -93,6 +93,15 @@ class GrammarContract:
             assert run.finish_reason(key) is FinishReason.STOP
             assert tokenizer().decode(rest) == text(run, whole)
 
+    def test_a_resumed_answer_follows_its_grammar(self, run: EngineRun) -> None:
+        prompt = prompt_of(run.engine, 20)
+        fields = {"temperature": 1.3, "seed": 5, "max_tokens": 60, "grammar": CITY}
+        tokens = run.tokens(run.generate(prompt, **fields))
+        for number in range(1, len(tokens)):
+            key = run.generate([*prompt, *tokens[:number]], num_output_tokens=number, **fields)
+            assert run.finish_reason(key) is FinishReason.STOP
+            assert json.loads(tokenizer().decode(tokens[:number] + run.tokens(key)))["city"]
+
     def test_output_that_does_not_fit_the_grammar_is_not_resumed(self, run: EngineRun) -> None:
         key = run.generate(prompt_of(run.engine, 20), num_output_tokens=3, max_tokens=60, grammar=CITY)
         self._is_refused(run, key, "the output so far does not follow the grammar")
