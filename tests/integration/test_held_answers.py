@@ -1,4 +1,4 @@
-"""An answer that is held to a schema, whose replica is killed in its middle. Real processes, killed for real."""
+"""A replica is killed in the middle of an answer that is held to a schema. Real processes."""
 
 import json
 from collections.abc import Iterator

@@ -143,6 +143,9 @@ class GrammarContract:
         for key in bad:
             self._is_refused(run, key, "the grammar cannot be followed")
         assert text(run, run.generate(prompt_of(run.engine, 8), max_tokens=60, grammar=CITY))
+        engine: Any = run.engine
+        holder = engine._constraints if engine.card.engine == "simulated" else engine._grammars
+        assert holder.num_held == 0
 
     def _is_refused(self, run: EngineRun, key: RequestKey, message: str) -> None:
         (delta,) = run.deltas[key]
