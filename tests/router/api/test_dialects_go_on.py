@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from router.api.chat_history import Outcome
+from router.responses.record import ResponseBounds
+from router.responses.response_store import ResponseStore
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
 from tests.router.thinking_model import MODEL, catalog, token_ids
@@ -89,7 +91,11 @@ class MessagesClient:
 
 
 class ResponsesClient:
-    def __init__(self) -> None:
+    """`is_linked` to the response before by its id, or sends all that was said each time."""
+
+    def __init__(self, *, is_linked: bool) -> None:
+        self._is_linked = is_linked
+        self._before: str | None = None
         self._input: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
 
@@ -106,8 +112,13 @@ class ResponsesClient:
     async def _send(self, http: httpx.AsyncClient, items: list[dict[str, Any]]) -> None:
         tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES]
         self._input += items
-        body = {"model": MODEL, "tools": tools, "input": self._input, "store": False}
+        body: dict[str, Any] = {"model": MODEL, "tools": tools}
+        if self._is_linked:
+            body |= {"input": items, "previous_response_id": self._before}
+        else:
+            body |= {"input": self._input, "store": False}
         answer = await posted(http, "/v1/responses", body)
+        self._before = answer["id"]
         self._input += answer["output"]
         self._calls = [item for item in answer["output"] if item["type"] == "function_call"]
 
@@ -138,15 +149,18 @@ CLIENTS: dict[str, Callable[[], Client]] = {
     "chat": ChatClient,
     "messages": partial(MessagesClient, echoes_thinking=True),
     "messages without thinking": partial(MessagesClient, echoes_thinking=False),
-    "responses": ResponsesClient,
+    "responses": partial(ResponsesClient, is_linked=False),
+    "responses by id": partial(ResponsesClient, is_linked=True),
     "gemini": GeminiClient,
 }
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[HttpServer]:
-    async with http_server(catalog=catalog()) as running:
+    responses = ResponseStore(None, ResponseBounds(num_bytes=2**20))
+    async with http_server(catalog=catalog(), responses=responses) as running:
         yield running
+    await responses.close()
 
 
 @pytest.mark.parametrize("name", CLIENTS)
