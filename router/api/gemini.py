@@ -17,7 +17,7 @@ from router.api.answer_usage import AnswerUsage
 from router.api.api_request import Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
-from router.api.choice_output import ChoiceOutput
+from router.api.choice_output import ChoiceOutput, Said, ToolCall
 from router.api.gemini_paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
 from router.api.openai_logprobs import finite
@@ -97,17 +97,20 @@ class _GeminiWriter:
     def whole(self, usage: AnswerUsage) -> bytes:
         candidates: list[dict[str, Any]] = []
         for index, output in enumerate(self._prompt.outputs):
-            parts: list[dict[str, Any]] = []
-            if output.reasoning and self._with_thoughts:
-                parts.append({"text": "".join(output.reasoning), "thought": True})
-            if output.text:
-                parts.append({"text": output.text})
-            calls = [self._call(call.name, call.arguments) for call in output.calls]
-            parts += [call for call in calls if call is not None]
-            candidates.append(
-                self._ended(index, output, parts or [_EMPTY_PART], output.logprobs, None in calls)
-            )
+            written = [self._whole_part(said) for said in output.said]
+            parts = [part for part in written if part] or [_EMPTY_PART]
+            candidates.append(self._ended(index, output, parts, output.logprobs, None in written))
         return encode_json({"candidates": candidates, "usageMetadata": usage_of(usage), **self._tail})
+
+    def _whole_part(self, said: Said) -> dict[str, Any] | None:
+        """Empty for what is not shown, and None for a call that is not well written."""
+        match said:
+            case Text(text):
+                return {"text": text}
+            case Reasoning(text):
+                return {"text": text, "thought": True} if self._with_thoughts else {}
+            case ToolCall(name, arguments):
+                return self._call(name, arguments)
 
     def _call(self, name: str, arguments: str) -> dict[str, Any] | None:
         """None for one that the model has not finished, or not well."""

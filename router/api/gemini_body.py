@@ -120,6 +120,7 @@ def _request(asked: GenerateContent, config: GenerationConfig) -> ChatRequest:
             KeepThrough(seconds)
             for seconds in keep_seconds(asked.prompt_cache_retention, asked.prompt_cache_options)
         ],
+        only_prompt=asked.prompt_cache_options is not None and bool(asked.prompt_cache_options.prewarm),
         prompt_cache_key=asked.prompt_cache_key,
         cache_salt=asked.cache_salt,
         priority=asked.priority,
