@@ -23,6 +23,7 @@ from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
 from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
+from router.api.docs import docs_routes
 from router.api.door import Door
 from router.api.error_shapes import error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
@@ -49,15 +50,31 @@ class Apps:
     admin: ASGIApp | None
 
 
+PREPARES: Mapping[str, Prepare] = {
+    "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
+    "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
+    "/v1/messages": prepare_message,
+    "/v1/responses": prepare_response,
+}
+"""Of the raw routes that have one path each. Gemini's have the model in theirs."""
+
+
+def client_routes(context: ApiContext) -> list[Route]:
+    """All but the raw ones."""
+    return [
+        *GeminiRoutes(context).routes(),
+        *AnthropicRoutes(context).routes(),
+        *ControlRoutes(context).routes(),
+        *CacheRoutes(context).routes(),
+        *GeminiCacheRoutes(context).routes(),
+        *ResponseRoutes(context).routes(),
+        *docs_routes(),
+    ]
+
+
 def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
     """With a fleet there is a page that shows it."""
-    prepares: Mapping[str, Prepare] = {
-        "/v1/chat/completions": with_caches(CacheKind.CHAT, prepare_chat),
-        "/v1/completions": with_caches(CacheKind.COMPLETION, prepare_completion),
-        "/v1/messages": prepare_message,
-        "/v1/responses": prepare_response,
-    }
-    explained = {**prepares, "/v1beta/models/{model:path}:generateContent": prepare_content}
+    explained = {**PREPARES, "/v1beta/models/{model:path}:generateContent": prepare_content}
     access = admin_access(context.config)
     plain = ControlRoutes(context)
     admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, explained).routes()]
@@ -66,7 +83,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         admin += LiveRoutes(context, access, fleet).routes()
     hot = {
         path: GenerationEndpoint(context, path.removeprefix("/v1/").replace("/", "_"), prepare)
-        for path, prepare in prepares.items()
+        for path, prepare in PREPARES.items()
     }
     generate_content = GenerationEndpoint(context, "generate_content", prepare_content)
 
@@ -90,9 +107,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         )
 
     common = plain.health_routes()
-    clients = [*GeminiRoutes(context).routes(), *AnthropicRoutes(context).routes(), *plain.routes()]
-    clients += [*CacheRoutes(context).routes(), *GeminiCacheRoutes(context).routes()]
-    clients += ResponseRoutes(context).routes()
+    clients = client_routes(context)
     if not config.has_admin_listener:
         return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of, new_id), config.host), None)
     main = _app([*common, *clients, *plain.index_routes()], endpoint_of, new_id)

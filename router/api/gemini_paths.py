@@ -15,6 +15,9 @@ GENERATE = "generateContent"
 STREAM = "streamGenerateContent"
 COUNT = "countTokens"
 VERSIONS = ("/v1beta", "/v1")
+GENERATING_PATHS = tuple(
+    f"{version}/models/{{model}}:{method}" for version in VERSIONS for method in (GENERATE, STREAM)
+)
 
 _METHOD = re.compile(rf"/v1(?:beta)?/models/(.+):({GENERATE}|{STREAM}|{COUNT})", re.DOTALL)
 _CACHES = re.compile(r"/v1(?:beta)?/cachedContents(?:/|$)")

@@ -43,7 +43,7 @@ class PageFile:
     etag: str
 
 
-def _read_files(folder: Path) -> Mapping[str, PageFile]:
+def read_files(folder: Path) -> Mapping[str, PageFile]:
     files = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in MEDIA_TYPES:
@@ -53,7 +53,7 @@ def _read_files(folder: Path) -> Mapping[str, PageFile]:
     return files
 
 
-FILES = _read_files(Path(__file__).resolve().parent.parent / "live_page" / "page")
+FILES = read_files(Path(__file__).resolve().parent.parent / "live_page" / "page")
 
 
 class PageRoutes:
@@ -81,18 +81,18 @@ class PageRoutes:
             return response
         refusal = refusal_of(self._access, request.scope)
         if refusal is None:
-            return _answer(request, FILES[INDEX])
+            return file_answer(request, FILES[INDEX])
         return Response(refusal.body(), refusal.status, {"vary": "accept"}, "application/json")
 
 
 def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return _answer(request, file)
+        return file_answer(request, file)
 
     return endpoint
 
 
-def _answer(request: Request, file: PageFile) -> Response:
+def file_answer(request: Request, file: PageFile) -> Response:
     """Browsers ask each time whether they have the current one: a router may have been replaced."""
     headers = {**SECURITY_HEADERS, "etag": file.etag, "cache-control": "no-cache", "vary": "accept"}
     known = request.headers.get("if-none-match", "")

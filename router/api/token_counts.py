@@ -15,25 +15,25 @@ from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel, TextModels
 
 
-class _TokenizeText(msgspec.Struct, kw_only=True):
+class TokenizedText(msgspec.Struct, kw_only=True):
     prompt: str
     model: str | None = None
     add_special_tokens: bool = True
 
 
-class _TokenizeOptions(msgspec.Struct, kw_only=True):
+class TokenizeOptions(msgspec.Struct, kw_only=True):
     messages: msgspec.Raw = msgspec.Raw(b"null")
     return_token_strs: bool | None = None
 
 
-class _Detokenize(msgspec.Struct, kw_only=True):
+class DetokenizedTokens(msgspec.Struct, kw_only=True):
     tokens: list[int]
     model: str | None = None
 
 
-_text_decoder = msgspec.json.Decoder(_TokenizeText)
-_options_decoder = msgspec.json.Decoder(_TokenizeOptions)
-_detokenize_decoder = msgspec.json.Decoder(_Detokenize)
+_text_decoder = msgspec.json.Decoder(TokenizedText)
+_options_decoder = msgspec.json.Decoder(TokenizeOptions)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizedTokens)
 
 
 def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:

@@ -233,3 +233,18 @@ def test_a_page_that_is_paused_asks_for_nothing(visit: Visit) -> None:
     assert asked == []
     with page.expect_response("**/live/state"):
         page.get_by_role("button", name="Resume").click()
+
+
+@pytest.mark.parametrize("visit", [1280, 390], indirect=True)
+def test_the_api_s_page_shows_every_route_and_its_fields(visit: Visit, stack: LocalStack) -> None:
+    page = visit.page
+    page.goto(f"{stack.url}/docs")
+    document = httpx.get(f"{stack.url}/openapi.json").json()
+    operations = [each for item in document["paths"].values() for each in item.values()]
+    expect(page.locator("#operations > details")).to_have_count(len(operations))
+    chat = page.locator("#post_v1_chat_completions")
+    chat.locator("summary").first.click()
+    for words in ("ChatBody", "temperature", "ChatCompletion", "429"):
+        expect(chat).to_contain_text(words)
+    whole, shown = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert whole <= shown
