@@ -28,7 +28,7 @@ from router.api.gemini_fields import (
 from router.api.gemini_names import FieldsReader
 from router.api.gemini_schemas import json_schema
 from router.api.json_body import check_range, check_salt, unsupported
-from router.api.openai_caching import check_caching, keep_seconds
+from router.api.openai_caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
 from router.errors import InvalidRequest, about_model
 
@@ -162,7 +162,6 @@ def _check(asked: GenerateContent, config: GenerationConfig, max_choices: int) -
             raise unsupported(f"generationConfig.{name}", "This model answers with text only.")
     check_range("priority", asked.priority, -MAX_INTEGER, MAX_INTEGER)
     check_salt(asked.cache_salt)
-    check_caching(asked.prompt_cache_retention, asked.prompt_cache_options)
     if asked.cached_content is not None:
         raise InvalidRequest(
             "The field 'cachedContent' must be written without escapes.", parameter="cachedContent"

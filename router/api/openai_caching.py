@@ -73,7 +73,8 @@ def check_breakpoint(path: str, value: Any) -> None:
 
 
 def keep_seconds(retention: str | None, options: PromptCacheOptions | None) -> list[int]:
-    """For how long the prompt is to be kept: nothing, or one number. The fields have been checked."""
+    """For how long the prompt is to be kept: nothing, or one number. Raises InvalidRequest."""
+    check_caching(retention, options)
     seconds = [] if retention is None else [RETENTION_SECONDS[retention]]
     if options is not None and options.ttl is not None:
         seconds.append(_ttl_seconds(options.ttl) or 0)

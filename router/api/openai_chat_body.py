@@ -9,7 +9,7 @@ import msgspec
 
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body, unsupported
-from router.api.openai_caching import check_caching, keeps_of
+from router.api.openai_caching import keeps_of
 from router.api.openai_messages import read_messages
 from router.api.openai_tools import ToolFields, tool_choice_of, tools_of
 from router.api.peer_fields import PeerFields, check_peer_fields
@@ -62,9 +62,7 @@ def read_chat(body: bytes, max_choices: int) -> ChatRequest:
 
 def read_tokenized_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest."""
-    chat = decode_body(_tokenized_decoder, body)
-    check_caching(chat.prompt_cache_retention, chat.prompt_cache_options)
-    return _request(chat)
+    return _request(decode_body(_tokenized_decoder, body))
 
 
 def _request(chat: ChatBody) -> ChatRequest:

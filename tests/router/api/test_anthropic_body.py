@@ -235,6 +235,7 @@ def test_no_tokens_ask_for_the_prompt_alone() -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_cache_retention": ""}, "prompt_cache_retention: "),
     ({"max_tokens": None}, "max_tokens: Field required"),
     ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
     ({"max_tokens": "many"}, "max_tokens: "),

@@ -350,6 +350,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
         "generationConfig.thinkingConfig.thinkingBudget",
     ),
     ({"cacheSalt": "@"}, "cache_salt"),
+    ({"promptCacheRetention": ""}, "prompt_cache_retention"),
 ]
 
 
@@ -400,3 +401,9 @@ async def test_what_is_not_there_is_said_in_gemini_s_shape(
     keyed = await http.get("/v1/models/nobody", headers={"x-goog-api-key": "none"})
     assert keyed.json()["error"]["status"] == "NOT_FOUND"
     assert "type" in (await http.get("/v1/models/nobody")).json()["error"]
+
+
+async def test_counting_refuses_what_generating_refuses(server: HttpServer, http: httpx.AsyncClient) -> None:
+    body = {"contents": CONTENTS, "promptCacheRetention": ""}
+    answer = await http.post(f"/v1beta/models/{MODEL}:countTokens", json=body)
+    assert (answer.status_code, field_of(answer)) == (400, "prompt_cache_retention")
