@@ -22,6 +22,9 @@ from router.api.written_answers import WriteAnswer, written_answer
 from router.errors import UnknownModel
 from router.prompt.catalog import ServedModel
 
+VERSION = importlib.metadata.version("kvasir")
+"""Read once: it is on disk."""
+
 
 class ControlRoutes:
     def __init__(self, context: ApiContext) -> None:
@@ -92,7 +95,7 @@ class ControlRoutes:
         return _json(content, status)
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": importlib.metadata.version("kvasir")})
+        return _json({"version": VERSION})
 
     async def load(self, request: Request) -> Response:
         """How many requests this router serves."""

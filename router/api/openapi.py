@@ -186,6 +186,7 @@ OPERATIONS: Sequence[Operation] = (
         "Readiness",
         refusals=(503,),
     ),
+    Operation("get", "/version", CONTROL, "The version that runs", "Version"),
     Operation("get", "/openapi.json", CONTROL, "This document", "OpenApi"),
 )
 

@@ -258,6 +258,7 @@ _CONTROL = {
     ),
     "Text": an_object(prompt=TEXT),
     "Health": an_object(status=TEXT),
+    "Version": an_object(version=TEXT),
     "Readiness": an_object(
         status=TEXT, num_replicas=COUNT, models={"type": "object", "additionalProperties": COUNT}
     ),

@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from router.api.control import ControlRoutes
 from router.api.gemini_paths import GENERATING_PATHS
 from router.api.openapi import openapi_document
 from router.api.openapi_answers import ANSWERS
@@ -88,12 +89,13 @@ async def server(redis_url: str) -> AsyncIterator[HttpServer]:
 
 async def test_every_route_of_clients_stands_in_the_document(server: HttpServer) -> None:
     there = {("POST", path) for path in (*PREPARES, *GENERATING_PATHS)}
-    for route in [*client_routes(server.context)]:
+    health = ControlRoutes(server.context).health_routes()
+    for route in [*client_routes(server.context), *health]:
         if not route.path.startswith("/docs"):
             path = route.path.replace(":path}", "}")
             there |= {(method, path) for method in route.methods or () if method != "HEAD"}
     described = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
-    assert described == there | {("GET", "/health"), ("GET", "/ready")}
+    assert described == there
 
 
 async def test_the_document_and_its_page_are_served(server: HttpServer, http: httpx.AsyncClient) -> None:
