@@ -23,7 +23,7 @@ HTTP status codes stand in `app.py` and `api/`, nowhere here.
 import contextlib
 import enum
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 
 class ErrorKind(enum.StrEnum):
@@ -86,11 +86,19 @@ class InvalidRequest(RouterError):
         self.code = code
 
 
+class Excess(NamedTuple):
+    """How many tokens there are, at least, and how many the context holds."""
+
+    num_tokens: int
+    context_length: int
+
+
 class ContextLengthExceeded(InvalidRequest):
     kind = ErrorKind.CONTEXT_LENGTH
 
-    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+    def __init__(self, message: str, *, parameter: str | None = None, excess: Excess | None = None) -> None:
         super().__init__(message, parameter=parameter, code="context_length_exceeded")
+        self.excess = excess
 
 
 class UnknownModel(RouterError):

@@ -55,8 +55,9 @@ ANTHROPIC_ERRORS = AnthropicErrors()
 
 
 def _message(error: HttpError) -> str:
-    if error.code == "context_length_exceeded":
-        return f"prompt is too long: {error.message}"  # coding agents look for these words, and compact
+    if error.excess is not None:  # coding agents know this sentence, and compact the conversation
+        num_tokens, context_length = error.excess
+        return f"prompt is too long: {num_tokens} tokens > {context_length} maximum"
     if error.param is None:
         return error.message
     message = "Field required" if error.code == "missing_required_parameter" else error.message

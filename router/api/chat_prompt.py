@@ -154,6 +154,7 @@ def _check_number(model: TextModel, request: ChatRequest) -> None:
     if number > model.card.context_length:
         raise context_exceeded(
             model.card.context_length,
+            number,
             f"your {request.messages_field} and tools are {number} messages, tools and tool calls. Please"
             f" reduce the length of the {request.messages_field}.",
             request.messages_field,

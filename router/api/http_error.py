@@ -14,6 +14,8 @@ from router.errors import (
     CacheGone,
     CachesFull,
     CachesUnavailable,
+    ContextLengthExceeded,
+    Excess,
     GenerationFailed,
     InvalidRequest,
     NoReplicaAvailable,
@@ -37,6 +39,7 @@ class HttpError:
     param: str | None = None
     code: str | None = None
     retry_after_seconds: float | None = None
+    excess: Excess | None = None
 
     def body(self) -> bytes:
         return encode_json(
@@ -67,6 +70,10 @@ class HttpError:
 
 def http_error(error: RouterError) -> HttpError:
     match error:
+        case ContextLengthExceeded():
+            return HttpError(
+                400, error.message, "invalid_request_error", error.parameter, error.code, excess=error.excess
+            )
         case InvalidRequest():
             return HttpError(
                 400, error.message, "invalid_request_error", error.parameter, error.code or "invalid_value"

@@ -8,7 +8,7 @@ from typing import NewType
 import msgspec
 
 from replicas.protocol.blocks import unpack_token_ids
-from router.errors import ContextLengthExceeded, InvalidRequest, RouterError, UnknownModel
+from router.errors import ContextLengthExceeded, Excess, InvalidRequest, RouterError, UnknownModel
 from router.keeping import Keep
 
 Digest = NewType("Digest", bytes)
@@ -103,12 +103,14 @@ class RefusedRequest(msgspec.Struct, frozen=True, tag=True):
     parameter: str | None = None
     code: str | None = None
     model: str | None = None
+    excess: Excess | None = None
 
     @classmethod
     def of(cls, error: RouterError) -> "RefusedRequest":
         kind = type(error).__name__
         if isinstance(error, InvalidRequest):
-            return cls(kind, error.message, error.parameter, error.code, error.model)
+            excess = error.excess if isinstance(error, ContextLengthExceeded) else None
+            return cls(kind, error.message, error.parameter, error.code, error.model, excess)
         return cls(kind, error.message, model=error.model)
 
     def error(self) -> RouterError:
@@ -119,7 +121,7 @@ class RefusedRequest(msgspec.Struct, frozen=True, tag=True):
     def _error(self) -> RouterError:
         match self.kind:
             case ContextLengthExceeded.__name__:
-                return ContextLengthExceeded(self.message, parameter=self.parameter)
+                return ContextLengthExceeded(self.message, parameter=self.parameter, excess=self.excess)
             case UnknownModel.__name__:
                 return UnknownModel(self.message)
             case _:

@@ -12,7 +12,7 @@ import msgspec
 from replicas.protocol.frames import SamplingParams
 from router.api.json_body import check_range, check_salt
 from router.api.openai_caching import PromptCacheOptions, check_caching
-from router.errors import ContextLengthExceeded, InvalidRequest
+from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.text_model import TextModel
 
 MAX_STOP_STRINGS = 4
@@ -232,6 +232,7 @@ def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | N
     if num_prompt_tokens + max_tokens > context_length:
         raise context_exceeded(
             context_length,
+            num_prompt_tokens + max_tokens,
             f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {parameter},"
             f" {max_tokens} in the completion). Please reduce the length of the {parameter} or completion.",
             parameter,
@@ -239,11 +240,14 @@ def _max_tokens(context_length: int, num_prompt_tokens: int, max_tokens: int | N
     return max_tokens
 
 
-def context_exceeded(context_length: int, what: str, parameter: str) -> ContextLengthExceeded:
+def context_exceeded(
+    context_length: int, num_tokens: int, what: str, parameter: str
+) -> ContextLengthExceeded:
     """In the words by which clients know it and fall back to another model."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {context_length} tokens. However, {what}",
         parameter=parameter,
+        excess=Excess(num_tokens, context_length),
     )
 
 
@@ -251,6 +255,7 @@ def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: 
     if num_prompt_tokens >= context_length:
         raise context_exceeded(
             context_length,
+            num_prompt_tokens,
             f"your {parameter} resulted in {num_prompt_tokens} tokens. Please reduce the length of the"
             f" {parameter}.",
             parameter,
@@ -275,6 +280,7 @@ def most_tokens(model: TextModel) -> int:
 def too_many_tokens(model: TextModel, parameter: str) -> ContextLengthExceeded:
     return context_exceeded(
         model.card.context_length,
+        most_tokens(model) + 1,
         f"your {parameter} resulted in more than {most_tokens(model)} tokens. Please reduce the length of the"
         f" {parameter}.",
         parameter,
@@ -288,6 +294,7 @@ def check_text_length(model: TextModel, text: str, parameter: str) -> None:
     if longest_token is not None and len(text) > model.card.context_length * longest_token:
         raise context_exceeded(
             model.card.context_length,
+            len(text) // longest_token,
             f"your {parameter} resulted in {len(text)} characters, which are more tokens than that. Please"
             f" reduce the length of the {parameter}.",
             parameter,
