@@ -434,6 +434,7 @@ async def test_tokens_are_counted_as_they_are_run(server: HttpServer, http: http
     (generation,) = server.dispatcher.generations
     for body in (asked, asked | {"metadata": {"much": list(range(5000))}}):
         counted = await http.post("/v1/messages/count_tokens?beta=true", json=body)
+        assert counted.headers["request-id"].startswith("req_")
         assert counted.json() == {"input_tokens": len(generation.token_ids)}
     assert server.context.offload.statistics().num_done == 1
     refused = await http.post("/v1/messages/count_tokens", json=asked | {"model": "nobody"})
@@ -500,6 +501,8 @@ async def test_refusals_by_the_way_are_in_its_shape_too(server: HttpServer, http
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert error["type"] == kind and error["message"].startswith(begins), error
+        if status != 415:  # which the door refuses, before anything has an id
+            assert answer.json()["request_id"] == answer.headers["request-id"]
     other = await http.get("/v1/models/x")
     assert other.json()["error"]["code"] == "model_not_found"
 
@@ -509,8 +512,9 @@ async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_know(
 ) -> None:
     counted = {**ASKED, "messages": [{"role": "user", "content": " the" * CONTEXT_LENGTH}]}
     more = "the " * (3 * CONTEXT_LENGTH)
-    for field, much, exactly in [("system", "", True), ("system", more, False), ("metadata", more, True)]:
-        body = counted | {field: {"a": much} if field == "metadata" else much}
+    values = [1] * 5000  # so many that it is prepared elsewhere
+    for other, exactly in [({}, True), ({"system": more}, False), ({"metadata": {"a": values}}, True)]:
+        body = counted | other
         answer = await http.post("/v1/messages", json=body)
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]
