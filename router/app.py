@@ -25,7 +25,7 @@ from router.api.control import ControlRoutes
 from router.api.cross_origin import CrossOrigin
 from router.api.docs import docs_routes
 from router.api.door import Door
-from router.api.error_shapes import error_shape, with_request_id
+from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
 from router.api.gemini_caches import GeminiCacheRoutes, prepare_content
 from router.api.gemini_models import GeminiRoutes
@@ -169,7 +169,7 @@ async def _on_any_error(request: Request, error: Exception) -> Response:
 
 def _response(request: Request, error: HttpError) -> Response:
     errors = error_shape(request.scope)
-    response = Response(errors.body(error, None), errors.status(error))
+    response = Response(errors.body(error, request.scope.get(REQUEST_ID)), errors.status(error))
     for name, value in error.headers():
         response.headers[name.decode()] = value.decode()
     return response

@@ -46,6 +46,9 @@ class OpenAiErrors:
 OPENAI_ERRORS = OpenAiErrors()
 
 
+REQUEST_ID = "kvasir.request_id"
+"""Where the scope of a route that generates nothing has the request's id."""
+
 _MESSAGES = "/v1/messages"
 _MODELS = "/v1/models"
 
@@ -60,11 +63,12 @@ def error_shape(scope: Scope) -> ErrorShape:
 
 
 def with_request_id(scope: Scope, send: Send, new_id: Callable[[str], str]) -> Send:
-    """Sends an answer with the request's id, as those have it that generate."""
+    """Sends an answer with the request's id, as those have it that generate. The scope has it, too."""
     if scope["type"] != "http":
         return send
-    request_id = (client_request_id(scope) or new_id("req_")).encode()
-    headers = [(name, request_id) for name in error_shape(scope).request_id_headers]
+    request_id = client_request_id(scope) or new_id("req_")
+    scope[REQUEST_ID] = request_id
+    headers = [(name, request_id.encode()) for name in error_shape(scope).request_id_headers]
 
     async def send_named(message: Message) -> None:
         if message["type"] == "http.response.start":
