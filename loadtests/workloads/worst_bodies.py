@@ -178,6 +178,7 @@ SHAPES: Mapping[str, Mapping[str, BodyShape]] = {
         "many calls": _input(
             lambda size: _list_of(b'{"type":"function_call","call_id":"c","name":"f","arguments":"{}"}', size)
         ),
+        "many references": _input(lambda size: _list_of(b'{"type":"item_reference","id":"msg_1"}', size)),
         "much reasoning": _input(lambda size: _list_of(b'{"type":"reasoning","summary":[]}', size)),
         "many spaces of tools": _with_input(
             b"tools", lambda size: _list_of(b'{"type":"namespace","name":"n","tools":[]}', size)

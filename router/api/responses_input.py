@@ -9,6 +9,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
+from router.api.body_weight import MOST_BYTES
 from router.api.json_body import missing, unsupported, wrong_type
 from router.api.openai_caching import check_breakpoint
 from router.api.openai_messages import read_arguments, texts_of
@@ -175,7 +176,8 @@ def _unpacked(packed: str) -> str:
 def _unknown_item(path: str, item: dict[str, Any]) -> InvalidRequest:
     item_id = item.get("id")
     return InvalidRequest(
-        f"There is no item '{item_id!s:.64}' here: only items of stored responses can be referred to.",
+        f"There is no item '{item_id!s:.64}' here: what stored responses have answered can be referred to,"
+        f" in requests of up to {MOST_BYTES // 2**10} KiB.",
         parameter=f"{path}.id",
         code="item_not_found",
     )

@@ -65,9 +65,10 @@ def items_of(sent: bytes) -> bytes | None:
     return sent if sent[:1] == b"[" else None
 
 
-def referred_items(items: bytes) -> dict[int, str]:
-    """The ids of items that are only named, by their positions. Raises InvalidRequest."""
-    if _REFERENCE not in items:
+def referred_items(items: bytes, *, is_light: bool) -> dict[int, str]:
+    """The ids of items that are only named, by their positions; in a body that is light, since it is looked
+    through. Raises InvalidRequest."""
+    if _REFERENCE not in items or not is_light:
         return {}
     found: dict[int, str] = {}
     for position, raw in enumerate(_list_decoder.decode(items)):
@@ -92,12 +93,9 @@ def response_of(item_id: str) -> str:
     return ID_PREFIX + item_id.partition("_")[2][:24]
 
 
-def item_in(conversation: bytes, item_id: str) -> bytes | None:
-    """The item of that id in a list of items."""
-    for raw in _list_decoder.decode(conversation):
-        if item_id.encode() in bytes(raw) and _id_of(raw) == item_id:
-            return bytes(raw)
-    return None
+def output_items(stored: StoredResponse) -> dict[str, bytes]:
+    """The items of an answer, by their ids."""
+    return {_id_of(raw): bytes(raw) for raw in _list_decoder.decode(_output(stored))}
 
 
 def with_items(items: bytes, found: Mapping[int, bytes]) -> bytes:
@@ -117,30 +115,61 @@ def spliced(body: bytes, before: Sequence[bytes], items: bytes, max_bytes: int) 
     return with_fields(body, b'"previous_response_id":null,"input":' + items)
 
 
-def listed_items(items: bytes, response_id: str) -> list[dict[str, object]]:
-    """An input's items as they are listed: each with an id."""
-    found: list[dict[str, object]] = []
-    for position, item in enumerate(msgspec.json.decode(items, type=list[dict[str, object]])):
-        kind = item.setdefault("type", "message")
-        if kind == "message" and isinstance(item.get("content"), str):
-            part = "output_text" if item.get("role") == "assistant" else "input_text"
-            item["content"] = [{"type": part, "text": item["content"]}]
-        if not isinstance(item.get("id"), str):
-            item["id"] = (
-                f"{_PREFIXES.get(str(kind), 'item')}_in_{response_id.partition('_')[2]}{position:04x}"
-            )
-        found.append(item)
-    return found
+def page_of(
+    items: bytes, response_id: str, *, limit: int, is_ascending: bool, after: str | None
+) -> tuple[list[dict[str, object]], bool]:
+    """Items of an input as they are listed, each with an id, and whether there are more behind them. Raises
+    InvalidRequest."""
+    raws = [*enumerate(_list_decoder.decode(items))]
+    if not is_ascending:
+        raws.reverse()
+    if after is not None:
+        places = (
+            place
+            for place, (position, raw) in enumerate(raws)
+            if _listed_id(raw, position, response_id) == after
+        )
+        last = next(places, None)
+        if last is None:
+            raise InvalidRequest(f"There is no item '{after[:60]}' in this input.", parameter="after")
+        raws = raws[last + 1 :]
+    return [_listed(raw, position, response_id) for position, raw in raws[:limit]], len(raws) > limit
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+def _listed(raw: Raw, position: int, response_id: str) -> dict[str, object]:
+    item: dict[str, object] = msgspec.json.decode(raw)
+    kind = item.setdefault("type", "message")
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        item["content"] = [{"type": part, "text": item["content"]}]
+    item["id"] = _listed_id(raw, position, response_id)
+    return item
 
 
-def _id_of(raw: Raw) -> str | None:
+def _listed_id(raw: Raw, position: int, response_id: str) -> str:
+    """Its own, or one made for it."""
     try:
-        return _item_decoder.decode(raw).id
+        item = _item_decoder.decode(raw)
     except msgspec.ValidationError:
-        return None
+        item = _Item()
+    return item.id or f"{_PREFIXES.get(item.type, 'item')}_in_{response_id.partition('_')[2]}{position:04x}"
+
+
+_PREFIXES = {
+    "": "msg",
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+
+
+def _id_of(raw: Raw) -> str:
+    return _item_decoder.decode(raw).id
+
+
+def _output(stored: StoredResponse) -> bytes:
+    return bytes(_answer_decoder.decode(stored.response).output)
 
 
 def request_items(body: bytes) -> bytes:
@@ -150,4 +179,4 @@ def request_items(body: bytes) -> bytes:
 
 def conversation_of(stored: StoredResponse) -> bytes:
     """The items of its input and its output, as a list in JSON."""
-    return both_lists(stored.items, bytes(_answer_decoder.decode(stored.response).output))
+    return both_lists(stored.items, _output(stored))

@@ -6,7 +6,7 @@ request like any other, with all of its input.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from router.api.api_request import ApiRequest
 from router.api.asked import Asked
+from router.api.body_weight import is_light_chat
 from router.api.caches import page_limit
 from router.api.context import ApiContext
 from router.api.json_body import encode_json, unsupported
@@ -22,10 +23,10 @@ from router.api.responses import ResponseWriter, prepare_plain_response
 from router.api.responses_splicing import (
     Sent,
     conversation_of,
-    item_in,
     items_of,
-    listed_items,
     may_go_on,
+    output_items,
+    page_of,
     referred_items,
     request_items,
     response_of,
@@ -66,7 +67,7 @@ async def _with_what_came_before(context: ApiContext, asked: Asked, sent: Sent) 
     previous_id = sent.previous_response_id
     if items is None:  # reading it says what is wrong
         return asked
-    referred = referred_items(items)
+    referred = referred_items(items, is_light=is_light_chat(asked.body))
     if previous_id is None and (not referred or context.responses is None):
         return asked
     store = _open_store(context)
@@ -80,10 +81,23 @@ async def _with_what_came_before(context: ApiContext, asked: Asked, sent: Sent) 
                 parameter="previous_response_id",
                 code="previous_response_not_found",
             ) from error
+    found = await _find_items(store, referred)
+    body = spliced(asked.body, before, with_items(items, found), context.config.max_body_bytes)
+    return dataclasses.replace(asked, body=body)
+
+
+async def _find_items(store: ResponseStore, referred: Mapping[int, str]) -> dict[int, bytes]:
+    """Items of the outputs of stored responses, by their positions in the input. Raises InvalidRequest."""
     found: dict[int, bytes] = {}
-    known: dict[str, bytes] = {}
+    known: dict[str, dict[str, bytes]] = {}
     for position, item_id in referred.items():
-        item = await _find_item(store, known, item_id)
+        response_id = response_of(item_id)
+        if response_id not in known:
+            try:
+                known[response_id] = output_items(await store.find(response_id, TENANT))
+            except ResponseGone:
+                known[response_id] = {}
+        item = known[response_id].get(item_id)
         if item is None:
             raise InvalidRequest(
                 f"Item with id '{item_id[:60]}' not found: only those of stored responses can be named.",
@@ -91,18 +105,7 @@ async def _with_what_came_before(context: ApiContext, asked: Asked, sent: Sent) 
                 code="item_not_found",
             )
         found[position] = item
-    body = spliced(asked.body, before, with_items(items, found), context.config.max_body_bytes)
-    return dataclasses.replace(asked, body=body)
-
-
-async def _find_item(store: ResponseStore, known: dict[str, bytes], item_id: str) -> bytes | None:
-    response_id = response_of(item_id)
-    if response_id not in known:
-        try:
-            known[response_id] = conversation_of(await store.find(response_id, TENANT))
-        except ResponseGone:
-            known[response_id] = b"[]"
-    return item_in(known[response_id], item_id)
+    return found
 
 
 @contextlib.contextmanager
@@ -160,18 +163,10 @@ class ResponseRoutes:
         response_id = request.path_params["response_id"]
         with self._in_flight(request):
             stored = await self._store().find(response_id, TENANT)
-        items = listed_items(stored.items, response_id)
-        if not is_ascending:
-            items.reverse()
-        after = query.get("after")
-        if after is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise InvalidRequest(f"There is no item '{after[:60]}' in this input.", parameter="after")
-            items = items[ids.index(after) + 1 :]
-        data = items[:limit]
+        data, has_more = page_of(
+            stored.items, response_id, limit=limit, is_ascending=is_ascending, after=query.get("after")
+        )
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        has_more = len(items) > limit
         return _json(
             {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
         )

@@ -9,12 +9,12 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.body_weight import MOST_BYTES
-from router.api.responses_splicing import listed_items
+from router.api.responses_splicing import page_of
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore
 from tests.router.http_server import HttpServer, http_server
-from tests.router.scripted_dispatch import says
+from tests.router.scripted_dispatch import NEVER, says
 from tests.router.thinking_model import MODEL, catalog, token_ids
 
 THINKS = "<think>\nShe wants the weather.\n</think>\n\n"
@@ -163,6 +163,30 @@ async def test_what_there_is_not_is_refused_in_words(
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+async def test_nothing_is_left_of_an_answer_whose_client_has_gone(
+    server: HttpServer, http: httpx.AsyncClient, store: ResponseStore
+) -> None:
+    script = says(token_ids("Fine."))
+    server.dispatcher.script = lambda generation: [*script(generation)[:2], NEVER]
+    body = {"model": MODEL, "input": "One", "stream": True}
+    async with http.stream("POST", "/v1/responses", json=body) as answer:
+        await anext(answer.aiter_bytes())
+        assert store.statistics().num_bytes > 0
+    await server.wait_idle()
+    assert (store.statistics().num_bytes, store.statistics().num_kept) == (0, 0)
+
+
+async def test_an_explanation_stores_nothing(
+    server: HttpServer, http: httpx.AsyncClient, openai: AsyncOpenAI, store: ResponseStore
+) -> None:
+    server.dispatcher.script = says(token_ids("Fine."))
+    first = await openai.responses.create(model=MODEL, input="One")
+    body = {"model": MODEL, "input": "Two", "previous_response_id": first.id}
+    answer = await http.post("/explain/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert store.statistics().num_kept == 1
+
+
 async def test_a_count_is_that_of_the_prompt(server: HttpServer, openai: AsyncOpenAI) -> None:
     server.dispatcher.script = says(token_ids("Fine."))
     first = await openai.responses.create(model=MODEL, input="One")
@@ -195,6 +219,12 @@ async def test_without_a_store_it_says_so(http: httpx.AsyncClient) -> None:
 
 def test_items_are_listed_with_an_id_each() -> None:
     items = b'[{"role":"user","content":"a"},{"type":"reasoning","summary":[]},{"type":"odd","id":"x"}]'
-    listed = listed_items(items, "resp_" + "0" * 24)
-    assert [str(item["id"])[:3] for item in listed] == ["msg", "rs_", "x"]
+    response_id = "resp_" + "0" * 24
+    listed, has_more = page_of(items, response_id, limit=3, is_ascending=True, after=None)
+    assert [str(item["id"])[:3] for item in listed] == ["msg", "rs_", "x"] and not has_more
     assert listed[0]["content"] == [{"type": "input_text", "text": "a"}]
+    for place, item in enumerate(listed):
+        after = str(item["id"])
+        later, _ = page_of(items, response_id, limit=3, is_ascending=True, after=after)
+        earlier, _ = page_of(items, response_id, limit=3, is_ascending=False, after=after)
+        assert later == listed[place + 1 :] and earlier == listed[:place][::-1]
