@@ -20,6 +20,7 @@ GENERATING_PATHS = tuple(
 )
 
 _METHOD = re.compile(rf"/v1(?:beta)?/models/(.+):({GENERATE}|{STREAM}|{COUNT})", re.DOTALL)
+_SHARED = "/v1/models"
 _CACHES = re.compile(r"/v1(?:beta)?/cachedContents(?:/|$)")
 
 
@@ -41,7 +42,7 @@ def speaks_gemini(scope: Scope) -> bool:
     path: str = scope["path"]
     if path.startswith("/v1beta/") or _CACHES.match(path) or model_method(path) is not None:
         return True
-    return header(scope, b"x-goog-api-key") is not None
+    return path.startswith(_SHARED) and header(scope, b"x-goog-api-key") is not None
 
 
 def with_path_fields(body: bytes, asked: ModelMethod) -> bytes:

@@ -33,7 +33,7 @@ _SAID = {
     405: "Not this method.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not JSON, or encoded.",
+    415: "The body is not JSON, or encoded by other means than gzip.",
     429: "Too much to do; `retry-after` says when to try again.",
     500: "The router or a replica failed.",
     503: "No replica is ready, or the router is busy; `retry-after` says when to try again.",
