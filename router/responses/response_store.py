@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from router.errors import ResponseGone, ResponsesUnavailable
 from router.responses.memory import Key, ResponseMemory
@@ -24,6 +24,8 @@ from router.responses.redis_responses import RedisResponses
 logger = logging.getLogger(__name__)
 
 REDIS_SECONDS = 1.0
+FAREWELL_SECONDS = 1.0
+"""At the end, for what has yet to be written."""
 REST_SECONDS = 2.0
 """After Redis has failed it is not asked for so long."""
 LOOK_SECONDS = (0.0, 0.05, 0.1)
@@ -65,14 +67,15 @@ class ResponseStore:
         self._writer: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._resting_until = 0.0
-        self._is_redis_away = False
+        self._is_redis_away = self._is_refused = False
         self._num_kept = self._num_missing = self._num_unavailable = self._num_failed = 0
         self._num_found = {"memory": 0, "redis": 0}
 
     async def close(self) -> None:
-        """What is not written by now is lost."""
+        """What cannot be written soon is lost."""
         writer, self._writer = self._writer, None
         if writer is not None:
+            await asyncio.wait([writer], timeout=FAREWELL_SECONDS)
             writer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await writer
@@ -145,12 +148,18 @@ class ResponseStore:
                 async with asyncio.timeout(REDIS_SECONDS), self._changing:
                     if self._memory.get(key, self._wall_clock()) is not None:
                         await redis.add(record, self._wall_clock())
+            except ResponseError as error:  # Redis is there and does not take it: it stays in memory
+                self._num_failed += 1
+                self._note_refusal(error)
+                self._unwritten.popleft()
+                continue
             except (RedisError, OSError) as error:  # a TimeoutError is one
                 self._num_failed += 1
                 self._note_away(error)
                 await asyncio.sleep(REST_SECONDS)
                 continue
             self._note_back()
+            self._is_refused = False
             self._memory.drop(key)
             self._unwritten.popleft()
 
@@ -167,10 +176,15 @@ class ResponseStore:
             raise self._unavailable() from error
         self._note_back()
 
+    def _note_refusal(self, error: Exception) -> None:
+        if not self._is_refused:
+            logger.warning("Redis takes no stored responses, which stay in memory error=%r", error)
+        self._is_refused = True
+
     def _note_away(self, error: Exception) -> None:
         self._resting_until = self._clock() + REST_SECONDS
         if not self._is_redis_away:
-            logger.warning("Redis refuses stored responses, or cannot be reached error=%r", error)
+            logger.warning("Redis cannot be reached for stored responses error=%r", error)
         self._is_redis_away = True
 
     def _note_back(self) -> None:

@@ -182,6 +182,34 @@ async def test_while_redis_is_away_its_own_are_found_and_others_are_unavailable(
     await store.close()
 
 
+async def test_what_redis_does_not_take_stays_in_memory_and_harms_nobody(
+    own_redis: RedisServer, times: Times
+) -> None:
+    bounds = ResponseBounds()
+    store = ResponseStore(RedisResponses(own_redis.url, SECRET, bounds), bounds, wall_clock=times.wall)
+    store.keep(response(1))
+    await written(store)
+    async with redis.asyncio.Redis.from_url(own_redis.url, protocol=2) as client:
+        await client.config_set("maxmemory", 1)
+    for number in (2, 3):
+        store.keep(response(number))
+    async with asyncio.timeout(5):
+        while store.statistics().num_failed < 2:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.01)
+    for number in (1, 2, 3):
+        assert await store.find(response(number).response_id, "us") == response(number)
+    await store.close()
+
+
+async def test_what_has_just_been_kept_is_written_before_the_end(routers: Open) -> None:
+    first, second = routers(), routers()
+    for number in range(20):
+        first.keep(response(number))
+    await first.close()
+    for number in range(20):
+        assert await second.find(response(number).response_id, "us") == response(number)
+
+
 async def test_another_router_waits_a_moment_for_what_is_being_written(routers: Open) -> None:
     first, second = routers(), routers()
     made = response(1)
