@@ -92,8 +92,7 @@ class ChatHistory:
     ) -> tuple[EncodedPrompt, Turn | None]:
         """The prompt from remembered tokens on if there are any, and what its answer is remembered by."""
         history = encoded.history
-        is_cut = request.continue_final_message or request.truncate_prompt_tokens is not None
-        if history is None or not self.is_on or is_cut:
+        if history is None or not self.is_on:
             return encoded, None
         root = model.root(None, request.cache_salt)
         keys = conversation_keys(root, [Digest(digest) for digest in history.digests])

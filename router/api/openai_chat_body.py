@@ -47,7 +47,8 @@ class TokenizedChat(ChatBody, kw_only=True):
     model: str = ""
 
 
-_FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name != "max_tokens")
+_FIELDS = GenerationFields.__struct_fields__
+"""They come first among those of a body."""
 _decoder = msgspec.json.Decoder(ChatBody)
 _tokenized_decoder = msgspec.json.Decoder(TokenizedChat)
 
@@ -62,7 +63,9 @@ def read_chat(body: bytes, max_choices: int) -> ChatRequest:
 
 def read_tokenized_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest."""
-    return _request(decode_body(_tokenized_decoder, body))
+    chat = decode_body(_tokenized_decoder, body)
+    check_peer_fields(chat)
+    return _request(chat)
 
 
 def _request(chat: ChatBody) -> ChatRequest:
@@ -76,9 +79,10 @@ def _request(chat: ChatBody) -> ChatRequest:
     tools = tools_of(asked)
     messages, breakpoints = read_messages(chat.messages)
     keeps = keeps_of(chat.prompt_cache_retention, chat.prompt_cache_options, breakpoints)
+    given: dict[str, Any] = dict(zip(_FIELDS, msgspec.structs.astuple(chat), strict=False))
+    given["max_tokens"] = chat.max_completion_tokens or chat.max_tokens
     return ChatRequest(
-        **{name: getattr(chat, name) for name in _FIELDS},
-        max_tokens=chat.max_completion_tokens or chat.max_tokens,
+        **given,
         messages=messages,
         tools=tools,
         tool_choice=tool_choice_of(asked, tools),

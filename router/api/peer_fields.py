@@ -6,6 +6,8 @@ ignored; such a field never is. Pure.
 
 from typing import Any
 
+import msgspec
+
 from router.api.json_body import unsupported
 from router.api.sampling import GenerationFields
 
@@ -48,12 +50,16 @@ class PeerFields(GenerationFields, kw_only=True):
     web_search_options: Any = None
 
 
-REFUSED = PeerFields.__struct_fields__[PeerFields.__struct_fields__.index("allowed_token_ids") :]
+_FIRST = PeerFields.__struct_fields__.index("allowed_token_ids")
+REFUSED = PeerFields.__struct_fields__[_FIRST:]
+_NONE_OF_THEM = (None,) * len(REFUSED)
 
 
 def check_peer_fields(request: PeerFields) -> None:
     """Raises InvalidRequest for the first that is refused."""
-    for parameter in REFUSED:
-        value = getattr(request, parameter)
+    values = msgspec.structs.astuple(request)[_FIRST : _FIRST + len(REFUSED)]
+    if values == _NONE_OF_THEM:  # nearly always
+        return
+    for parameter, value in zip(REFUSED, values, strict=True):
         if value is not None and value is not False and value != [] and value != {}:
             raise unsupported(parameter, f"'{parameter}' is not supported.")

@@ -356,7 +356,7 @@ async def test_routes_that_other_servers_have_are_refused_with_a_reason(http: ht
 async def test_a_prompt_that_is_cut_is_not_begun_with_remembered_tokens(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
-    server.dispatcher.script = says(TOKENIZER.encode("Hello world"), finish=FinishReason.LENGTH)
+    server.dispatcher.script = says([*TOKENIZER.encode("Hello world"), END])
     first = (await whole(http, "/v1/chat/completions", CHAT))["choices"][0]["message"]
     messages = [HELLO, {"role": "assistant", "content": first["content"]}]
     for fields, end in (

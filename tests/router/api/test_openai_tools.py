@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from router.answers.wishes import ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest, KeepThrough
+from router.api.completion_prompt import CompletionRequest, check_completion, prompts_of
+from router.api.json_body import decode_body
 from router.api.openai_chat_body import read_chat, read_tokenized_chat
+from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, RouterError
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -276,3 +279,15 @@ def test_whatever_the_fields_hold_they_are_read_or_refused(
             assert isinstance(error, InvalidRequest) and error.message
         else:
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=ChatRequest)
+
+
+@given(st.dictionaries(FIELDS, VALUES, max_size=4), VALUES)
+def test_whatever_a_completion_holds_it_is_read_or_refused(fields: dict[str, Any], prompt: Any) -> None:
+    body = msgspec.json.encode({"model": "tiny", "prompt": prompt} | fields)
+    try:
+        request = decode_body(msgspec.json.Decoder(CompletionRequest), body)
+        check_completion(request, 16)
+        prompts_of(request.prompt, 16)
+        output_format_of(request, request.response_format)
+    except RouterError as error:
+        assert isinstance(error, InvalidRequest) and error.message
