@@ -5,7 +5,7 @@ import pytest
 from loadtests.stacks.local_stack import LocalStack
 from tests.clients.conftest import Seen, act
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 HELLO = "Hello there, my friend!"
 PARIS = ["weather", {"city": "Paris"}, True]
