@@ -111,6 +111,7 @@ class ReplicaHost:
         self._secret = await asyncio.to_thread(open_secret, self._config)
         proven = await build_in_time(self._config, self._build)
         engine = proven.engine
+        logger.info("engine is ready model=%s engine=%s", engine.card.name, engine.card.engine)
         try:
             tracing = await asyncio.to_thread(open_tracing, self._config, self.epoch, engine.card.name)
             self._parts = _Parts(self._config, self.epoch, proven, self, tracing, self._secret)

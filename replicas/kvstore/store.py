@@ -42,8 +42,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_WRITES = 4
-"""Chunks that are written to the disk together. Reads wait for no more than these."""
+MAX_WRITES = 32
+MAX_HOST_SHARE_OF_WRITES = 0.125
+"""Chunks that the disk is given to write at once, of those in host memory: enough to go on with while the
+engine computes a step. Reads go before those that it has not begun."""
+
+MIN_WRITES = 4
+"""It is given as many however small host memory is, and no more of what may wait until the disk is idle."""
 
 ERASE_SECONDS = 10.0
 """How long the end waits for files that are being erased, if nothing happens."""
@@ -131,6 +136,8 @@ class ChunkStore:
         self._overdue: dict[int, int] = {}
         """By job: the slot that a read may still write to."""
         self._writes: dict[int, BlockHash] = {}
+        share_of_host = int(arena.num_slots * MAX_HOST_SHARE_OF_WRITES)
+        self._max_writes = max(MIN_WRITES, min(MAX_WRITES, share_of_host))
         self._erasures: set[int] = set()
         self._books = SlotBooks(arena, shape.tokens, None if puller is None else puller.kind.layout)
         self._pulls = None if puller is None else StorePulls(self.directory, arena, self._books, puller)
@@ -431,13 +438,13 @@ class ChunkStore:
         return True
 
     def _write(self, share: DiskShare) -> None:
-        disk, most = share.disk, MAX_WRITES - len(self._writes)
+        disk, most = share.disk, self._max_writes - len(self._writes)
         if most <= 0 or not disk.can_write:
             return
         now = self._clock()
         writes = self.directory.take_writes(now, most)
         if not self._reads and not self._writes and not writes:
-            writes = self.directory.take_early_writes(now, most)
+            writes = self.directory.take_early_writes(now, MIN_WRITES)
         disk.remove(self.directory.take_removals())  # what goes makes the room for what comes
         for write in writes:
             sync = self.leases.is_to_be_synced(write.name.key)
