@@ -94,9 +94,7 @@ class Bench:
                 self.ask(prompt)
                 self._prompts.append(prompt)
         made = len(self._prompts) * PROMPT_CHUNKS
-        print(
-            f"  {num:,} of {made:,} chunks that were made are on the disk, up to {MOST_IN_HOST} more in memory"
-        )
+        print(f"  {num:,} of {made:,} chunks that were made are on the disk; {MOST_IN_HOST} fit in memory")
 
     def restart(self) -> Restart:
         number = self._rng.randrange(len(self._prompts) // 2)
@@ -133,6 +131,7 @@ class Bench:
         ends_at = time.monotonic() + MAX_SECONDS
         while time.monotonic() < ends_at:
             epoch, state = self._redis.hmget(keys.replica_key(MODEL, REPLICA), ["epoch", "state"])
+            assert epoch is None or isinstance(epoch, bytes)
             if epoch is not None and epoch != old_epoch and state == ReplicaState.READY.encode():
                 now = time.time()
                 blocks = keys.blocks_key(MODEL, REPLICA, Epoch(epoch.decode()))
