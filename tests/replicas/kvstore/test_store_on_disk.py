@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from replicas.kvstore.arena import Arena
 from replicas.kvstore.directory import Place
 from replicas.kvstore.on_disk.disk import Disk
-from replicas.kvstore.store import ChunkShape, ChunkStore, DiskShare
+from replicas.kvstore.store import MIN_WRITES, ChunkShape, ChunkStore, DiskShare
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.frames import UserTag
 from tests.replicas.kvstore.chunk_images import LAYOUT, PAYLOAD_BYTES, SLOT_BYTES, payload
@@ -91,6 +93,24 @@ def test_a_full_disk_takes_every_new_chunk_in_place_of_the_oldest(tmp_path: Path
         on_disk = [path for path in paths if at.place(path) is Place.DISK]
         assert on_disk == [*paths[-6:-4]], "the oldest in host memory has its file already"
         assert [each.key for each in at.store.directory.on_disk()] == [key(path) for path in paths[-6:-3]]
+
+
+@pytest.mark.parametrize(("host_chunks", "most"), [(8, 4), (80, 10), (800, 32)])
+def test_the_disk_is_given_enough_to_go_on_with_while_the_engine_computes(
+    tmp_path: Path, host_chunks: int, most: int
+) -> None:
+    """And no more of what is hot than it can begin at once."""
+    for is_hot in (True, False):
+        with store_on(tmp_path / str(is_hot), host_chunks=host_chunks, disk_chunks=1000) as at:
+            for number in range(host_chunks * 3 // 4):
+                path = chr(0x100 + number)
+                assert at.store.offer(name(path), WRITERS) is not None
+                at.store.filled(key(path))
+            if not is_hot:
+                at.store.directory.write_all()
+            at.store.poll()
+            assert len(at.store._writes) == (MIN_WRITES if is_hot else most)
+            at.settle()
 
 
 def test_a_file_that_is_gone_is_a_miss_in_the_store_too(tmp_path: Path) -> None:
