@@ -56,6 +56,8 @@ class Matcher:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sampling = sampling
         self._num_output_tokens = len(output)
+        self._num_after_end = 0
+        """Tokens that ended what could not go on, of which llguidance does not know."""
         if output and not inner.consume_tokens(list(output)):
             raise ConstraintFailed(f"the output so far does not follow the grammar: {reason(inner)}")
 
@@ -67,6 +69,9 @@ class Matcher:
     def consume(self, token_id: int) -> bool:
         """The next token; whether the answer is complete with it. Raises ConstraintFailed."""
         self._num_output_tokens += 1
+        if self.is_complete and not self.inner.is_error():
+            self._num_after_end += 1
+            return True
         if not self.inner.consume_token(token_id) or self.inner.is_error():
             raise ConstraintFailed(f"the grammar could not be followed further: {reason(self.inner)}")
         return self.is_complete
@@ -74,7 +79,9 @@ class Matcher:
     def rollback(self, num_tokens: int) -> None:
         """Take the last tokens back."""
         self._num_output_tokens -= num_tokens
-        if not self.inner.rollback(num_tokens):
+        num_after_end = min(num_tokens, self._num_after_end)
+        self._num_after_end -= num_after_end
+        if not self.inner.rollback(num_tokens - num_after_end):
             raise ConstraintFailed(f"the grammar cannot be followed back: {reason(self.inner)}")
 
     def put_off_end(self, mask: Masks) -> None:

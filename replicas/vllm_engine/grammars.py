@@ -47,10 +47,12 @@ class HeldGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         return False
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return tokens[: self._choice.matcher.inner.validate_tokens(tokens)]
+        matcher = self._choice.matcher
+        return [] if matcher.is_complete else tokens[: matcher.inner.validate_tokens(tokens)]
 
     def rollback(self, num_tokens: int) -> None:
         self._choice.matcher.rollback(num_tokens)
+        self.is_complete = self._choice.matcher.is_complete
 
     def reset(self) -> None:
         raise NotImplementedError("a choice is in its grammar only once")
