@@ -32,7 +32,9 @@ class FieldsReader(Generic[Body]):
         self._names: dict[type[Struct], dict[str, _Named]] = {}
         self._collect(kind)
         spellings = {snake for names in self._names.values() for snake in names if "_" in snake}
-        self._snake = re.compile(rb'"(?:%b)"' % "|".join(sorted(spellings)).encode())
+        ends = {snake.rpartition("_")[2] for snake in spellings}
+        # Fields' names end so, and hardly anything else does; their beginnings would stop at each quote.
+        self._snake = re.compile(rb'_(?:%b)"' % "|".join(sorted(ends)).encode())
 
     def read(self, body: bytes) -> Body:
         """Raises InvalidRequest that names the field in the first spelling."""
