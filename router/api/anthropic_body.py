@@ -113,6 +113,7 @@ def _request(asked: MessagesBody) -> ChatRequest:
         **{name: getattr(asked, name) for name in _FIELDS},
         max_tokens=asked.max_tokens or None,
         cut_to_context=True,
+        tool_parameter="tools",  # those of other kinds are among them, so their numbers are others
         only_prompt=asked.max_tokens == 0,
         stop=asked.stop_sequences,
         user=_user(asked.metadata),
@@ -187,8 +188,10 @@ def _tools(asked: Sequence[dict[str, Any]], marks: Marks) -> list[dict[str, Any]
         if name in names:
             raise InvalidRequest("Tool names must be unique.", parameter="tools")
         names.add(name)
-        described = {} if description is None else {"description": description}
-        tools.append({"type": "function", "function": {"name": name, **described, "parameters": schema}})
+        function: dict[str, Any] = {} if description is None else {"description": description}
+        if tool.get("strict") is True:
+            function["strict"] = True
+        tools.append({"type": "function", "function": {"name": name, **function, "parameters": schema}})
     return tools
 
 

@@ -100,6 +100,7 @@ def _request(asked: GenerateContent, config: GenerationConfig) -> ChatRequest:
         stream=asked.stream,
         messages=_Messages().read(asked),
         messages_field=CONTENTS,
+        tool_parameter="tools",
         tools=tools,
         tool_choice=_tool_choice(asked.tool_config, tools),
         output_format=_output_format(config),

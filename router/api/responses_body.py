@@ -156,6 +156,7 @@ def _request(asked: ResponsesBody) -> ChatRequest:
         keeps=[KeepThrough(seconds, position) for seconds, position in keeps],
         only_prompt=options is not None and bool(options.prewarm),
         messages_field="input",
+        tool_parameter="tools",  # those of other kinds are among them, so their numbers are others
         answers=Echo(
             fields=encode_json(_echoed(asked))[1:-1],
             spaces={name: spaced for spaced, name in offered.names.items()},
