@@ -4,13 +4,13 @@ That of the question is in `anthropic_body.py`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from replicas.protocol.frames import FinishReason, PromptUsage, TokenLogprobs
-from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
 from router.api.anthropic_body import ShownAnswer
 from router.api.anthropic_caching import usage_of
@@ -19,6 +19,14 @@ from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall
 from router.api.json_body import encode_json
 
+_NO_TEXT = {"type": "text", "text": ""}
+_NO_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
+_DELTAS: Mapping[type[Said], bytes] = {
+    Text: b'"text_delta","text":',
+    Reasoning: b'"thinking_delta","thinking":',
+    ToolCall: b'"input_json_delta","partial_json":',
+}
+_DELTA_END = b"}}\n\n"
 _MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
@@ -37,29 +45,24 @@ class _MessageWriter:
         self._model = chat.model.name
         self._block = -1
         self._kind: type[Said] | None = None
+        self._head = b""
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
-        usage = self._usage(prompt.usage_or_bare(), 0, 0)
-        message = self._message([], None, None, usage)
-        return _event("message_start", {"message": message})
+        usage = {**self._usage(prompt.usage_or_bare()), "output_tokens": 0}
+        return _event("message_start", {"message": self._message([], None, None, usage)})
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
-        match part:
-            case Text(text):
-                return self._begin(Text, {"type": "text", "text": ""}) + self._delta(
-                    b'"text_delta","text":', text
-                )
-            case Reasoning(text):
-                begun = self._begin(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
-                if self._shown.omits_thinking:
-                    return begun
-                return begun + self._delta(b'"thinking_delta","thinking":', text)
-            case CallStart(_, name):
-                return self._end_block() + self._begin(ToolCall, self._tool_use(name, {}))
-            case CallArguments(_, text):
-                return self._delta(b'"input_json_delta","partial_json":', text)
-            case CallEnd():
-                return self._end_block()
+        if type(part) is Text:
+            begun = b"" if self._kind is Text else self._begin(Text, _NO_TEXT)
+            return begun + self._delta(part.text)
+        if type(part) is Reasoning:
+            begun = b"" if self._kind is Reasoning else self._begin(Reasoning, _NO_THINKING)
+            return begun if self._shown.omits_thinking else begun + self._delta(part.text)
+        if type(part) is CallStart:
+            return self._begin(ToolCall, self._tool_use(part.name, {}))
+        if type(part) is CallArguments:
+            return self._delta(part.text)
+        return self._end_block()
 
     def close(self, prompt: Prompt, choice: int) -> bytes:
         return self._end_block()
@@ -106,54 +109,56 @@ class _MessageWriter:
 
     def _begin(self, kind: type[Said], block: dict[str, Any]) -> bytes:
         """The block that what follows belongs to."""
-        if self._kind is kind:
-            return b""
         ended = self._end_block()
         self._kind = kind
         self._block += 1
+        self._head = _delta_head(self._block, _DELTAS[kind])
         return ended + _event("content_block_start", {"index": self._block, "content_block": block})
 
     def _end_block(self) -> bytes:
         if self._kind is None:
             return b""
-        # Clients send thinking back with its signature, which has to be there and means nothing here.
-        signature = self._delta(b'"signature_delta","signature":', self._id)
-        ended = signature if self._kind is Reasoning else b""
+        ended = b""
+        if self._kind is Reasoning:  # clients send it back with its signature, which means nothing here
+            head = _delta_head(self._block, b'"signature_delta","signature":')
+            ended = head + encode_json(self._id) + _DELTA_END
         self._kind = None
         return ended + _event("content_block_stop", {"index": self._block})
 
-    def _delta(self, head: bytes, text: str) -> bytes:
-        return (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":'
-            b"%b%b}}\n\n" % (self._block, head, encode_json(text))
-        )
+    def _delta(self, text: str) -> bytes:
+        return self._head + encode_json(text) + _DELTA_END
 
     def _why(self, output: ChoiceOutput) -> tuple[str | None, str | None]:
         """The reason why the answer ends, and the stop sequence if it is one."""
         if self._request.only_prompt:
             return "max_tokens", None
-        match output.finish_reason:
-            case FinishReason.LENGTH.value:
-                is_cut = self._prompt.generation.sampling.max_tokens < (self._request.max_tokens or 0)
-                return "model_context_window_exceeded" if is_cut else "max_tokens", None
-            case reason if reason == TOOL_CALLS:
-                return "tool_use", None
-            case _ if output.stop_string is not None:
-                return "stop_sequence", output.stop_string
-            case _:
-                return "end_turn", None
+        if output.stop_string is not None:  # which may have cut a call short: it must not be run
+            return "stop_sequence", output.stop_string
+        if output.finish_reason == TOOL_CALLS:
+            return "tool_use", None
+        if output.finish_reason != FinishReason.LENGTH.value:
+            return "end_turn", None
+        is_cut = self._prompt.generation.sampling.max_tokens < (self._request.max_tokens or 0)
+        return "model_context_window_exceeded" if is_cut else "max_tokens", None
 
     def _final_usage(self, usage: AnswerUsage) -> dict[str, Any]:
-        num_output = 0 if self._request.only_prompt else usage.num_output_tokens
-        return self._usage(usage.prompts[0], num_output, usage.num_reasoning_tokens)
-
-    def _usage(self, prompt: PromptUsage, num_output: int, num_reasoning: int) -> dict[str, Any]:
-        leases = self._prompt.wished_leases
         return {
-            **usage_of(prompt, leases, self._block_size, self._shown.num_marks),
-            "output_tokens": num_output,
-            "output_tokens_details": {"thinking_tokens": num_reasoning},
+            **self._usage(usage.prompts[0]),
+            "output_tokens": 0 if self._request.only_prompt else usage.num_output_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
         }
+
+    def _usage(self, prompt: PromptUsage) -> dict[str, Any]:
+        """All but the output's share, which is known in the end."""
+        return usage_of(prompt, self._prompt.wished_leases, self._block_size, self._shown.num_marks)
+
+
+def _delta_head(block: int, kind: bytes) -> bytes:
+    """All that comes before the text of a delta."""
+    return (
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b'
+        % (block, kind)
+    )
 
 
 def _event(kind: str, content: dict[str, Any]) -> bytes:

@@ -128,7 +128,6 @@ async def test_a_stream_of_text_event_by_event(server: HttpServer, http: httpx.A
         "cache_read_input_tokens": 16,
         "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "output_tokens": 0,
-        "output_tokens_details": {"thinking_tokens": 0},
     }
     assert message == {
         "id": message["id"],
@@ -148,7 +147,7 @@ async def test_a_stream_of_text_event_by_event(server: HttpServer, http: httpx.A
         {
             "type": "message_delta",
             "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": usage | {"output_tokens": 3},
+            "usage": usage | {"output_tokens": 3, "output_tokens_details": {"thinking_tokens": 0}},
         },
         {"type": "message_stop"},
     ]
@@ -253,6 +252,9 @@ async def test_why_an_answer_ends(server: HttpServer, http: httpx.AsyncClient) -
     assert generation.sampling.max_tokens == CONTEXT_LENGTH - len(generation.token_ids)
     server.dispatcher.script = says(token_ids("The quick fox"))
     answer = await whole(http, stop_sequences=[" fox", "quick"])
+    server.dispatcher.script = says(token_ids(CALL))
+    cut = await whole(http, tools=TOOLS, stop_sequences=["Århus"])
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", "Århus")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "quick")
     assert answer["content"] == [{"type": "text", "text": "The "}]
 
