@@ -328,6 +328,28 @@ async def test_marks_become_leases_and_classes_of_writes(server: HttpServer, htt
     assert answer["usage"]["cache_leases"] == [{"status": "refused", "reason": "no_answer"}] * 2
 
 
+@pytest.mark.parametrize("marked", ["tools", "system"])
+async def test_where_there_are_tools_a_mark_reaches_over_them_and_the_system_text(
+    server: HttpServer, http: httpx.AsyncClient, marked: str
+) -> None:
+    server.dispatcher.script = says(token_ids("Yes."))
+    tool = {
+        "name": "last",
+        "description": "The last tool of all. " * 10,
+        "input_schema": {"type": "object"},
+    }
+    rules: dict[str, Any] = {"type": "text", "text": "Be brief. " * 10}
+    (tool if marked == "tools" else rules)["cache_control"] = HOUR
+    question = {"role": "user", "content": "What does it do? " * 20}
+    await whole(http, system=[rules], tools=[*TOOLS, tool], messages=[question])
+    (generation,) = server.dispatcher.generations
+    (lease,) = generation.submit.leases
+    tokenizer = server.context.catalog.get(MODEL).tokenizer
+    kept = tokenizer.decode(generation.token_ids[: lease.end_block * 16])
+    assert kept.count("last tool of all") == 10 and "Be brief" in kept
+    assert kept.count("What does") <= 1
+
+
 async def test_the_billing_header_changes_and_the_prompt_does_not(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
