@@ -93,8 +93,11 @@ class ResponseWriter:
 
     def whole(self, usage: AnswerUsage) -> bytes:
         (output,) = self._prompt.outputs
+        logprobs: Sequence[TokenLogprobs] = output.logprobs
         for part in _parts(output):
-            self._items.take(part, output.logprobs if type(part) is Text else ())
+            self._items.take(part, logprobs)
+            if type(part) is Text:  # they stand with the first text
+                logprobs = ()
         self._ended(output)
         return self._last_response(self._status(), usage)
 

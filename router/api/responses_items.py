@@ -76,9 +76,13 @@ class AnswerItems:
         self.current: Item | None = None
 
     def take(self, part: Part, logprobs: Sequence[TokenLogprobs] = ()) -> list[Event]:
-        """The events that tell of a part. Log-probabilities are the text's alone, and wait for it."""
-        if self._write_logprobs is not None and logprobs:
-            self._waiting_logprobs += self._write_logprobs(logprobs)
+        """The events that tell of a part. Log-probabilities are the text's alone, and wait for it; those of
+        what turns out to be something else are dropped."""
+        if self._write_logprobs is not None:
+            if type(part) is Text:
+                self._waiting_logprobs += self._write_logprobs(logprobs)
+            else:
+                self._waiting_logprobs = []
         match part:
             case Text(text):
                 return self._text(text) if text else []
@@ -105,7 +109,8 @@ class AnswerItems:
         item, self.current = self.current, None
         if item is None:
             return []
-        item.logprobs += self._take_logprobs(item)
+        if item.kind is ItemKind.MESSAGE:
+            item.logprobs += self._take_logprobs()
         text, place = item.text, item.place
         events: list[Event]
         match item.kind:
@@ -140,14 +145,14 @@ class AnswerItems:
         events = self._enter(ItemKind.MESSAGE)
         item = self.current
         assert item is not None
-        logprobs = self._take_logprobs(item)
+        logprobs = self._take_logprobs()
         item.logprobs += logprobs
         name, fields = self._delta("response.output_text.delta", text)
         return [*events, (name, {**fields, "logprobs": logprobs})]
 
-    def _take_logprobs(self, item: Item) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[dict[str, Any]]:
         waiting, self._waiting_logprobs = self._waiting_logprobs, []
-        return waiting if item.kind is ItemKind.MESSAGE else []
+        return waiting
 
     def _delta(self, name: str, text: str) -> Event:
         assert self.current is not None

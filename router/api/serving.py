@@ -358,15 +358,20 @@ def _served(prompt: Prompt) -> ServedPrompt:
 
 
 def _events_of(writer: AnswerWriter, prompt: Prompt, delta: TokenDelta, parts: Sequence[Part]) -> bytes:
-    """Of a delta's parts. Its log-probabilities go with the first of them."""
+    """Of a delta's parts. Its log-probabilities go with the first text among them, or with the first."""
     choice = delta.key.choice
     logprobs = prompt.outputs[choice].said_logprobs(delta) if delta.logprobs else ()
     if len(parts) == 1:
         return writer.part(prompt, choice, parts[0], logprobs)
     if not parts:
         return writer.part(prompt, choice, NO_TEXT, logprobs) if logprobs else b""
-    first = writer.part(prompt, choice, parts[0], logprobs)
-    return first + b"".join([writer.part(prompt, choice, part, ()) for part in parts[1:]])
+    theirs = next((place for place, part in enumerate(parts) if type(part) is Text), 0)
+    return b"".join(
+        [
+            writer.part(prompt, choice, part, logprobs if place == theirs else ())
+            for place, part in enumerate(parts)
+        ]
+    )
 
 
 async def _wait_for_reader(connection: ClientConnection, run: Runs) -> None:

@@ -302,6 +302,19 @@ async def test_log_probabilities_come_if_they_are_included(server: HttpServer, o
     assert events[-1].response.output[0].content[0].logprobs == logprobs
 
 
+async def test_log_probabilities_in_a_stream_are_those_of_the_text(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + "Let me see.\n" + CALL))
+    events = await events_of(http, tools=TOOLS, include=["message.output_text.logprobs"])
+    (message,) = [item for item in events[-1]["response"]["output"] if item["type"] == "message"]
+    logprobs = message["content"][0]["logprobs"]
+    told = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [each for some in told for each in some] == logprobs
+    text = "".join(each["token"] for each in logprobs)
+    assert text.strip().endswith("Let me see.") and "weather" not in text
+
+
 async def test_a_prewarm_computes_the_prompt_and_says_nothing(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
