@@ -19,6 +19,7 @@ from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall
 from router.api.json_body import encode_json
 
+_NO_ARGUMENTS = msgspec.Raw(b"{}")
 _NO_TEXT = {"type": "text", "text": ""}
 _NO_THINKING = {"type": "thinking", "thinking": "", "signature": ""}
 _DELTAS: Mapping[type[Said], bytes] = {
@@ -59,7 +60,7 @@ class _MessageWriter:
             begun = b"" if self._kind is Reasoning else self._begin(Reasoning, _NO_THINKING)
             return begun if self._shown.omits_thinking else begun + self._delta(part.text)
         if type(part) is CallStart:
-            return self._begin(ToolCall, self._tool_use(part.name, {}))
+            return self._begin(ToolCall, self._tool_use(part.name, _NO_ARGUMENTS))
         if type(part) is CallArguments:
             return self._delta(part.text)
         return self._end_block()
@@ -104,7 +105,7 @@ class _MessageWriter:
             case ToolCall(name, arguments):
                 return self._tool_use(name, _object(arguments))
 
-    def _tool_use(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _tool_use(self, name: str, arguments: msgspec.Raw) -> dict[str, Any]:
         return {"type": "tool_use", "id": self._context.new_id("toolu_"), "name": name, "input": arguments}
 
     def _begin(self, kind: type[Said], block: dict[str, Any]) -> bytes:
@@ -165,13 +166,18 @@ def _event(kind: str, content: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json({"type": kind, **content}))
 
 
-def _object(arguments: str) -> dict[str, Any]:
-    """Of an answer that was cut off in a call nothing is known for certain."""
+def _object(arguments: str) -> msgspec.Raw:
+    """As the model has written it. Of an answer that was cut off in a call nothing is known for certain."""
     try:
-        value = json.loads(arguments)
+        is_object = isinstance(json.loads(arguments, parse_constant=_refuse), dict)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        is_object = False
+    return msgspec.Raw(arguments.encode()) if is_object else _NO_ARGUMENTS
+
+
+def _refuse(constant: str) -> None:
+    """NaN and the like, which Python takes and JSON does not know."""
+    raise ValueError(constant)
 
 
 prepare_message = prepare_chats("messages", _MessageWriter)

@@ -15,6 +15,7 @@ from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.prepared import EncodedPrompt
 from router.api.sampling import check_text_length, context_exceeded, kept_end, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
+from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import Keep
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel
@@ -77,7 +78,7 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
     except RecursionError as error:
         raise InvalidRequest(f"The {parameter} are nested too deeply.", parameter=parameter) from error
     if request.continue_final_message:
-        text = _through_last_message(text, messages, parameter)
+        text = _through_last_message(text, messages, parameter, _behind_last(write, text, messages))
     return RenderedChat(text, messages, is_quoted, write)
 
 
@@ -130,12 +131,26 @@ def begins_in_reasoning(model: TextModel, chat: RenderedChat) -> bool:
     return starts_in_reasoning(chat.text[-MARK_CHARACTERS:], model.answer_format.reasoning)
 
 
-def _through_last_message(text: str, messages: Sequence[Mapping[str, Any]], parameter: str) -> str:
-    """The rendered text without what the template has put behind the last message's. Raises InvalidRequest
-    where the message does not stand in it as it was sent."""
+def _behind_last(
+    write: Callable[[Sequence[Mapping[str, Any]]], str], text: str, messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """What the template writes behind the last message's text; nothing where that cannot be told."""
+    try:
+        marked = write([*messages[:-1], {**messages[-1], "content": STANDS_FOR_ANSWER}])
+    except TemplateError:
+        return ""
+    behind = marked.rpartition(STANDS_FOR_ANSWER)[2]
+    return behind if text.endswith(behind) else ""
+
+
+def _through_last_message(
+    text: str, messages: Sequence[Mapping[str, Any]], parameter: str, behind: str
+) -> str:
+    """The rendered text without what the template has put `behind` the last message's, which may have the
+    same words. Raises InvalidRequest where the message does not stand in it as it was sent."""
     content = messages[-1]["content"]
     stripped = content.strip()
-    start = text.rfind(stripped) if stripped else -1
+    start = text.rfind(stripped, 0, len(text) - len(behind)) if stripped else -1
     if start < 0:
         raise InvalidRequest(
             "The last message cannot be continued: its text does not stand in the prompt that the chat"

@@ -401,3 +401,20 @@ async def test_models_for_clients_of_this_dialect(http: httpx.AsyncClient) -> No
         assert (await client.head("/")).status_code == 200
     plain = (await http.get("/v1/models")).json()
     assert plain["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("written", "is_read"),
+    [
+        ('{"text": "\\ud800"}', True),
+        ('{"number": 123456789012345678901234567890}', True),
+        ('{"number": NaN}', False),
+    ],
+)
+async def test_arguments_are_answered_as_the_model_wrote_them(
+    server: HttpServer, http: httpx.AsyncClient, written: str, is_read: bool
+) -> None:
+    call = CALL.replace('{"city": "Århus"}', written)
+    server.dispatcher.script = says(token_ids(THINKS + call))
+    answer = await whole(http, tools=TOOLS)
+    assert answer["content"][-1]["input"] == (json.loads(written) if is_read else {})

@@ -282,7 +282,7 @@ async def test_only_the_end_of_a_prompt_is_taken_where_that_is_asked(
 
 async def test_a_last_message_is_continued(server: HttpServer, http: httpx.AsyncClient) -> None:
     server.dispatcher.script = says([END])
-    for content in ("The capital is", "The capital is ", "  Paris"):
+    for content in ("The capital is", "The capital is ", "  Paris", "<", "|", "end", "i\n"):
         messages = [HELLO, {"role": "assistant", "content": content}]
         body = {"model": "tiny", "messages": messages, "continue_final_message": True}
         await whole(http, "/v1/chat/completions", body)
