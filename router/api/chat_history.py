@@ -136,18 +136,21 @@ class ChatHistory:
         num_before = 0 if turn.parent is None else len(turn.parent.token_ids)
         asked = generation.submit.packed_tokens[num_before:]
         for output in outputs:
-            if not _can_be_sent_back(output):
+            in_calls = output.finish_reason == TOOL_CALLS
+            is_whole = _can_be_sent_back(output)
+            if not (is_whole or in_calls):
                 continue
             calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in output.calls]
             answer = {"role": "assistant", "content": output.text, "tool_calls": calls}
+            key = key_after(turn.root, turn.key, message_digest(answer))
+            if turn.may_call:
+                self._gaps.ended(generation.tenant, key, self._clock(), in_calls=in_calls)
+            if not is_whole:
+                continue
             said = output.token_ids
             if said[-1] in generation.sampling.stop_token_ids and said[-1] not in turn.ends:
                 said = said[:-1]
-            key = key_after(turn.root, turn.key, message_digest(answer))
             self._remembered.remember(generation.tenant, key, asked + pack_token_ids(said), turn.parent)
-            if turn.may_call:
-                in_calls = output.finish_reason == TOOL_CALLS
-                self._gaps.ended(generation.tenant, key, self._clock(), in_calls=in_calls)
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:

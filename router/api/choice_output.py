@@ -166,10 +166,14 @@ class ChoiceOutput:
         finish = delta.finish_reason
         self._count(token_ids)
         if self._is_plain and finish is None and not self._held:  # nearly all of them
-            said = _said(self._detokenizer.add(token_ids))
-            if said and self._is_kept:
-                self._keep(said[0])
-            return said
+            text = self._detokenizer.add(token_ids)
+            if not text:
+                return ()
+            if self._is_kept:
+                if not self._runs:
+                    self._runs.append(_Run(Text))
+                self._runs[-1].pieces.append(text)
+            return (Text(text),)
         if finish is FinishReason.STOP and token_ids and token_ids[-1] in self._silent_token_ids:
             self.stop_token_id = token_ids[-1]
             if not self._shows_stop:

@@ -30,12 +30,12 @@ async def loop(http: httpx.AsyncClient, *, turns: int, **fields: Any) -> dict[st
     return answer
 
 
-@pytest.mark.parametrize("seconds", [300, 0])
-async def test_a_tenants_prompts_are_kept_once_its_tools_are_known(seconds: int) -> None:
+@pytest.mark.parametrize(("seconds", "parallel"), [(300, True), (300, False), (0, True)])
+async def test_a_tenants_prompts_are_kept_once_its_tools_are_known(seconds: int, parallel: bool) -> None:
     async with http_server(catalog=catalog(), tool_gap_seconds=seconds) as server:
         server.dispatcher.script = says(token_ids(CALL))
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-            answer = await loop(http, turns=10)
+            answer = await loop(http, turns=10, parallel_tool_calls=parallel)
             leases = [generation.submit.leases for generation in server.dispatcher.generations]
             assert not any(leases[: LEAST_GAPS + 1])
             if not seconds:
