@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.access import admin_access
-from router.api.anthropic_messages import prepare_message
-from router.api.anthropic_routes import AnthropicRoutes
+from router.api.anthropic.messages import prepare_message
+from router.api.anthropic.routes import AnthropicRoutes
 from router.api.asked import Prepare
 from router.api.cached_requests import with_caches
 from router.api.caches import CacheRoutes
@@ -27,17 +27,17 @@ from router.api.docs import docs_routes
 from router.api.door import Door
 from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
-from router.api.gemini_caches import GeminiCacheRoutes, prepare_content
-from router.api.gemini_models import GeminiRoutes
-from router.api.gemini_paths import COUNT, model_method
+from router.api.gemini.caches import GeminiCacheRoutes, prepare_content
+from router.api.gemini.models import GeminiRoutes
+from router.api.gemini.paths import COUNT, model_method
 from router.api.http import ClientGone
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.api.live import LiveFleet, LiveRoutes
-from router.api.openai_chat import prepare_chat
-from router.api.openai_completions import prepare_completion
+from router.api.openai.chat import prepare_chat
+from router.api.openai.completions import prepare_completion
 from router.api.page import PageRoutes
+from router.api.responses.stored import ResponseRoutes, prepare_response
 from router.api.serving import GenerationEndpoint
-from router.api.stored_responses import ResponseRoutes, prepare_response
 from router.caches.record import CacheKind
 from router.errors import RouterError
 

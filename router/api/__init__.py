@@ -1,1 +1,1 @@
-"""The HTTP API: one file for each dialect, and what they share."""
+"""The HTTP API: the core that all dialects share, with a folder for each of them."""

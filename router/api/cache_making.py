@@ -19,10 +19,10 @@ from router.api.asked import Asked, Prepare
 from router.api.cache_body import warming_body
 from router.api.cached_requests import TENANT, keep_beginning, open_caches
 from router.api.context import ApiContext
-from router.api.gemini import prepare_gemini
-from router.api.gemini_cache_body import gemini_warming_body
-from router.api.openai_chat import prepare_chat
-from router.api.openai_completions import prepare_completion
+from router.api.gemini.answers import prepare_gemini
+from router.api.gemini.cache_body import gemini_warming_body
+from router.api.openai.chat import prepare_chat
+from router.api.openai.completions import prepare_completion
 from router.caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
 from router.errors import CacheGone, CachesUnavailable, RouterError, about_model
 from router.keeping import kept_of

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.anthropic_models import model_object, model_page
+from router.api.anthropic.models import model_object, model_page
 from router.api.context import ApiContext
 from router.api.error_shapes import is_for_anthropic
-from router.api.gemini_models import gemini_model
+from router.api.gemini.models import gemini_model
 from router.api.json_body import encode_json
 from router.api.token_counts import detokenize, tokenize
 from router.api.written_answers import WriteAnswer, written_answer

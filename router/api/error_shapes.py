@@ -8,9 +8,9 @@ from typing import Protocol
 
 from starlette.types import Message, Scope, Send
 
-from router.api.anthropic_errors import ANTHROPIC_ERRORS
-from router.api.gemini_errors import GEMINI_ERRORS
-from router.api.gemini_paths import speaks_gemini
+from router.api.anthropic.errors import ANTHROPIC_ERRORS
+from router.api.gemini.errors import GEMINI_ERRORS
+from router.api.gemini.paths import speaks_gemini
 from router.api.http import client_request_id
 from router.api.http_error import HttpError
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from router.api.anthropic_body import MessagesBody
+from router.api.anthropic.body import MessagesBody
 from router.api.cache_body import CacheChange, NewCache
-from router.api.completion_prompt import CompletionRequest
-from router.api.gemini_fields import CachedContentChange, CountTokens, GenerateContent, NewCachedContent
+from router.api.gemini.fields import CachedContentChange, CountTokens, GenerateContent, NewCachedContent
 from router.api.json_body import encode_json
-from router.api.openai_chat_body import ChatBody, TokenizedChat
+from router.api.openai.chat_body import ChatBody, TokenizedChat
+from router.api.openai.completion_prompt import CompletionRequest
 from router.api.openapi_answers import ANSWERS, Schema, ref
-from router.api.responses_body import ResponsesBody
+from router.api.responses.body import ResponsesBody
 from router.api.token_counts import DetokenizedTokens, TokenizedText
 
 OPENAI, ANTHROPIC, GEMINI, CACHES, CONTROL = "OpenAI", "Anthropic", "Gemini", "Named caches", "Control"

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from replicas.protocol.blocks import pack_token_ids
-from router.api.anthropic_body import read_message
-from router.api.anthropic_counts import count_message_tokens
+from router.api.anthropic.body import read_message
+from router.api.anthropic.counts import count_message_tokens
 from router.api.chat_prompt import (
     RenderedChat,
     begins_in_reasoning,
@@ -20,7 +20,13 @@ from router.api.chat_prompt import (
     render_chat,
 )
 from router.api.chat_request import ChatRequest
-from router.api.completion_prompt import (
+from router.api.conversation import encoded_history, encoded_tail
+from router.api.gemini.body import read_gemini
+from router.api.gemini.count import count_tokens
+from router.api.grammar_checks import chat_grammar, text_grammar
+from router.api.json_body import decode_body
+from router.api.openai.chat_body import read_chat
+from router.api.openai.completion_prompt import (
     CompletionRequest,
     check_completion,
     check_prompt,
@@ -28,12 +34,7 @@ from router.api.completion_prompt import (
     echo_of,
     prompts_of,
 )
-from router.api.conversation import encoded_history, encoded_tail
-from router.api.gemini_body import read_gemini
-from router.api.gemini_count import count_tokens
-from router.api.grammar_checks import chat_grammar, text_grammar
-from router.api.json_body import decode_body
-from router.api.openai_chat_body import read_chat
+from router.api.openai.structured_outputs import output_format_of, without_formats
 from router.api.prepared import (
     EncodedHistory,
     EncodedPrompt,
@@ -43,9 +44,8 @@ from router.api.prepared import (
     RefusedRequest,
     WrittenAnswer,
 )
-from router.api.responses_body import read_response
+from router.api.responses.body import read_response
 from router.api.sampling import kept_end, most_tokens, too_many_tokens
-from router.api.structured_outputs import output_format_of, without_formats
 from router.api.token_counts import detokenize, tokenize
 from router.errors import InvalidRequest, RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels

@@ -11,7 +11,7 @@ import msgspec
 
 from replicas.protocol.frames import SamplingParams
 from router.api.json_body import check_range, check_salt
-from router.api.openai_caching import PromptCacheOptions, check_caching
+from router.api.openai.caching import PromptCacheOptions, check_caching
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.text_model import TextModel
 

@@ -28,7 +28,7 @@ from router.api.http import (
     send_whole,
 )
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
-from router.api.openai_caching import lease_headers
+from router.api.openai.caching import lease_headers
 from router.api.sse import EVENT_STREAM_HEADERS
 from router.errors import ErrorKind, RouterError
 from router.limits.connections import address_of

@@ -9,7 +9,7 @@ import msgspec
 
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.json_body import decode_body, encode_json
-from router.api.openai_chat_body import read_tokenized_chat
+from router.api.openai.chat_body import read_tokenized_chat
 from router.api.sampling import check_text_length, check_token_ids, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel, TextModels

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replicas.protocol.frames import FinishReason, PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
-from router.api.anthropic_caching import usage_of
+from router.api.anthropic.caching import usage_of
 from tests.router.api.anthropic_client import HOUR, MINUTES, TOOLS, whole
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replicas.protocol.frames import FinishReason
-from router.api.anthropic_body import read_message
+from router.api.anthropic.body import read_message
 from router.api.chat_prompt import render_chat
 from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded
 from router.generation import Generation

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest
-from router.api.gemini_body import read_counted, read_gemini
-from router.api.gemini_fields import GenerateContent
-from router.api.gemini_paths import ModelMethod, model_method, with_path_fields
-from router.api.gemini_schemas import json_schema
+from router.api.gemini.body import read_counted, read_gemini
+from router.api.gemini.fields import GenerateContent
+from router.api.gemini.paths import ModelMethod, model_method, with_path_fields
+from router.api.gemini.schemas import json_schema
 from router.errors import RouterError
 
 

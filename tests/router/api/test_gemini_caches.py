@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.protocol.prefix_leases import LeaseAnswer, PrefixLease
-from router.api.gemini_body import read_gemini
-from router.api.gemini_cache_body import (
+from router.api.gemini.body import read_gemini
+from router.api.gemini.cache_body import (
     cached_content_change,
     gemini_cache_use,
     new_cached_content,

@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from router.api.control import ControlRoutes
-from router.api.gemini_paths import GENERATING_PATHS
+from router.api.gemini.paths import GENERATING_PATHS
 from router.api.openapi import openapi_document
 from router.api.openapi_answers import ANSWERS
 from router.app import PREPARES, client_routes

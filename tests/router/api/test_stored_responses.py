@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.api.body_weight import MOST_BYTES
-from router.api.responses_splicing import page_of
+from router.api.responses.splicing import page_of
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore

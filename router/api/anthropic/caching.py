@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import HOUR_SECONDS, PrefixLease
 from router.api.chat_request import KeepThrough
-from router.api.openai_caching import lease_details
+from router.api.openai.caching import lease_details
 from router.errors import InvalidRequest
 
 MAX_MARKS = 4

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router.api.context import ApiContext
-from router.api.gemini_body import MODELS
-from router.api.gemini_count import count_tokens
-from router.api.gemini_paths import COUNT, GENERATE, STREAM, VERSIONS, model_method, with_path_fields
+from router.api.gemini.body import MODELS
+from router.api.gemini.count import count_tokens
+from router.api.gemini.paths import COUNT, GENERATE, STREAM, VERSIONS, model_method, with_path_fields
 from router.api.json_body import encode_json
 from router.api.written_answers import written_answer
 from router.prompt.catalog import ServedModel

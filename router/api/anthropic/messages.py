@@ -1,6 +1,6 @@
 """POST /v1/messages: the dialect of its answers.
 
-That of the question is in `anthropic_body.py`.
+That of the question is in `body.py`.
 """
 
 import json
@@ -12,8 +12,8 @@ import msgspec
 from replicas.protocol.frames import FinishReason, PromptUsage, TokenLogprobs
 from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from router.api.answer_usage import AnswerUsage
-from router.api.anthropic_body import ShownAnswer
-from router.api.anthropic_caching import usage_of
+from router.api.anthropic.body import ShownAnswer
+from router.api.anthropic.caching import usage_of
 from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall

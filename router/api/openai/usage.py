@@ -6,7 +6,7 @@ Owns its shape, for chats and plain completions, and that of the prompt's detail
 from typing import Any
 
 from router.api.answer_usage import AnswerUsage
-from router.api.openai_caching import lease_details
+from router.api.openai.caching import lease_details
 
 
 def usage_of(usage: AnswerUsage) -> dict[str, Any]:

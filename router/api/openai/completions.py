@@ -16,7 +16,12 @@ from router.api.api_request import ApiRequest, OutputWishes, Prompt, make_prompt
 from router.api.asked import Asked
 from router.api.body_weight import is_light_completion
 from router.api.choice_output import ChoiceOutput
-from router.api.completion_prompt import (
+from router.api.context import ApiContext
+from router.api.grammar_checks import text_grammar
+from router.api.json_body import decode_body, encode_json
+from router.api.openai.caching import keeps_of
+from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
+from router.api.openai.completion_prompt import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     check_completion,
@@ -25,17 +30,12 @@ from router.api.completion_prompt import (
     echo_of,
     prompts_of,
 )
-from router.api.context import ApiContext
-from router.api.grammar_checks import text_grammar
-from router.api.json_body import decode_body, encode_json
-from router.api.openai_caching import keeps_of
-from router.api.openai_choice import TokenIds, stop_fields, usage_so_far
-from router.api.openai_logprobs import finite, token_name
-from router.api.openai_usage import usage_of
+from router.api.openai.logprobs import finite, token_name
+from router.api.openai.structured_outputs import output_format_of
+from router.api.openai.usage import usage_of
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.sampling import TokenRules, kept_end, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
-from router.api.structured_outputs import output_format_of
 from router.errors import about_model
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: the dialect of its answers.
 
-That of the question is in `openai_chat_body.py`.
+That of the question is in `chat_body.py`.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
 from router.api.json_body import encode_json
-from router.api.openai_choice import TokenIds, stop_fields, usage_so_far
-from router.api.openai_logprobs import logprobs_of
-from router.api.openai_usage import usage_of
+from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
+from router.api.openai.logprobs import logprobs_of
+from router.api.openai.usage import usage_of
 from router.api.sse import COMMENT, DONE, ChunkWriter
 
 FUNCTION_CALL = "function_call"

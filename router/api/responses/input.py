@@ -11,8 +11,8 @@ from typing import Any
 
 from router.api.body_weight import MOST_BYTES
 from router.api.json_body import missing, unsupported, wrong_type
-from router.api.openai_caching import check_breakpoint
-from router.api.openai_messages import read_arguments, texts_of
+from router.api.openai.caching import check_breakpoint
+from router.api.openai.messages import read_arguments, texts_of
 from router.errors import InvalidRequest
 
 ROLES = ("user", "assistant", "system", "developer")

@@ -9,13 +9,13 @@ import msgspec
 
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body, unsupported
-from router.api.openai_caching import keeps_of
-from router.api.openai_messages import read_messages
-from router.api.openai_tools import ToolFields, tool_choice_of, tools_of
-from router.api.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.caching import keeps_of
+from router.api.openai.messages import read_messages
+from router.api.openai.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.structured_outputs import output_format_of
+from router.api.openai.tools import ToolFields, tool_choice_of, tools_of
 from router.api.reasoning_effort import reasoning_arguments
 from router.api.sampling import GenerationFields, check_fields
-from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20

@@ -12,7 +12,7 @@ import msgspec
 
 from replicas.protocol.frames import TokenLogprobs
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
-from router.api.responses_input import packed_reasoning
+from router.api.responses.input import packed_reasoning
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"

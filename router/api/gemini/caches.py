@@ -16,9 +16,9 @@ from router.api.asked import Asked
 from router.api.cache_making import CacheMaker, CacheWish
 from router.api.cached_requests import TENANT, keep_beginning, open_caches
 from router.api.context import ApiContext
-from router.api.gemini import prepare_gemini, with_path
-from router.api.gemini_body import MODELS
-from router.api.gemini_cache_body import (
+from router.api.gemini.answers import prepare_gemini, with_path
+from router.api.gemini.body import MODELS
+from router.api.gemini.cache_body import (
     CACHED_CONTENTS,
     PARAMETER,
     cached_content_change,
@@ -27,7 +27,7 @@ from router.api.gemini_cache_body import (
     new_cached_content,
     with_cached_content,
 )
-from router.api.gemini_paths import VERSIONS
+from router.api.gemini.paths import VERSIONS
 from router.api.json_body import encode_json
 from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
 from router.caches.record import CacheKind, CacheRecord, gone_words, moment

@@ -4,7 +4,7 @@ Owns the answer. Runs beside the event loop for small bodies, and in a process o
 """
 
 from router.api.chat_prompt import encode_chat, render_chat
-from router.api.gemini_body import read_counted
+from router.api.gemini.body import read_counted
 from router.api.json_body import encode_json
 from router.errors import about_model
 from router.prompt.text_model import TextModels

@@ -19,8 +19,8 @@ from router.api.body_weight import is_light_chat
 from router.api.caches import page_limit
 from router.api.context import ApiContext
 from router.api.json_body import encode_json, unsupported
-from router.api.responses import ResponseWriter, prepare_plain_response
-from router.api.responses_splicing import (
+from router.api.responses.answers import ResponseWriter, prepare_plain_response
+from router.api.responses.splicing import (
     Sent,
     conversation_of,
     items_of,

@@ -1,13 +1,13 @@
 """POST /v1/messages/count_tokens: how many tokens a message's prompt has.
 
-Owns the route. The answer is written in `anthropic_counts.py`, here or where large bodies are prepared.
+Owns the route. The answer is written in `counts.py`, here or where large bodies are prepared.
 """
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router.api.anthropic_counts import count_message_tokens
+from router.api.anthropic.counts import count_message_tokens
 from router.api.context import ApiContext
 from router.api.written_answers import written_answer
 

@@ -8,7 +8,7 @@ block.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from router.api.anthropic_caching import Marks, Place, mark_seconds
+from router.api.anthropic.caching import Marks, Place, mark_seconds
 from router.errors import InvalidRequest
 
 BILLING_HEADER = "x-anthropic-billing-header"

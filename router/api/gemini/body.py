@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.gemini_fields import (
+from router.api.gemini.fields import (
     Content,
     CountTokens,
     FunctionCall,
@@ -25,10 +25,10 @@ from router.api.gemini_fields import (
     Tool,
     ToolConfig,
 )
-from router.api.gemini_names import FieldsReader
-from router.api.gemini_schemas import json_schema
+from router.api.gemini.names import FieldsReader
+from router.api.gemini.schemas import json_schema
 from router.api.json_body import check_range, check_salt, unsupported
-from router.api.openai_caching import keep_seconds
+from router.api.openai.caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
 from router.errors import InvalidRequest, about_model
 

@@ -1,7 +1,7 @@
 """POST /v1/responses: the dialect of its answers.
 
 Owns the response object and the events of a stream, each with its number. That of the question is in
-`responses_body.py`, the items of an answer in `responses_items.py`.
+`body.py`, the items of an answer in `items.py`.
 """
 
 import itertools
@@ -21,10 +21,10 @@ from router.api.choice_output import ChoiceOutput, ToolCall
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.json_body import encode_json
-from router.api.openai_logprobs import logprobs_of
-from router.api.openai_usage import prompt_details
-from router.api.responses_body import Echo
-from router.api.responses_items import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event, ItemKind
+from router.api.openai.logprobs import logprobs_of
+from router.api.openai.usage import prompt_details
+from router.api.responses.body import Echo
+from router.api.responses.items import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event, ItemKind
 from router.api.sse import COMMENT
 
 FAILED = "failed"

@@ -3,7 +3,7 @@
 Owns its answer. Runs beside the event loop for small bodies, and in a process of its own for others.
 """
 
-from router.api.anthropic_body import read_counted_message
+from router.api.anthropic.body import read_counted_message
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.json_body import encode_json
 from router.errors import about_model

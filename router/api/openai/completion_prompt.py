@@ -6,7 +6,7 @@ Owns what such a request may look like. Runs beside the event loop and elsewhere
 from typing import Any
 
 from router.api.json_body import check_range, unsupported
-from router.api.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.peer_fields import PeerFields, check_peer_fields
 from router.api.sampling import (
     check_fields,
     check_prompt_length,

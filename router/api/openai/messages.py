@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from router.api.json_body import missing, unsupported, wrong_type
-from router.api.openai_caching import check_breakpoint
+from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
 
 ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})

@@ -1,6 +1,6 @@
 """Anthropic's body of a message → a ChatRequest.
 
-Owns the body's fields and limits; its messages are read in `anthropic_turns.py`. Pure: it also runs in the
+Owns the body's fields and limits; its messages are read in `turns.py`. Pure: it also runs in the
 process that prepares large bodies. Fields that are not known here are hints and are ignored, as are tools
 that run at Anthropic; what would make it another answer is refused.
 """
@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
-from router.api.anthropic_caching import Marks, Place
-from router.api.anthropic_turns import Turns
+from router.api.anthropic.caching import Marks, Place
+from router.api.anthropic.turns import Turns
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body
-from router.api.openai_caching import keep_seconds
+from router.api.openai.caching import keep_seconds
 from router.api.sampling import GenerationFields, check_fields, check_stop_strings
 from router.errors import InvalidRequest, about_model
 

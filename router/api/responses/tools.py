@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from router.answers.wishes import ToolChoice, ToolMode
 from router.api.json_body import missing, unsupported, wrong_type
-from router.api.openai_tools import check_function, check_named, check_number
-from router.api.responses_input import SpacedName
+from router.api.openai.tools import check_function, check_named, check_number
+from router.api.responses.input import SpacedName
 from router.errors import InvalidRequest
 
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")

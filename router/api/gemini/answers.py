@@ -1,6 +1,6 @@
 """POST …/models/{model}:generateContent and :streamGenerateContent: the dialect of their answers.
 
-That of the question is in `gemini_body.py`. Every event of a stream has a candidate with a part in it:
+That of the question is in `body.py`. Every event of a stream has a candidate with a part in it:
 clients that keep a conversation drop what has none. The last one ends all candidates and has the usage.
 """
 
@@ -18,9 +18,9 @@ from router.api.api_request import Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
-from router.api.gemini_paths import STREAM, model_method, with_path_fields
+from router.api.gemini.paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
-from router.api.openai_logprobs import finite
+from router.api.openai.logprobs import finite
 from router.errors import InvalidRequest
 from router.prompt.tokenizer import Tokenizer
 

@@ -11,13 +11,13 @@ import msgspec
 from router.answers.wishes import FormatKind, OutputFormat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body, encode_json, missing, unsupported
-from router.api.openai_caching import keeps_of
-from router.api.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.caching import keeps_of
+from router.api.openai.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.structured_outputs import output_format_of
 from router.api.reasoning_effort import reasoning_arguments
-from router.api.responses_input import Conversation
-from router.api.responses_tools import offered_tools, tool_choice
+from router.api.responses.input import Conversation
+from router.api.responses.tools import offered_tools, tool_choice
 from router.api.sampling import GenerationFields, check_fields
-from router.api.structured_outputs import output_format_of
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20

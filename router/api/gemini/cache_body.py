@@ -21,9 +21,9 @@ from router.api.cache_body import (
     mismatch,
     with_fields,
 )
-from router.api.gemini_body import MODELS
-from router.api.gemini_fields import CachedContentChange, NewCachedContent
-from router.api.gemini_names import FieldsReader
+from router.api.gemini.body import MODELS
+from router.api.gemini.fields import CachedContentChange, NewCachedContent
+from router.api.gemini.names import FieldsReader
 from router.api.json_body import check_salt, decode_body, encode_json, unsupported
 from router.caches.bounds import DEFAULT_TTL_SECONDS
 from router.caches.record import CacheContent, CacheKind, CacheRecord
