@@ -47,12 +47,14 @@ class _Run:
 
 class ChoiceOutput:
     """Feed it the choice's deltas. Without a parser all of the text is the answer's. With `one_call` it ends
-    after its first tool call, and with `is_silent` it says nothing at all: only the prompt matters. The token
-    that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of which `text`,
-    `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay empty."""
+    before what would follow its first tool call, and with `is_silent` it says nothing at all: only the prompt
+    matters. The token that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of which
+    `text`, `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay empty.
+    """
 
     __slots__ = (
         "_detokenizer",
+        "_has_called",
         "_held",
         "_is_kept",
         "_is_plain",
@@ -93,6 +95,7 @@ class ChoiceOutput:
         self._shows_stop = shows_stop
         self._held: list[int] = []
         self._runs: list[_Run] = []
+        self._has_called = False
         self._num_calls = 0
         self._stopped = False
         self.token_ids: list[int] = []
@@ -221,9 +224,10 @@ class ChoiceOutput:
         parts = self._parser.feed(text)
         if self._one_call:
             for number, part in enumerate(parts):
-                if type(part) is CallEnd:
+                if self._has_called:
                     self._stopped = True
-                    return parts[: number + 1]
+                    return parts[:number]
+                self._has_called = type(part) is CallEnd
         return parts
 
     def _last_parts(self) -> Sequence[Part]:

@@ -5,6 +5,7 @@ Bodies stay JSON: nothing of what they say is decoded here, so that large ones a
 ones. Pure.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -17,6 +18,7 @@ from router.responses.record import ID_PREFIX, StoredResponse
 
 _PREVIOUS, _REFERENCE = b'"previous_response_id"', b'"item_reference"'
 _ABSENT = (b"", b"null")
+_POSITION = re.compile(r"\binput\[(\d+)\]")
 MAX_REFERENCE_BYTES = 1024
 MAX_REFERENCED = 32
 """Responses that the items of one request may be of."""
@@ -113,6 +115,21 @@ def spliced(body: bytes, before: Sequence[bytes], items: bytes, max_bytes: int) 
         items = both_lists(earlier, items)
     check_together(len(body) + len(items), max_bytes, "input")
     return with_fields(body, b'"previous_response_id":null,"input":' + items)
+
+
+def tell_sent_positions(error: InvalidRequest, sent: Sent, body: bytes) -> None:
+    """Have the error name items by where the client has sent them: `body` has others before."""
+    items, parameter = items_of(bytes(sent.input)), error.parameter
+    if items is None or parameter is None or not parameter.startswith("input["):
+        return
+    num_all = len(_list_decoder.decode(sent_in(body).input))
+    num_before = num_all - len(_list_decoder.decode(items))
+
+    def moved(match: re.Match[str]) -> str:
+        return f"input[{max(0, int(match[1]) - num_before)}]"
+
+    error.parameter = _POSITION.sub(moved, parameter)
+    error.message = _POSITION.sub(moved, error.message)
 
 
 def page_of(

@@ -32,6 +32,7 @@ from router.api.responses.splicing import (
     response_of,
     sent_in,
     spliced,
+    tell_sent_positions,
     with_items,
 )
 from router.errors import InvalidRequest, ResponseGone, about_model
@@ -46,16 +47,20 @@ TENANT = DEFAULT_TENANT
 
 async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel, RouterBusy or ResponsesUnavailable."""
-    previous_id = None
+    sent: Sent | None = None
     if may_go_on(asked.body):
         sent = sent_in(asked.body)
         with about_model(sent.model):
             asked = await _with_what_came_before(context, asked, sent)
-        previous_id = sent.previous_response_id
-    request = await prepare_plain_response(context, asked)
+    try:
+        request = await prepare_plain_response(context, asked)
+    except InvalidRequest as error:
+        if sent is not None:
+            tell_sent_positions(error, sent, asked.body)
+        raise
     writer = request.writer
     assert isinstance(writer, ResponseWriter)
-    writer.previous_response_id = previous_id
+    writer.previous_response_id = None if sent is None else sent.previous_response_id
     store, body = context.responses, asked.body
     if store is not None and writer.wants_storing and len(body) <= store.bounds.bytes_per_response:
         request.during = _stored(context, store, writer, body)

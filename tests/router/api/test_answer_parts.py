@@ -104,6 +104,19 @@ async def test_one_call_ends_an_answer_that_may_have_only_one(
     assert server.dispatcher.aborted == [0]
 
 
+async def test_a_turn_with_one_call_is_gone_on_from(server: HttpServer, http: httpx.AsyncClient) -> None:
+    said = token_ids(THINKS + CALL)
+    server.dispatcher.script = says(said)
+    first = await whole(http, tools=TOOLS, parallel_tool_calls=False)
+    message = first["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Rain."}
+    turns = [*ASKED["messages"], {**message, "reasoning_content": None}, result]
+    await whole(http, tools=TOOLS, parallel_tool_calls=False, messages=turns)
+    before, after = (generation.token_ids for generation in server.dispatcher.generations)
+    assert list(after[: len(before) + len(said)]) == [*before, *said]
+    assert not server.dispatcher.aborted
+
+
 async def test_an_answer_cut_in_a_call_ends_for_its_length(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:

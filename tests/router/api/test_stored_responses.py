@@ -163,6 +163,21 @@ async def test_what_there_is_not_is_refused_in_words(
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+async def test_an_error_names_items_by_where_the_client_has_sent_them(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids("Fine."))
+    first = await http.post("/v1/responses", json={"model": MODEL, "input": "Hello"})
+    wrong = {"model": MODEL, "input": [{"role": "user", "content": "x"}, {"role": "nobody", "content": "y"}]}
+    errors = []
+    for previous_id in (None, first.json()["id"]):
+        answer = await http.post("/v1/responses", json={**wrong, "previous_response_id": previous_id})
+        assert answer.status_code == 400
+        errors.append(answer.json()["error"])
+    assert errors[0] == errors[1]
+    assert errors[0]["param"].startswith("input[1]")
+
+
 async def test_nothing_is_left_of_an_answer_whose_client_has_gone(
     server: HttpServer, http: httpx.AsyncClient, store: ResponseStore
 ) -> None:
