@@ -48,8 +48,9 @@ class _Run:
 class ChoiceOutput:
     """Feed it the choice's deltas. Without a parser all of the text is the answer's. With `one_call` it ends
     before what would follow its first tool call, and with `is_silent` it says nothing at all: only the prompt
-    matters. The token that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of which
-    `text`, `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay empty.
+    matters. The token that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of
+    which `text`, `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay
+    empty.
     """
 
     __slots__ = (
