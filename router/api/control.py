@@ -22,7 +22,15 @@ from router.api.written_answers import WriteAnswer, written_answer
 from router.errors import UnknownModel
 from router.prompt.catalog import ServedModel
 
-VERSION = importlib.metadata.version("kvasir")
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvasir")
+    except importlib.metadata.PackageNotFoundError:  # as in images, which have the files and no package
+        return "unknown"
+
+
+VERSION = _version()
 """Read once: it is on disk."""
 
 

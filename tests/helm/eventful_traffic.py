@@ -58,6 +58,18 @@ class EventfulTraffic:
             await asyncio.gather(
                 *(self._chat(client, tenant, question + part, 12, **name) for part in ("", " again"))
             )
+            await self._two_turns(client, question)
+
+    async def _two_turns(self, client: httpx.AsyncClient, question: str) -> None:
+        """A conversation that goes on from its answer."""
+        messages = [{"role": "user", "content": question}]
+        for follow_up in ("And then?", ""):
+            body = {"model": MODEL, "messages": messages, "max_tokens": 12}
+            answer = await client.post("/v1/chat/completions", json=body)
+            if answer.status_code != 200:
+                return
+            said = answer.json()["choices"][0]["message"]
+            messages = [*messages, said, {"role": "user", "content": follow_up}]
 
     async def _leave_and_err(self, client: httpx.AsyncClient) -> None:
         for number in range(4):

@@ -30,7 +30,7 @@ BAD_BODIES: list[tuple[bytes, int]] = [
             ({"max_tokens": 10**9}, 400),
             ({"temperature": 2.5}, 400),
             ({"temperature": "hot"}, 400),
-            ({"top_p": 0}, 400),
+            ({"top_p": 1.5}, 400),
             ({"n": 0}, 400),
             ({"n": 10_000}, 400),
             ({"stop": ["a", "b", "c", "d", "e"]}, 400),
