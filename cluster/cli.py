@@ -1,4 +1,4 @@
-"""The `kvasir` command: up, down, status, chat, fleet, explain, where, and what other packages add.
+"""The `kvasir` command: up, down, status, chat and all others, with what other packages add.
 
 Owns the command line, the environment (no other module reads it), exit codes and what is printed. Imports
 what a command needs when that command runs, so that `--help` and `status` answer at once.
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster.commands.added import added_commands
-from cluster.commands.running import page_url, running_cluster
+from cluster.commands.running import key_headers, own_key, page_url, router_url, running_cluster
 from cluster.errors import ClusterError
 from cluster.local.run_directory import RunDirectory, default_run_directory
 from cluster.sizes import size
 
 MOST_REPLICAS = 512
 MOST_ROUTERS = 64
+
+LINT = "show where the prompts of a log of requests break their prefixes"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,8 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "status": _status,
         "chat": _chat,
         "fleet": _fleet,
+        "keys": _keys,
         "explain": _explain,
         "where": _where,
+        "usage": _usage,
+        "why": _why,
+        "lint": _lint,
     }
     added = added_commands()
     names = [*commands, *added]
@@ -45,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"there is no command {words[0]}; there are {', '.join(names)}, docs and test")
     try:
         arguments = _parser(os.environ, words[0] if words else "").parse_args(words)
+        if getattr(arguments, "api_key", "") is None:
+            arguments.api_key = own_key(os.environ)
         if arguments.command in added:
             return added[arguments.command].run(arguments, _say)
         return commands[arguments.command](arguments)
@@ -94,13 +102,7 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
     )
     status.add_argument("--json", action="store_true", help="print it as JSON")
     _add_chat(commands.add_parser("chat", parents=[common], allow_abbrev=False, help="talk to a model"))
-    fleet = commands.add_parser(
-        "fleet", allow_abbrev=False, help="keep replicas on a Ray cluster as a file describes"
-    )
-    if command == "fleet":
-        from cluster.commands.fleet import add_arguments
-
-        add_arguments(fleet)
+    _add_with_modules(commands, common, command)
     for name, what in (
         ("explain", "show where a prompt would go, and why, without sending it"),
         ("where", "show which replicas hold a prompt or a block, according to Redis"),
@@ -112,6 +114,39 @@ def _parser(environment: Mapping[str, str], command: str) -> argparse.ArgumentPa
         if command == name:
             added.add_arguments(subparser)
     return parser
+
+
+def _add_with_modules(commands: "argparse._SubParsersAction[_Parser]", common: _Parser, command: str) -> None:
+    """Those whose arguments are known elsewhere, which is imported for the one that is to run."""
+    fleet = commands.add_parser(
+        "fleet", allow_abbrev=False, help="keep replicas on a Ray cluster as a file describes"
+    )
+    if command == "fleet":
+        from cluster.commands.fleet import add_arguments
+
+        add_arguments(fleet)
+    keys = commands.add_parser("keys", allow_abbrev=False, help="make and revoke API keys, and limit tenants")
+    if command == "keys":
+        from cluster.commands.key_arguments import add_arguments as add_key_arguments
+
+        add_key_arguments(keys, common)
+    used = commands.add_parser(
+        "usage", parents=[common], allow_abbrev=False, help="show what tenants and keys have used"
+    )
+    if command == "usage":
+        from cluster.commands.usage import add_arguments as add_usage
+
+        add_usage(used)
+        _add_api_key(used)
+    asked = commands.add_parser(
+        "why", parents=[common], allow_abbrev=False, help="say why a request's prompt was not read from cache"
+    )
+    if command == "why":
+        from cluster.commands.why import add_arguments as add_why
+
+        add_why(asked)
+        _add_api_key(asked)
+    _add_lint(commands.add_parser("lint", allow_abbrev=False, help=LINT))
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +185,16 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--port", type=_port, default=8000, help="the router's port, 0 for a free one (default: %(default)s)"
     )
     parser.add_argument(
+        "--keys",
+        metavar="FILE",
+        help="tenants and API keys, as `kvasir keys` writes them; without, all clients are one tenant",
+    )
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="listen on another --host than loopback although there are no keys",
+    )
+    parser.add_argument(
         "--policy", default="kvasir", metavar="NAME", help="routing policy (default: %(default)s)"
     )
     parser.add_argument(
@@ -165,9 +210,18 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", help="a router (default: the cluster that runs here; without one, chat starts its own)"
     )
+    _add_api_key(parser)
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first model)")
     parser.add_argument("--user", help="the requests' user")
     parser.add_argument("--max-tokens", type=_positive, metavar="N", help="maximum length of an answer")
+
+
+def _add_api_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="an API key (default: KVASIR_API_KEY, or OPENAI_API_KEY if that is one of ours)",
+    )
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +230,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--completion", action="store_true", help="send the prompt as plain text instead of a chat"
     )
+    _add_api_key(parser)
     parser.add_argument("--model", metavar="NAME", help="model name (default: the first model)")
     parser.add_argument("--prompt-cache-key", metavar="KEY", help="the request's value")
     parser.add_argument("--cache-salt", metavar="SALT", help="the request's value")
@@ -187,6 +242,47 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         "--redis-url", help="for `where`: Redis (default: that of the cluster that runs here)"
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def _add_lint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="a request body as JSON in each line, or an object with `body` and, if known, `path` and"
+        " `tenant`; packed by gzip or not; - is the standard input",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="checkpoint directory with the tokenizer and the chat template (default: the toy model)",
+    )
+    parser.add_argument(
+        "--block-size", type=_positive, default=16, metavar="N", help="tokens of a block (default: 16)"
+    )
+    parser.add_argument(
+        "--prefill-rate",
+        type=_positive,
+        metavar="N",
+        help="prompt tokens that a replica computes in a second; with it, lost time is shown",
+    )
+    parser.add_argument(
+        "--tolerate",
+        type=_percent,
+        default=0.0,
+        metavar="PERCENT",
+        help="share of the prompt tokens that may be lost without an exit status of 1 (default: 0)",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"needs a number from 0 to 100, not {text}")
+    return value
 
 
 def _replica_count(text: str) -> int:
@@ -271,7 +367,10 @@ def _chat(arguments: argparse.Namespace) -> int:
             url = state.router_url
         timeout = httpx.Timeout(10.0, read=600.0)
         base = url.rstrip("/").removesuffix("/v1")
-        client = stack.enter_context(httpx.Client(base_url=base, timeout=timeout, trust_env=False))
+        headers = key_headers(arguments)
+        client = stack.enter_context(
+            httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False)
+        )
         model = arguments.model or first_model(client)
         if sys.stdin.isatty():
             _say(f"{model} at {base}. /help shows the commands.")
@@ -289,6 +388,26 @@ def _fleet(arguments: argparse.Namespace) -> int:
     return run(arguments, dict(os.environ), lambda text: print(text, file=answers, flush=True))
 
 
+def _keys(arguments: argparse.Namespace) -> int:
+    from cluster.commands.key_store import KeyFileStore, KeyRedisStore
+    from cluster.commands.keys import run
+
+    def tell(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
+    if arguments.redis_url is not None:
+        if arguments.file is not None or arguments.secret_file is None:
+            raise ClusterError("--redis-url needs --secret-file, and no --file")
+        return run(arguments, KeyRedisStore(arguments.redis_url, arguments.secret_file), _say, tell)
+    file = arguments.file
+    if file is None:
+        state = running_cluster(arguments, "say with --file which keys are meant")
+        if state.keys_file is None:
+            raise ClusterError("the cluster that runs here has no keys; start it with up --keys FILE")
+        file = Path(state.keys_file)
+    return run(arguments, KeyFileStore(file), _say, tell)
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     from cluster.commands.explain import explain
 
@@ -302,6 +421,26 @@ def _where(arguments: argparse.Namespace) -> int:
     if redis_url is None:
         redis_url = running_cluster(arguments, "start one with ./kvasir up or give --redis-url").redis_url
     return where(arguments, lambda: page_url(arguments), redis_url, _say)
+
+
+def _usage(arguments: argparse.Namespace) -> int:
+    import time
+
+    from cluster.commands.usage import usage
+
+    return usage(arguments, router_url(arguments), arguments.api_key, time.time(), _say)
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    from cluster.commands.why import why
+
+    return why(arguments, router_url(arguments), arguments.api_key, _say)
+
+
+def _lint(arguments: argparse.Namespace) -> int:
+    from cluster.commands.lint import lint
+
+    return lint(arguments, _say)
 
 
 if __name__ == "__main__":

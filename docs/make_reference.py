@@ -19,7 +19,8 @@ from tests.metric_catalog import described
 FOLDER = Path(__file__).resolve().parent
 NOTE = "<!-- Made by docs/make_reference.py. -->"
 COMMANDS = (
-    *("up", "down", "status", "chat", "explain", "where", "replay", "loadtest", "simulate"),
+    *("up", "down", "status", "chat", "explain", "where", "usage", "lint", "replay", "loadtest", "simulate"),
+    *(f"keys {name}" for name in ("create", "list", "revoke", "tenant")),
     *(f"fleet {name}" for name in ("apply", "status", "scale", "drain", "rollout", "stop")),
 )
 

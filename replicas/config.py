@@ -131,6 +131,11 @@ class ReplicaConfig:
         "host memory is pulled from there where that should be sooner than computing it; none means that "
         "this replica neither pulls nor lets others pull; needs host_kv_bytes",
     )
+    hand_over_bytes: int | None = setting(
+        None,
+        help="maximum number of bytes of leased KV that other replicas are asked to keep when this one "
+        "drains; none means all that is leased, 0 hands nothing over; needs pull_bytes_per_second",
+    )
     chunk_tokens: int | None = setting(
         None,
         help="tokens of KV that move between the tiers together: a multiple of block_size of which "
@@ -279,6 +284,8 @@ class ReplicaConfig:
                 raise SettingsError(f"setting {name} must be above 0")
         if self.disk_reserve_bytes < 0 or not self.spill_seconds >= 0:
             raise SettingsError("settings disk_reserve_bytes and spill_seconds must not be below 0")
+        if self.hand_over_bytes is not None and self.hand_over_bytes < 0:
+            raise SettingsError("setting hand_over_bytes must not be below 0")
         if not 0 <= self.lease_share <= 1:
             raise SettingsError("setting lease_share must lie between 0 and 1")
         if self.host_kv_bytes is None:

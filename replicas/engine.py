@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams, StepFrame, Submit
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.status import ModelCard
 
 
@@ -83,6 +84,9 @@ class Engine(Protocol):
 
     def abort(self, key: RequestKey) -> None:
         """Forget a request and free its blocks now; no delta of it follows. Unknown keys are ignored."""
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        """Something that is answered in a frame to come. Only of an engine with `shared_kv`."""
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do: a waiting or running request, or an event to report."""

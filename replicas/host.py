@@ -25,15 +25,20 @@ from replicas.engine_process.build import build_engine
 from replicas.engine_process.process_loop import drive
 from replicas.errors import EngineDied, EngineHung, LeaseLost, StartupError
 from replicas.index.index_writer import IndexWriter
+from replicas.kvstore.layout import file_bytes
 from replicas.kvstore.pulling.chunk_reader import ChunkReader
+from replicas.leaving.hand_over import HandOver
+from replicas.leaving.live_peers import LivePeers
+from replicas.leaving.peer_calls import PeerCalls
 from replicas.observation.metrics import ReplicaMetrics, metrics_endpoint
 from replicas.observation.trace_points import Tracing
-from replicas.openings import open_secret, open_tls, open_tracing
+from replicas.openings import open_peer_tls, open_secret, open_tls, open_tracing
 from replicas.process.tls import FollowedFiles, server_credentials
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from replicas.protocol.frames import StepFrame
 from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.lease_seal import LeaseSeal
+from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, ReplicaState, advance
 from replicas.redis_client import FAREWELL_SECONDS, connect, farewell
 from replicas.registration import Registration
@@ -60,6 +65,9 @@ FLUSH_SECONDS = 2.0
 
 TELL_SECONDS = 1.0
 """How long routers may take to learn of a drain; what is sent after it is refused."""
+
+HAND_OVER_PAUSE_SECONDS = 5.0
+"""How long after leases were handed over it is looked for new ones, of requests that still run."""
 
 ENGINE_STOP_SECONDS = 10.0
 
@@ -175,13 +183,21 @@ class ReplicaHost:
         logger.info("draining requests=%d", server.num_requests)
         parts.registration.announce()
         await server.set_serving(False)
+        ends_at = time.monotonic() + self._config.drain_seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_seconds):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TELL_SECONDS):
                         await server.tell_draining()
                 server.drain()
-                await server.wait_idle()
+                is_idle = False
+                while not is_idle:
+                    if parts.hand_over is not None:
+                        await parts.hand_over.run(ends_at - time.monotonic())
+                    is_idle = server.is_idle
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(HAND_OVER_PAUSE_SECONDS):
+                            await server.wait_idle()
         self._end.set()
 
     async def _supervise(self, parts: "_Parts", started: "asyncio.Future[None]") -> None:
@@ -311,6 +327,7 @@ class _Parts:
             kv=_reader(proven.engine.shared_kv, config),
             tracing=tracing,
         )
+        self.hand_over = self._hand_over(host, config, proven.engine.shared_kv, secret)
         self.watchdog = self._watch(host, config.engine_hang_seconds, proven.token_seconds)
         self._group: asyncio.TaskGroup | None = None
         self._begun = asyncio.Event()
@@ -328,6 +345,29 @@ class _Parts:
             rng=random.Random(),
             set_ttl_seconds=LEASES_PER_SET * config.lease_seconds,
             metrics=self.metrics,
+        )
+
+    def _hand_over(
+        self,
+        host: ReplicaHost,
+        config: ReplicaConfig,
+        shared: SharedKv | None,
+        secret: ClusterSecret | None,
+    ) -> HandOver | None:
+        """None where nobody could pull from here, or where it is not wanted."""
+        if shared is None or config.hand_over_bytes == 0:
+            return None
+        replica_id, seal = ReplicaId(config.replica_id), None if secret is None else LeaseSeal(secret)
+        key = None if secret is None else secret.key(Purpose.CALLS)
+        return HandOver(
+            self.server.store,
+            LivePeers(self._lease_redis, self.card.name, replica_id, seal),
+            PeerCalls(key=key, open_tls=lambda: open_peer_tls(config)),
+            source=lambda: PullHint(replica_id, host.epoch, host.address, 0),
+            layout=shared.layout,
+            chunk_bytes=file_bytes(shared.payload_bytes),
+            max_bytes=config.hand_over_bytes,
+            metrics=self.metrics.leaving,
         )
 
     def run_tasks(self, group: asyncio.TaskGroup) -> None:

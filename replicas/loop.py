@@ -26,6 +26,7 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.scheduling.speed_meter import SpeedMeter
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ OnFrame = Callable[[StepFrame, float], None]
 ENGINE_FAILED = "the engine of this replica has failed"
 
 OnDeath = Callable[[BaseException], None]
+
+LAST_WORDS_SECONDS = 3.0
+"""How long a dead engine is left as it is, for others to hear of it: closing a large one collects garbage
+for seconds, in which no other thread runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,11 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class _AskStore:
+    question: StoreQuestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +84,10 @@ class EngineLoop:
         self._on_frame = on_frame
         self._on_death = on_death
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _AskStore | _Stop] = queue.SimpleQueue()
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
+        self._may_close = threading.Event()
         self._live: set[RequestKey] = set()
         self._last_serial = 0
         self._last_counted_serial = 0
@@ -104,6 +115,12 @@ class EngineLoop:
             if not self._ended:
                 self._inbox.put(_Abort(key))
 
+    def ask_store(self, question: StoreQuestion) -> None:
+        """The answer comes with a frame, unless the engine ends before. From any thread."""
+        with self._door:
+            if not self._ended:
+                self._inbox.put(_AskStore(question))
+
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """End the thread after the step that runs, close the engine, and wait. Idempotent.
 
@@ -112,6 +129,7 @@ class EngineLoop:
         with self._door:
             if not self._ended:
                 self._inbox.put(_Stop())
+        self._may_close.set()
         if self._thread.ident is None:
             self._engine.close()  # never started, so the thread will not do it
         elif self._thread.is_alive():
@@ -137,6 +155,7 @@ class EngineLoop:
             self._ended = True
         if death is not None:
             self._bury(death)
+            self._may_close.wait(LAST_WORDS_SECONDS)
         try:
             self._engine.close()
         except Exception:  # nothing is left to save, and a thread's death would only be printed
@@ -164,6 +183,8 @@ class EngineLoop:
                 case _Abort(key):
                     self._live.discard(key)
                     self._engine.abort(key)
+                case _AskStore(question):
+                    self._engine.ask_store(question)
                 case _Stop():
                     return False
 

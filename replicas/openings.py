@@ -8,7 +8,7 @@ import logging
 from replicas.config import ReplicaConfig
 from replicas.observation.trace_points import Tracing
 from replicas.process.secret_file import read_secret
-from replicas.process.tls import FollowedFiles, TlsFiles
+from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.status import Epoch
 
@@ -19,6 +19,14 @@ def open_tls(config: ReplicaConfig) -> FollowedFiles | None:
     if config.tls_certificate is None:
         return None
     return FollowedFiles(TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca))
+
+
+def open_peer_tls(config: ReplicaConfig) -> RouterTls | None:
+    """As the caller of another replica, with its own certificate."""
+    if config.tls_certificate is None:
+        return None
+    files = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    return RouterTls(files, config.tls_peer_name)
 
 
 def open_secret(config: ReplicaConfig) -> ClusterSecret | None:

@@ -8,21 +8,24 @@ import random
 
 from replicas.engine import Engine, RequestRefused, expand
 from replicas.errors import StartupError
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning, hash_blocks, pack_token_ids
 from replicas.protocol.events import BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import FinishReason, SamplingParams, Submit
 
 NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
+_PROBE_SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
 
 
 def prove_hashes(engine: Engine, rng: random.Random) -> int:
-    """Run probe prompts, one on the model itself and one with each adapter, and compare.
+    """Run probe prompts, one on the model itself, one that begins with published blocks, and one with each
+    adapter, and compare.
 
     Raises StartupError; leaves nothing in the engine if it passes. Returns how many tokens it computed.
     """
     adapters = (None, *(adapter.name for adapter in engine.card.adapters))
     num_tokens = sum(_prove(engine, rng, adapter) for adapter in adapters)
+    num_tokens += _prove(engine, rng, None, num_published_blocks=1)
     if not engine.reset_prefix_cache():
         raise StartupError(f"the {engine.card.engine} engine still holds blocks after the probe prompt")
     while engine.has_work():  # what it says of the probe is dropped
@@ -30,7 +33,7 @@ def prove_hashes(engine: Engine, rng: random.Random) -> int:
     return num_tokens
 
 
-def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> int:
+def _prove(engine: Engine, rng: random.Random, adapter: str | None, *, num_published_blocks: int = 0) -> int:
     card = engine.card
     room = min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
     num_blocks = min(NUM_PROBE_BLOCKS, room // card.block_size)
@@ -41,8 +44,12 @@ def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> int:
         )
     root = BlockHash(rng.randbytes(HASH_BYTES))
     prompt = [rng.randrange(card.vocab_size) for _ in range(num_blocks * card.block_size + 1)]
-    output, events = _run(engine, root, prompt, adapter)
-    expected = hash_blocks(root, prompt + output, card.block_size)
+    published = None
+    if num_published_blocks:
+        published = PublishedBeginning(BlockHash(rng.randbytes(HASH_BYTES)), num_published_blocks)
+    submit = Submit(0, pack_token_ids(prompt), _PROBE_SAMPLING, root, adapter=adapter, published=published)
+    output, events = _run(engine, submit)
+    expected = hash_blocks(root, prompt + output, card.block_size, published=published)
     reported = {
         event.first_block_index + offset: block_hash
         for event in events
@@ -64,13 +71,10 @@ def _prove(engine: Engine, rng: random.Random, adapter: str | None) -> int:
     return len(prompt)
 
 
-def _run(
-    engine: Engine, root: BlockHash, prompt: list[int], adapter: str | None
-) -> tuple[list[int], list[CacheEvent]]:
+def _run(engine: Engine, submit: Submit) -> tuple[list[int], list[CacheEvent]]:
     """The tokens that the engine adds to the prompt, and all events meanwhile."""
-    sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
     try:
-        (request,) = expand(Submit(0, pack_token_ids(prompt), sampling, root, adapter=adapter), serial=0)
+        (request,) = expand(submit, serial=0)
         engine.add(request)
     except RequestRefused as refused:
         raise StartupError(f"the engine refuses the probe prompt: {refused.message}") from refused

@@ -151,6 +151,13 @@ FILES = (
         inputs=(),
         requirements=("litellm==1.106.2 ; python_version < '3.14'", "mcp==2.3.0"),  # tools need it
     ),
+    File(
+        "clients-instructor",
+        "instructor for tests/clients, which wants an older jiter than the others.",
+        _everything,
+        inputs=(),
+        requirements=("instructor==1.17.0",),
+    ),
 )
 
 

@@ -41,6 +41,9 @@ KEEP_ALIVE_SECONDS = 75
 
 ADMIN_DRAIN_SECONDS = 1
 
+YOUNG_OBJECTS = 10_000
+"""Made and not freed, before the collector looks at them."""
+
 LOOK_SECONDS = 0.05
 FIRST_LOOK_SECONDS = 5.0
 """How long one of several routers waits for replicas before it answers; longer while a sibling answers."""
@@ -168,8 +171,10 @@ async def serve(
     router = Router(config, rng=random.Random(), own_secret=own_secret)
     served = _server_config(router.apps.main, router.connections, config.drain_seconds)
     server = _Server(served, listeners.others)
-    # All that exists now lives as long as the process: keep the collector from walking it again.
+    # All that exists now lives as long as the process: keep the collector from walking it again. It walks
+    # every token of the prompts that are served, and a request that has ended leaves it nothing to find.
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(router.run(), name="fleet")
         async with _admin_server(config, router.apps.admin, listeners):

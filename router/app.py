@@ -18,6 +18,7 @@ from router.api.access import admin_access
 from router.api.anthropic.messages import prepare_message
 from router.api.anthropic.routes import AnthropicRoutes
 from router.api.asked import Prepare
+from router.api.cache_stories import OperatorStoryRoutes, StoryRoutes
 from router.api.cached_requests import with_caches
 from router.api.caches import CacheRoutes
 from router.api.context import ApiContext
@@ -27,17 +28,20 @@ from router.api.docs import docs_routes
 from router.api.door import Door
 from router.api.error_shapes import REQUEST_ID, error_shape, with_request_id
 from router.api.explaining import ExplainRoutes
+from router.api.gate import Gate
 from router.api.gemini.caches import GeminiCacheRoutes, prepare_content
 from router.api.gemini.models import GeminiRoutes
-from router.api.gemini.paths import COUNT, model_method
+from router.api.gemini.paths import COUNT, MODELS_PATHS, model_method
 from router.api.http import ClientGone
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed, unknown_route
 from router.api.live import LiveFleet, LiveRoutes
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.api.page import PageRoutes
+from router.api.published import PublishedRoutes
 from router.api.responses.stored import ResponseRoutes, prepare_response
 from router.api.serving import GenerationEndpoint
+from router.api.usage import UsageRoutes
 from router.caches.record import CacheKind
 from router.errors import RouterError
 
@@ -66,8 +70,11 @@ def client_routes(context: ApiContext) -> list[Route]:
         *AnthropicRoutes(context).routes(),
         *ControlRoutes(context).routes(),
         *CacheRoutes(context).routes(),
+        *StoryRoutes(context).routes(),
+        *PublishedRoutes(context).routes(),
         *GeminiCacheRoutes(context).routes(),
         *ResponseRoutes(context).routes(),
+        *UsageRoutes(context).routes(),
         *docs_routes(),
     ]
 
@@ -78,6 +85,7 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
     access = admin_access(context.config)
     plain = ControlRoutes(context)
     admin = [*plain.metrics_routes(), *ExplainRoutes(context, access, explained).routes()]
+    admin += OperatorStoryRoutes(context, access).routes()
     admin += PageRoutes(access, plain.index).routes()
     if fleet is not None:
         admin += LiveRoutes(context, access, fleet).routes()
@@ -91,10 +99,24 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
         endpoint = hot.get(path)
         if endpoint is not None:
             return endpoint
-        asked = model_method(path)
+        asked = model_method(path) if path.startswith(MODELS_PATHS) else None
         return None if asked is None or asked.method == COUNT else generate_content
 
     config, new_id = context.config, context.new_id
+
+    def behind_gate(app: ASGIApp) -> ASGIApp:
+        keys = context.keys
+        if keys is None:
+            return app
+        open_routes = [*plain.health_routes(), *docs_routes()]
+        return Gate(
+            app,
+            keys=keys,
+            open_paths=frozenset(("/", *(route.path for route in open_routes))),
+            count=context.metrics.count_refusal,
+            new_id=new_id,
+            clock=context.wall_clock,
+        )
 
     def behind_door(app: ASGIApp, host: str | None) -> ASGIApp:
         return Door(
@@ -103,14 +125,15 @@ def create_apps(context: ApiContext, fleet: LiveFleet | None = None) -> Apps:
             allowed_hosts=config.allowed_hosts,
             cross_origin=CrossOrigin(config.cors_origins),
             count=context.metrics.count_refusal,
-            new_id=context.new_id,
+            new_id=new_id,
         )
 
     common = plain.health_routes()
     clients = client_routes(context)
     if not config.has_admin_listener:
-        return Apps(behind_door(_app([*common, *clients, *admin], endpoint_of, new_id), config.host), None)
-    main = _app([*common, *clients, *plain.index_routes()], endpoint_of, new_id)
+        everything = behind_gate(_app([*common, *clients, *admin], endpoint_of, new_id))
+        return Apps(behind_door(everything, config.host), None)
+    main = behind_gate(_app([*common, *clients, *plain.index_routes()], endpoint_of, new_id))
     admin_host = None if config.admin_port is None else config.admin_host
     admin_app = _app([*common, *admin], lambda path: None, new_id)
     return Apps(behind_door(main, config.host), behind_door(admin_app, admin_host))

@@ -37,16 +37,28 @@ from router.fleet.membership import Membership
 from router.fleet.registry_source import RegistrySource
 from router.live_page.fleet_source import FleetSource
 from router.observation.access_log import log_request
+from router.observation.body_recorder import BodyRecorder
 from router.observation.loop_lag import LoopLag
 from router.observation.metrics import RouterMetrics
 from router.observation.part_metrics import PartMetrics
 from router.observation.trace_points import Tracing
 from router.prompt.catalog import ModelCatalog, bundle_digest
+from router.queue.fair_queue import FairQueue
+from router.queue.held import QueueRules
+from router.queue.holding import Holding
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
+from router.tenants.caller import DEFAULT_TENANT
+from router.tenants.key_file import KeyFile
+from router.tenants.keys_in_force import KeysInForce
+from router.tenants.published_store import PublishedStore
+from router.tenants.rate_exchange import RateExchange
+from router.tenants.ratios import RatioTable
+from router.tenants.redis_keys import RedisKeys
+from router.tenants.usage_store import UsageStore
 
 logger = logging.getLogger(__name__)
 
@@ -76,32 +88,17 @@ class Router:
         self._tracing = _open_tracing(config)
         self._mirrors: dict[str, IndexMirror] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        try:
-            self._table = RoutingTable(
-                config.policy,
-                CostParameters(room_price=config.room_price, delay_price=config.delay_price),
-                rng,
-                clock=clock,
-            )
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
+        self._table = _new_table(config, rng, clock)
         secret = read_secret(config.secret, config.secret_file)
         self._catalog = ModelCatalog(
             (secret or ClusterSecret(own_secret or secrets.token_bytes(32))).current,
             cache_bytes=config.tokenizer_cache_bytes,
             chain_bytes=config.hash_cache_bytes,
         )
-        self._tls = tls = _open_tls(config)
-        self._membership = Membership(
-            RegistrySource(config.redis_url, config.poll_seconds, seal=_open_seal(secret)),
-            self._table,
-            index_stride=config.index_stride,
-            on_model=self._add_model,
-            on_records=self._set_live,
-            on_adapters=self._catalog.set_adapters,
-            tls=tls,
-            secret=secret,
-        )
+        self._tls = _open_tls(config)
+        self._keys = KeysInForce(clock) if config.has_keys else None
+        self._key_source = _open_keys(config, self._keys, secret)
+        self._membership = self._follow_members(secret)
         self._dispatcher = _new_dispatcher(config, self._table, self._membership, rng, clock)
         metrics = RouterMetrics(CollectorRegistry())
         self._lag = LoopLag()
@@ -113,16 +110,35 @@ class Router:
             metrics=metrics,
             num_replicas=lambda model: len(self._table.replica_ids(model)),
             rng=rng,
+            keys=self._keys,
+            index_of=self._table.index,
+            published=_open_published(config, secret),
             caches=_open_caches(config, secret),
             responses=_open_responses(config, secret),
+            usage=_open_usage(config),
+            recorder=_open_recorder(config),
             tracing=self._tracing,
             bounds=bounds or Bounds(),
         )
         if config.log_requests:
             context.observers.append(log_request)
         self._context, self.connections = context, context.connections
+        self._rate_exchange = _open_exchange(config, context)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
+
+    def _follow_members(self, secret: ClusterSecret | None) -> Membership:
+        config = self._config
+        return Membership(
+            RegistrySource(config.redis_url, config.poll_seconds, seal=_open_seal(secret)),
+            self._table,
+            index_stride=config.index_stride,
+            on_model=self._add_model,
+            on_records=self._set_live,
+            on_adapters=self._catalog.set_adapters,
+            tls=self._tls,
+            secret=secret,
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -138,18 +154,30 @@ class Router:
                 tasks.create_task(self._lag.run(), name="loop lag")
                 watch = OverdueWatch(self._dispatcher.state, self._config.overdue_seconds)
                 tasks.create_task(watch.run(), name="overdue requests")
+                if self._context.usage is not None:
+                    tasks.create_task(self._context.usage.run(), name="usage")
+                if self._context.published is not None:
+                    tasks.create_task(self._context.published.run(), name="published prefixes")
                 if self._tls is not None:
                     tasks.create_task(self._tls.follow(), name="TLS files")
+                if self._key_source is not None:
+                    tasks.create_task(self._key_source.follow(), name="API keys")
+                if self._rate_exchange is not None:
+                    tasks.create_task(self._rate_exchange.run(), name="limits")
         finally:
-            for store in (self._context.caches, self._context.responses):
+            context = self._context
+            for store in (context.caches, context.responses, context.usage, context.published):
                 if store is not None:
                     await store.close()
             await self._context.offload.close()
             self._context.grammars.close()
+            self._context.stories.close()
 
     async def close(self) -> None:
         """Send what is left to tell. Call it when the last request has ended."""
         await asyncio.to_thread(self._tracing.close, FAREWELL_SECONDS)
+        if self._context.recorder is not None:
+            await asyncio.to_thread(self._context.recorder.close)
 
     async def _add_model(self, card: ModelCard, bundle: TokenizerBundle) -> None:
         verdict = await self._context.offload.try_out(bundle_digest(bundle), bundle)
@@ -187,8 +215,27 @@ class Router:
         if self._tls is not None:
             parts.read_tls(self._tls.ends)
         parts.read_index({name: mirror.statistics() for name, mirror in self._mirrors.items()})
+        if self._keys is not None:
+            parts.read_keys(self._keys.statistics())
+        if self._rate_exchange is not None:
+            parts.read_rate_exchange(self._rate_exchange.statistics())
         parts.read_lag(self._lag.seconds)
         parts.read_dropped_spans(self._tracing.num_dropped)
+        if self._context.recorder is not None:
+            parts.read_recorded_bodies(self._context.recorder.statistics())
+
+
+def _new_table(config: RouterConfig, rng: random.Random, clock: Callable[[], float]) -> RoutingTable:
+    """Raises SettingsError."""
+    try:
+        return RoutingTable(
+            config.policy,
+            CostParameters(room_price=config.room_price, delay_price=config.delay_price),
+            rng,
+            clock=clock,
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _new_dispatcher(
@@ -206,7 +253,29 @@ def _new_dispatcher(
         room=WaitingRoom(max_waiting=config.max_waiting, max_bytes=config.max_waiting_bytes),
         outlook=membership.outlook,
         clock=clock,
+        holding=Holding(
+            table,
+            QueueRules(config.queue_target_seconds, config.queue_seconds),
+            lambda: FairQueue(max_waiting=config.max_queued, max_bytes=config.max_waiting_bytes),
+        ),
     )
+
+
+def _open_keys(
+    config: RouterConfig, keys: KeysInForce | None, secret: ClusterSecret | None
+) -> KeyFile | RedisKeys | None:
+    """Raises SettingsError."""
+    if keys is None:
+        logger.warning(
+            "there are no API keys: everyone who reaches this router is the one tenant %r, and can tell what "
+            "the others have asked; set keys_file, for which `kvasir keys create` makes keys",
+            DEFAULT_TENANT,
+        )
+        return None
+    if config.keys_file is not None:
+        return KeyFile(config.keys_file, keys)
+    assert secret is not None, "the settings have been checked"
+    return RedisKeys(config.redis_url, secret, keys)
 
 
 def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:
@@ -231,6 +300,13 @@ def _open_caches(config: RouterConfig, secret: ClusterSecret | None) -> NamedCac
     return NamedCaches(config.redis_url, secret, bounds)
 
 
+def _open_published(config: RouterConfig, secret: ClusterSecret | None) -> PublishedStore | None:
+    """None where everybody is one tenant, and without a secret, as for named caches."""
+    if secret is None or not config.has_keys:
+        return None
+    return PublishedStore(config.redis_url, secret)
+
+
 def _open_responses(config: RouterConfig, secret: ClusterSecret | None) -> ResponseStore | None:
     """Without a secret each router has its own: conversations lie in Redis encrypted or not at all."""
     if not config.max_responses:
@@ -243,6 +319,31 @@ def _open_responses(config: RouterConfig, secret: ClusterSecret | None) -> Respo
     )
     redis = None if secret is None else RedisResponses(config.redis_url, secret, bounds)
     return ResponseStore(redis, bounds)
+
+
+def _open_exchange(config: RouterConfig, context: ApiContext) -> RateExchange | None:
+    """Without keys nobody has limits."""
+    if not config.has_keys:
+        return None
+    return RateExchange(config.redis_url, context.rates.limits, context.clock)
+
+
+def _open_usage(config: RouterConfig) -> UsageStore | None:
+    try:
+        ratios = RatioTable(config.usage_ratios)
+    except ValueError as error:
+        raise SettingsError(f"setting usage_ratios: {error}") from error
+    return UsageStore(config.redis_url, config.usage_hours, ratios) if config.usage_hours else None
+
+
+def _open_recorder(config: RouterConfig) -> BodyRecorder | None:
+    """Raises SettingsError."""
+    if config.record_bodies is None:
+        return None
+    logger.warning(
+        "all that clients ask is recorded in %s, as setting record_bodies says", config.record_bodies
+    )
+    return BodyRecorder(config.record_bodies, config.record_bodies_bytes)
 
 
 def _open_tls(config: RouterConfig) -> RouterTls | None:

@@ -13,8 +13,33 @@ from replicas.process.settings import (
     secret_setting,
     setting,
 )
+from router.api.origins import means_loopback
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
+FROM_ZERO = (
+    "room_price",
+    "delay_price",
+    "wait_seconds",
+    "queue_target_seconds",
+    "queue_seconds",
+    "max_queued",
+    "max_waiting",
+    "max_waiting_bytes",
+    "tokenizer_cache_bytes",
+    "hash_cache_bytes",
+    "history_bytes",
+    "explain_bytes",
+    "tool_gap_seconds",
+    "max_caches",
+    "all_caches_bytes",
+    "cache_memory_bytes",
+    "max_responses",
+    "all_responses_bytes",
+    "response_memory_bytes",
+    "usage_hours",
+    "drain_seconds",
+)
+
 AT_LEAST_ONE = (
     "processes",
     "max_body_bytes",
@@ -46,6 +71,22 @@ class RouterConfig:
         None,
         help="file with the cluster secret; of several lines the first is in force and the others "
         "are accepted, too; without secret and file, each router makes its own when it starts",
+    )
+
+    keys_file: str | None = setting(
+        None,
+        help="file of tenants and their API keys, as `kvasir keys` writes it; read again when it changes",
+    )
+
+    keys_in_redis: bool = setting(
+        False,
+        help="whether tenants and their API keys are in Redis instead, where `kvasir keys` can put "
+        "them sealed under the cluster secret",
+    )
+    open: bool = setting(
+        False,
+        help="whether a router without keys may listen on other addresses than loopback: everyone who "
+        "reaches it is then one and the same tenant",
     )
 
     policy: str = setting("kvasir", help="how replicas are chosen; the others are baselines to compare with")
@@ -112,6 +153,15 @@ class RouterConfig:
         256 * 2**20,
         help="memory for the prompts of requests that wait for a replica; beyond it, requests get 503",
     )
+    queue_target_seconds: float = setting(
+        0.25,
+        help="prompts that a replica may have and still get more; what it could not begin soon is held "
+        "until then, in fair order over tenants",
+    )
+    queue_seconds: float = setting(
+        30.0, help="maximum time for which a request is held; if more is expected, it gets 429 at once"
+    )
+    max_queued: int = setting(4096, help="maximum number of requests that are held; more get 429")
     max_connections: int = setting(8192, help="maximum number of client connections; more get 503")
     address_share: float = setting(
         0.5,
@@ -148,6 +198,22 @@ class RouterConfig:
         64 * 2**20, help="memory for responses that have yet to be stored, per router"
     )
     response_seconds: float = setting(86_400.0, help="time for which a response is stored")
+    usage_hours: int = setting(
+        744, help="hours for which it is kept in Redis what each tenant and key has used; 0 counts nothing"
+    )
+    usage_ratios: tuple[str, ...] = setting(
+        (),
+        help="costs of a token beside a plain one of a prompt (read=0.05, write_1h=2, output=4, or of one "
+        "tenant, acme:read=0.02), where they are not those that the documentation names",
+    )
+    record_bodies: str | None = setting(
+        None,
+        help="file to which request bodies are appended for `kvasir lint`, as clients have written them; "
+        "for this user alone",
+    )
+    record_bodies_bytes: int = setting(
+        2**30, help="maximum size of that file; beyond it, bodies are not recorded"
+    )
     client_priority: bool = setting(
         False,
         help="whether a request's priority counts (lower goes first); by default it is ignored, "
@@ -161,6 +227,11 @@ class RouterConfig:
         64 * 2**20,
         help="memory for the tokens of answered conversations, so that their next turns go on from them; 0 "
         "remembers none",
+    )
+    explain_bytes: int = setting(
+        64 * 2**20,
+        help="memory for what is kept of requests to explain their misses: hashes, counts and "
+        "positions, some KiB for each; 0 keeps nothing",
     )
     tool_gap_seconds: int = setting(
         300,
@@ -210,7 +281,13 @@ class RouterConfig:
         """Several processes always have one: what the port that they share answered would be anyone's."""
         return self.admin_port is not None or self.admin_socket is not None or self.processes > 1
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return self.keys_file is not None or self.keys_in_redis
+
     def __post_init__(self) -> None:
+        self._check_keys()
         if not 0 <= self.port < 2**16:
             raise SettingsError(f"setting port must be between 0 and 65535, not {self.port}")
         if self.admin_port is not None and not 0 <= self.admin_port < 2**16:
@@ -220,24 +297,7 @@ class RouterConfig:
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
-        for name in (
-            "room_price",
-            "delay_price",
-            "wait_seconds",
-            "max_waiting",
-            "max_waiting_bytes",
-            "tokenizer_cache_bytes",
-            "hash_cache_bytes",
-            "history_bytes",
-            "tool_gap_seconds",
-            "max_caches",
-            "all_caches_bytes",
-            "cache_memory_bytes",
-            "max_responses",
-            "all_responses_bytes",
-            "response_memory_bytes",
-            "drain_seconds",
-        ):
+        for name in FROM_ZERO:
             if getattr(self, name) < 0:
                 raise SettingsError(f"setting {name} must not be negative")
         for name in (
@@ -268,3 +328,16 @@ class RouterConfig:
         check_secret_settings(self.secret, self.secret_file)
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)
+
+    def _check_keys(self) -> None:
+        if self.keys_file is not None and self.keys_in_redis:
+            raise SettingsError("settings keys_file and keys_in_redis cannot be used together")
+        if self.keys_in_redis and self.secret is None and self.secret_file is None:
+            raise SettingsError("setting keys_in_redis needs the cluster secret: set secret_file")
+        if self.open and self.has_keys:
+            raise SettingsError("setting open is for a router without keys, and this one has some")
+        if not (self.has_keys or self.open or means_loopback(self.host)):
+            raise SettingsError(
+                f"without API keys the router does not listen on {self.host}, where everyone who reaches it "
+                "would be one tenant: set keys_file (`kvasir keys create` makes keys), or open to have it so"
+            )

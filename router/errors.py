@@ -7,22 +7,27 @@
     ├── CacheGone                 there is no such named cache: why, since when
     ├── CachesFull                there are as many named caches as there may be
     ├── CachesUnavailable         named caches cannot be reached now; try again
+    ├── NotAllowed                the key that asks lacks a right
+    ├── PrefixGone                there is no such published prefix
     ├── ResponseGone              there is no such stored response
+    ├── StoryGone                 nothing is known of such a request
     ├── ResponsesUnavailable      stored responses cannot be reached now; try again
+    ├── UsageUnavailable          what was used cannot be read now; try again
     ├── BodyTooLarge
     ├── BodiesFull                all bodies that are read take too much memory; try again
     ├── UploadTooSlow             the body did not arrive in time
     ├── Overloaded                full queues; try again after `retry_after_seconds`
     ├── RouterBusy                the router itself has as much to do as it can; as Overloaded
+    ├── LimitReached              the caller's own limits; whether and when it fits
+    ├── TooLate                   it was or would be not served in time; as Overloaded
     ├── NoReplicaAvailable        the model is known, but no replica is ready at the moment
     └── GenerationFailed          a replica died or failed, and retrying did not help
 
 HTTP status codes stand in `app.py` and `api/`, nowhere here.
 """
 
-import contextlib
 import enum
-from collections.abc import Iterator
+from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 
@@ -36,6 +41,10 @@ class ErrorKind(enum.StrEnum):
     TOO_SLOW = "too_slow"
     METHOD = "method"
     OVERLOADED = "overloaded"
+    LIMITED = "limited"
+    """By what its tenant or its key may ask for."""
+    TOO_LATE = "too_late"
+    """It could not have been served in time."""
     NO_REPLICA = "no_replica"
     FAILED = "failed"
     CLIENT_GONE = "client_gone"
@@ -65,14 +74,25 @@ class RouterError(Exception):
         self.message = message
 
 
-@contextlib.contextmanager
-def about_model(name: str) -> Iterator[None]:
-    """What goes wrong inside was asked of this model."""
-    try:
-        yield
-    except RouterError as error:
-        error.model = name
-        raise
+class AboutModel:
+    """What goes wrong inside was asked of this model. Every request comes through several of these."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RouterError):
+            error.model = self._name
+
+
+about_model = AboutModel
 
 
 class InvalidRequest(RouterError):
@@ -126,11 +146,28 @@ class CachesUnavailable(RouterError):
     retry_after_seconds = 2.0
 
 
+class NotAllowed(RouterError):
+    kind = ErrorKind.INVALID
+
+
+class PrefixGone(RouterError):
+    kind = ErrorKind.INVALID
+
+
 class ResponseGone(RouterError):
     kind = ErrorKind.INVALID
 
 
+class StoryGone(RouterError):
+    kind = ErrorKind.INVALID
+
+
 class ResponsesUnavailable(RouterError):
+    kind = ErrorKind.OVERLOADED
+    retry_after_seconds = 2.0
+
+
+class UsageUnavailable(RouterError):
     kind = ErrorKind.OVERLOADED
     retry_after_seconds = 2.0
 
@@ -160,6 +197,28 @@ class RouterBusy(RouterError):
     """Not for want of replicas, and not by this client's doing."""
 
     kind = ErrorKind.OVERLOADED
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class LimitReached(RouterError):
+    """`what` is a stable word: requests, tokens or sequences. Without `retry_after_seconds` no waiting
+    helps."""
+
+    kind = ErrorKind.LIMITED
+
+    def __init__(self, message: str, *, what: str, retry_after_seconds: float | None) -> None:
+        super().__init__(message)
+        self.what = what
+        self.retry_after_seconds = retry_after_seconds
+
+
+class TooLate(RouterError):
+    """The request's deadline, or its tenant's, has passed or would have passed before its first token."""
+
+    kind = ErrorKind.TOO_LATE
 
     def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams, Submit
 from replicas.protocol.status import Adapter
-
-DEFAULT_TENANT = "default"
+from router.tenants.caller import DEFAULT_TENANT, OPEN_CALLER, Caller
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """`submit` is what a replica is to be asked for, as far as it is known before one is chosen; each attempt
     sets the rest. `token_ids` are those that it has packed, `block_hashes` the prompt's full blocks under its
-    root. `tenant` is a label for those who watch.
+    root. `tenant` is a label for those who watch, `caller` is who asks, and `salt_tag` a digest of the salt
+    that the client gave, if it gave one.
     """
 
     model: str
@@ -27,7 +27,13 @@ class Generation:
     bucket: bytes
     adapter: Adapter | None = None
     tenant: str = DEFAULT_TENANT
+    caller: Caller = OPEN_CALLER
     prompt_cache_key: str | None = None
+    timeout_seconds: float | None = None
+    """From its arrival to its first token; later the client does not want it."""
+    salt_tag: bytes = b""
+    is_awaited: bool = True
+    """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 
     @property
     def sampling(self) -> SamplingParams:

@@ -41,6 +41,8 @@ def leases_of(keeps: Sequence[Keep], num_prompt_tokens: int, block_size: int) ->
 
 def kept_of(leases: Sequence[PrefixLease], usage: PromptUsage) -> list[Kept]:
     """One for each lease that was asked for."""
+    if not leases:
+        return []
     answers: list[LeaseAnswer | None] = [*usage.leases[: len(leases)]]
     answers += [None] * (len(leases) - len(answers))
     return [

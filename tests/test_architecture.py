@@ -52,7 +52,7 @@ def test_the_file_map_in_the_architecture_document_is_that_of_the_files() -> Non
 
 def test_only_process_edges_read_the_environment() -> None:
     edges = {"replicas/__main__.py", "router/__main__.py", "cluster/cli.py"}
-    edges |= {"deploy/images/check_replica.py"}
+    edges |= {"deploy/images/check_replica.py", "helm/files/check_cached_tokens.py"}
     edges |= {
         "replicas/engine_process/parent.py",
         "replicas/engine_process/child.py",

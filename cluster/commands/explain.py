@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from cluster.commands.chat import error_message
+from cluster.commands.running import key_headers
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
 
@@ -40,7 +41,8 @@ def explain(arguments: argparse.Namespace, url: str, say: Callable[[str], None])
 def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
     """The router's explanation for the prompt of a command line. Raises ClusterError."""
     path, body = _request(arguments)
-    with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+    headers = key_headers(arguments)
+    with httpx.Client(base_url=url, headers=headers, timeout=30.0, trust_env=False) as client:
         if "model" not in body:
             body["model"] = _first_model(client)
         try:

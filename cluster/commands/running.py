@@ -1,9 +1,12 @@
-"""The cluster that a command is about: the one that runs in its run directory, or the one at its `--url`."""
+"""The cluster that a command is about: the one of its run directory or at its `--url`, and the key for it."""
 
 import argparse
+from collections.abc import Mapping
 
 from cluster.errors import NotRunning
 from cluster.local.run_directory import ClusterState, RunDirectory
+
+KEY_PREFIX = "sk-kvasir-"
 
 
 def running_cluster(arguments: argparse.Namespace, remedy: str) -> ClusterState:
@@ -28,3 +31,17 @@ def page_url(arguments: argparse.Namespace) -> str:
     if arguments.url is not None:
         return router_url(arguments)
     return running_cluster(arguments, "start one with ./kvasir up or give --url").router_pages[0]
+
+
+def own_key(environment: Mapping[str, str]) -> str | None:
+    """The API key that the environment has. That of another service, which clients call OPENAI_API_KEY, too,
+    is nothing to send here."""
+    key = environment.get("KVASIR_API_KEY")
+    if key:
+        return key
+    other = environment.get("OPENAI_API_KEY", "")
+    return other if other.startswith(KEY_PREFIX) else None
+
+
+def key_headers(arguments: argparse.Namespace) -> dict[str, str]:
+    return {} if arguments.api_key is None else {"authorization": f"Bearer {arguments.api_key}"}

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cluster.commands.key_store import KeyFileStore
 from cluster.errors import ClusterError
 from cluster.fleet_file import NOT_OF_A_LOCAL_CLUSTER, settings_from
 from cluster.local.local_cluster import LocalCluster, LocalOptions
@@ -19,6 +20,7 @@ from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.loadable import files_complaint
 from replicas.process.settings import SettingsError, build
+from router.api.origins import means_loopback
 from router.routing.policies import POLICIES
 
 
@@ -59,8 +61,26 @@ def options_from(
         port=arguments.port,
         policy=arguments.policy,
         redis_url=environment.get("REDIS_URL") or None,
+        keys_file=_keys_file(arguments),
+        is_open=arguments.open,
         environment=environment,
     )
+
+
+def _keys_file(arguments: argparse.Namespace) -> str | None:
+    """Looked at before anything is started. Raises ClusterError."""
+    if arguments.keys is None:
+        if not (arguments.open or means_loopback(arguments.host)):
+            raise ClusterError(
+                f"without API keys, everyone who reaches {arguments.host} would be one tenant: make a key "
+                "with ./kvasir keys create --file FILE --tenant NAME and add --keys FILE, or add --open"
+            )
+        return None
+    if arguments.open:
+        raise ClusterError("--open is for a cluster without --keys")
+    path = Path(arguments.keys).expanduser().absolute()
+    KeyFileStore(path).read()
+    return str(path)
 
 
 def _memory_bytes() -> int:

@@ -48,7 +48,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """What to run. `redis_url` None starts a private Redis; `port` 0 takes a free one."""
+    """What to run. `redis_url` None starts a private Redis; `port` 0 takes a free one. Without `keys_file`
+    all clients are one tenant, on another address than loopback only if it `is_open`."""
 
     run_directory: RunDirectory
     num_replicas: int
@@ -59,6 +60,8 @@ class LocalOptions:
     policy: str
     redis_url: str | None
     environment: Mapping[str, str]
+    keys_file: str | None = None
+    is_open: bool = False
 
 
 class LocalCluster:
@@ -124,6 +127,7 @@ class LocalCluster:
                 block_size=self._options.replica.tokens_per_block,
                 ready=False,
                 router_admins=admins,
+                keys_file=self._options.keys_file,
                 stop_seconds=STOP_SECONDS + self._options.replica.seconds_to_spill,
             )
             watch = FleetWatch(self._spec(head, redis_url), self._on_view)
@@ -159,6 +163,10 @@ class LocalCluster:
         if admins:
             admin_port = admins[0].rpartition(":")[2]
             command += ["--processes", str(len(admins)), "--admin-port", admin_port]
+        if self._options.keys_file is not None:
+            command += ["--keys-file", self._options.keys_file]
+        elif self._options.is_open:
+            command += ["--open", "true"]
         command += _shared_settings(self._options.replica)
         # Everybody on the machine can read a command line, and the URL may have a password.
         environment = {**self._options.environment, "KVASIR_ROUTER_REDIS_URL": redis_url}
@@ -169,9 +177,10 @@ class LocalCluster:
         return router, f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
     def _admin_addresses(self) -> tuple[str, ...]:
-        """A port for each of several routers; a single one has all on its own."""
+        """A port for each of several routers, and where there are keys; else a single one has all on its
+        own."""
         num_routers = self._options.num_routers
-        if num_routers == 1:
+        if num_routers == 1 and self._options.keys_file is None:
             return ()
         first = free_ports_in_a_row(num_routers)
         return tuple(f"127.0.0.1:{first + number}" for number in range(num_routers))
@@ -204,7 +213,7 @@ class LocalCluster:
             stage.append(f"{self._options.num_replicas} ready")
         assert self._state is not None
         with self._stage("router") as stage:
-            models = await _served_models(router, router_url, self._state.router_pages)
+            models = await _served_models(router, self._state.router_pages)
             stage.append(f"{router_url} (pid {router.pid})")
             if self._options.num_routers > 1:
                 stage.append(f"{self._options.num_routers} routers on it")
@@ -336,11 +345,11 @@ async def _one_error() -> AsyncIterator[None]:
         raise failure from None
 
 
-async def _served_models(router: Service, url: str, pages: Sequence[str]) -> list[str]:
-    """The models that are served at `url`, as soon as the routers of all pages serve any."""
+async def _served_models(router: Service, pages: Sequence[str]) -> list[str]:
+    """The models that the routers of all pages serve, as soon as each serves any."""
     try:
         async with asyncio.timeout(ROUTER_START_SECONDS):
-            while not (models := await asyncio.to_thread(_models, url, pages)):
+            while not (models := await asyncio.to_thread(_models, pages)):
                 if router.has_ended():
                     raise StartFailed(f"the router did not start:\n{await router.complaint()}")
                 await asyncio.sleep(0.05)
@@ -351,14 +360,16 @@ async def _served_models(router: Service, url: str, pages: Sequence[str]) -> lis
         ) from None
 
 
-def _models(url: str, pages: Sequence[str]) -> list[str]:
+def _models(pages: Sequence[str]) -> list[str]:
+    """None as long as one of them is not ready."""
+    models: list[str] = []
     try:
         for page in pages:
-            urllib.request.urlopen(f"{page}/ready", timeout=2).close()
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=2) as response:
-            return [str(model["id"]) for model in json.load(response)["data"]]
+            with urllib.request.urlopen(f"{page}/ready", timeout=2) as response:
+                models = list(json.load(response)["models"])
     except (OSError, ValueError, KeyError):
         return []
+    return models
 
 
 def summary(state: ClusterState, model: str, targets_file: Path, replica: ReplicaConfig) -> str:
@@ -380,12 +391,22 @@ def summary(state: ClusterState, model: str, targets_file: Path, replica: Replic
     lines += [f"metrics    {state.router_pages[0]}/metrics; for Prometheus (file_sd): {targets_file}"]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     url = f"{state.router_url}/v1"
+    if state.keys_file is None:
+        lines += [
+            "keys       none: all clients are one tenant; ./kvasir keys create makes one, for up --keys"
+        ]
+    else:
+        lines += [
+            f"keys       {state.keys_file}, followed; page and metrics ask for none, and are not on the API"
+        ]
+    key, shown = (" -H 'authorization: Bearer KEY'", "KEY") if state.keys_file else ("", "-")
     lines += [
         "",
         "Try:",
-        f"  curl {url}/chat/completions -H 'content-type: application/json' -d '{body}'",
-        f'  OpenAI(base_url="{url}", api_key="-").chat.completions.create(model="{model}", messages=[…])',
-        "  ./kvasir chat",
+        f"  curl {url}/chat/completions -H 'content-type: application/json'{key} -d '{body}'",
+        f'  client = OpenAI(base_url="{url}", api_key="{shown}")',
+        f'  client.chat.completions.create(model="{model}", messages=[…])',
+        "  ./kvasir chat" + (" --api-key KEY" if state.keys_file else ""),
         "",
         "Ctrl-C ends all of it.",
     ]

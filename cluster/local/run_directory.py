@@ -56,6 +56,8 @@ class ClusterState:
     router_admins: tuple[str, ...] = ()
     """Where each of several routers has its page, explanations and metrics; `router_pid` is their parent's.
     None: there is one router, and `router_url` has all that."""
+    keys_file: str | None = None
+    """Where its API keys are; None if it has none."""
     stop_seconds: float = 20.0
     """How long its end may take."""
 

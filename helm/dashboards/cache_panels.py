@@ -247,6 +247,13 @@ BELOW = (
         queries=(Query(rate("router_cached_tokens_by_tier_total", "MODEL", "tier"), "{{tier}}"),),
     ),
     Panel(
+        title="Missed tokens by cause",
+        description="Why prompt tokens were not read from a cache. never_cached and below_a_block are no "
+        "loss; evicted asks for more memory, held_elsewhere says what load costs in hits.",
+        is_stacked=True,
+        queries=(Query(rate("router_missed_tokens_total", "MODEL", "cause"), "{{cause}}"),),
+    ),
+    Panel(
         title="Tokens moved",
         description="load: host memory to device; read: disk to host memory; write: host memory to disk.",
         queries=(Query(rate("replica_tier_moved_tokens_total", "REPLICA", "way"), "{{way}}"),),

@@ -80,6 +80,44 @@ TRAFFIC = (
         queries=(Query("router_waiting_oldest_seconds{ROUTER}", "{{router}}"),),
     ),
     Panel(
+        title="Held in fair order",
+        description="Requests whose replica has too much to do, how many tenants they are of, and what was "
+        "refused: too long a wait expected (too_long), waited until it was too late, or the queue is full.",
+        queries=(
+            Query("router_queue_waiting{ROUTER}", "{{router}}"),
+            Query("router_queue_tenants{ROUTER}", "tenants, {{router}}"),
+            Query(
+                "sum by (cause) (increase(router_queue_refusals_total{ROUTER}[$__rate_interval]))",
+                "{{cause}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Time held",
+        description="Of those that went, on average; and of the one that has waited longest.",
+        unit="s",
+        queries=(
+            Query(
+                "sum(increase(router_queue_seconds_total{ROUTER}[$__rate_interval]))"
+                " / sum(increase(router_queue_held_total{ROUTER}[$__rate_interval]))",
+                "mean",
+            ),
+            Query("router_queue_oldest_seconds{ROUTER}", "longest, {{router}}"),
+        ),
+    ),
+    Panel(
+        title="Tenants apart",
+        description="By how much work, for its weight, the tenant that was given most is ahead of the one "
+        "given least, of those that wait.",
+        queries=(Query("router_queue_counter_spread_tokens{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
+        title="Memory of those held",
+        description="Of the prompts of requests that are held.",
+        unit="bytes",
+        queries=(Query("router_queue_bytes{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
         title="Prompts that kill",
         description="Suspects were in flight at a replica's death and are tried alone; condemned have killed "
         "two and are refused.",

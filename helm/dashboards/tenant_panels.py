@@ -19,8 +19,8 @@ def _share(counter: str) -> str:
 ALL = (
     Panel(
         title="In the time shown",
-        description="A tenant is all requests with one cache_salt; 'default' are requests without one. Beyond"
-        " 100 tenants the rest is 'other'. Labels are digests, so that no salt stands in a metric.",
+        description="A tenant is who its API keys say. Without keys it is all requests with one cache_salt,"
+        " shown as a digest, and 'default' are those without one. Beyond 100 tenants the rest is 'other'.",
         kind="table",
         width=24,
         calm="text",
@@ -87,9 +87,56 @@ EACH = (
     ),
 )
 
+COSTS = (
+    Panel(
+        title="Costs in the time shown",
+        description="In plain prompt tokens, by the ratios that the routers were set to. What was saved is"
+        " the difference. Keys have no series of their own: kvasir usage shows them.",
+        kind="table",
+        width=24,
+        calm="text",
+        queries=(
+            Query(_in_range("router_tenant_cost_tokens_total"), "cost"),
+            Query(_in_range("router_tenant_cost_without_cache_tokens_total"), "cost without a cache"),
+        ),
+    ),
+    Panel(
+        title="Cost, as a share of what it would be without a cache",
+        description="Above 1, more is paid for keeping than reading saves.",
+        unit="percentunit",
+        queries=(
+            Query(
+                rate("router_tenant_cost_tokens_total", "TENANT", "tenant")
+                + " / "
+                + rate("router_tenant_cost_without_cache_tokens_total", "TENANT", "tenant"),
+                "{{tenant}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Cached tokens per second, by tier",
+        description="Where each tenant's prompts were read from.",
+        is_stacked=True,
+        queries=(
+            Query(
+                rate("router_tenant_cached_tokens_by_tier_total", "TENANT", "tenant, tier"),
+                "{{tenant}} {{tier}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Written tokens per second, by time kept",
+        description="What each tenant adds to the caches, and how much of it under which lease.",
+        is_stacked=True,
+        queries=(
+            Query(rate("router_tenant_written_tokens_total", "TENANT", "tenant, ttl"), "{{tenant}} {{ttl}}"),
+        ),
+    ),
+)
+
 TENANT = Dashboard(
     uid="kvasir-tenant",
     title="Kvasir / Tenants",
     description="Who asks how much, and what the cache does for each.",
-    rows=(Row("All tenants", ALL), Row("Each tenant", EACH)),
+    rows=(Row("All tenants", ALL), Row("Each tenant", EACH), Row("Costs", COSTS)),
 )

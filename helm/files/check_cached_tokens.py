@@ -1,10 +1,12 @@
 """What `helm test` runs: a second user's prompt finds cached what a first user's has computed.
 
 Owns the two prompts, and what must be true of the answers. Needs nothing but Python, and knows of Kvasir
-only OpenAI's API. Arguments: the routers' address, and the seconds to wait until they answer.
+only OpenAI's API. Arguments: the routers' address, and the seconds to wait until they answer; in the
+environment, KVASIR_API_KEY where routers ask for one.
 """
 
 import json
+import os
 import sys
 import time
 import urllib.error
@@ -18,6 +20,10 @@ RULES = 40
 
 class Failed(Exception):
     """The cluster does not do what it should. The message says what."""
+
+
+class Refused(Failed):
+    """Waiting does not help."""
 
 
 def main(arguments: list[str]) -> int:
@@ -68,6 +74,8 @@ def wait_for_models(address: str, deadline: float) -> list[str]:
         try:
             names = [model["id"] for model in fetch(f"{address}/v1/models", None)["data"]]
             reason = "no model is served"
+        except Refused:
+            raise
         except Failed as failure:
             names, reason = [], str(failure)
         if names:
@@ -78,11 +86,16 @@ def wait_for_models(address: str, deadline: float) -> list[str]:
 
 
 def fetch(url: str, body: bytes | None) -> Any:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("KVASIR_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, body, headers)
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise Refused(f"{url} asks for an API key: set test.apiKeySecret to a Secret with one") from error
         raise Failed(f"{url} answers {error.code}: {error.read(1000).decode(errors='replace')}") from error
     except (OSError, ValueError) as error:
         raise Failed(f"{url} does not answer: {error}") from error

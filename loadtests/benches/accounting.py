@@ -4,7 +4,8 @@ Two replicas of the toy model with host memory, disks and pulls between them, be
 with one of many prefixes, more than the devices and host memories hold; some ask for leases. In the first
 half everybody stays, and the sums over their answers are compared with the counters of the router and of the
 engines. In the second a tenth of the clients leave in the middle of the answer, of whose prompts only router
-and engines know; these two are compared. Equal to the token, or this ends with an error.
+and engines know; these two are compared. And what was not read has its causes: all of them together, and what
+was read, are all tokens of prompts that the engines had. Equal to the token, or this ends with an error.
 
     python -m loadtests.benches.accounting [--requests 5000] [--concurrency 8]
 """
@@ -119,13 +120,13 @@ class Load:
                     self.sums.outcomes["answered"] += 1
 
 
-def counters(url: str, name: str) -> Counter[str]:
+def counters(url: str, name: str, label: str = "tier") -> Counter[str]:
     text = httpx.get(url, timeout=60.0).text
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == name:
-                found[sample.labels["tier"]] += round(sample.value)
+                found[sample.labels.get(label, "")] += round(sample.value)
     return found
 
 
@@ -164,6 +165,12 @@ async def measure(stack: LocalStack, ports: Sequence[int], num_requests: int, co
             print(f"  {tier:<7} {sums.by_tier[tier]:>11,}   {router[tier]:>10,}   {engines[tier]:>10,}")
             are_equal &= router[tier] == engines[tier]
             are_equal &= sums.by_tier[tier] == router[tier] or leave_share > 0
+        missed = counters(f"{stack.url}/metrics", "router_missed_tokens_total", "cause")
+        prompts = counters(f"{stack.url}/metrics", "router_prompt_tokens_total", "")
+        print("  missed: " + ", ".join(f"{num:,} {cause}" for cause, num in missed.most_common() if num))
+        print(f"  {missed.total():,} missed, {engines.total():,} read, {prompts.total():,} in prompts")
+        are_equal &= missed.total() + engines.total() == prompts.total()
+        are_equal &= prompts.total() == sums.num_prompt_tokens or leave_share > 0
     return are_equal
 
 

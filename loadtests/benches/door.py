@@ -1,11 +1,14 @@
 """What one request costs a router in CPU, next to another state of it and to SGLang's and vLLM's routers.
 
-Every system answers the same chats of about 1,000 tokens with one shared system prompt, over 64 connections,
-each with its next request when it has its last answer: streamed, and whole. Engines take steps of some
-milliseconds and give every request one token with each, since that is how answers come: an engine without any
-cost lets a busy router find several tokens at once. Kvasir's is the simulated engine; behind the other
-routers, which speak HTTP, stands a server with the same steps. All are up all the time and take turns in
-short bursts, and who goes first goes round. `--checkout` adds another state of this repository.
+Every system answers the same chats of about 1,000 tokens with one shared system prompt, streamed and whole,
+over connections each of which has its next request when it has its last answer. There are so many that the
+replica has no room for some requests, and Kvasir's queue holds them, or so few that all go at once; what part
+was held stands beside the figures. With few, a frame of the replica's has tokens for few requests, so that
+each costs more. Engines take steps of some milliseconds and give every request one token with each, since
+that is how answers come: an engine without any cost lets a busy router find several tokens at once. Kvasir's
+is the simulated engine; behind the other routers, which speak HTTP, stands a server with the same steps. All
+are up all the time and take turns in short bursts, and who goes first goes round. `--checkout` adds another
+state of this repository. Ratios are to the second system: the first other state, if there is one.
 
     python -m venv peers && peers/bin/pip install sglang-router==0.3.2 vllm-router==0.1.17
     python -m loadtests.benches.door --peers peers/bin/python --checkout before=../kvasir-before
@@ -17,6 +20,7 @@ import contextlib
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +28,14 @@ from pathlib import Path
 import httpx
 
 from loadtests.benches.router import PromptMix, bodies
-from loadtests.figures import cpu_seconds, print_header
+from loadtests.figures import print_header
 from loadtests.load.streaming import Connection
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack
 
 MODEL = "toy"
 OUTPUT_TOKENS = 32
-CONCURRENCY = 64
+LOADS = {"over capacity": 64, "below capacity": 8}
+"""Connections."""
 WORKLOAD = PromptMix("one shared system prompt", 1, 800, 190)
 HARDWARE = "h100-8b"
 STEP_SECONDS = 0.0126
@@ -161,8 +166,15 @@ def _wait_healthy(stack: LocalStack, port: int) -> None:
 # What is measured.
 
 
-async def burst(system: System, requests: Sequence[bytes]) -> float:
-    """The router's CPU in microseconds per request."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a burst: the router's CPU in microseconds a request, and how many of its requests were held."""
+
+    microseconds: float
+    num_held: int
+
+
+async def burst(system: System, requests: Sequence[bytes], num_connections: int) -> Cost:
     queue = iter(requests)
 
     async def client() -> None:
@@ -173,32 +185,52 @@ async def burst(system: System, requests: Sequence[bytes]) -> float:
                 raise RuntimeError(f"{system.name} answered {answer.status}, whole: {answer.is_whole}")
         await connection.close()
 
-    before = cpu_seconds(system.pid)
+    num_held, before = held_so_far(system), cpu_seconds(system.pid)
     async with asyncio.TaskGroup() as group:
-        for _ in range(CONCURRENCY):
+        for _ in range(num_connections):
             group.create_task(client())
-    return (cpu_seconds(system.pid) - before) / len(requests) * 1e6
+    seconds = cpu_seconds(system.pid) - before
+    return Cost(seconds / len(requests) * 1e6, held_so_far(system) - num_held)
 
 
-def compare(systems: Sequence[System], num_rounds: int, num_requests: int) -> None:
-    for stream in (True, False):
-        found: dict[str, list[float]] = {system.name: [] for system in systems}
-        for number in range(-1, num_rounds):  # the first round warms up
-            requests = bodies(
-                WORKLOAD, num_requests, stream=stream, max_tokens=OUTPUT_TOKENS, seed=100 + number
-            )
-            first = number % len(systems)
-            for system in [*systems[first:], *systems[:first]]:
-                cost = asyncio.run(burst(system, requests))
-                if number >= 0:
-                    found[system.name].append(cost)
-        print(f"\n{'streamed' if stream else 'whole'}: router CPU, us a request\n")
-        print(f"| | median of {num_rounds} bursts (lowest to highest) | times {systems[0].name} |")
-        print("|---|---|---|")
-        for name, costs in found.items():
-            ratios = [cost / own for cost, own in zip(costs, found[systems[0].name], strict=True)]
-            spread = f"{statistics.median(costs):.0f} ({min(costs):.0f} to {max(costs):.0f})"
-            print(f"| {name} | {spread} | {statistics.median(ratios):.2f} |", flush=True)
+def cpu_seconds(pid: int) -> float:
+    """In user space and in the kernel, of all threads, to the microsecond: bursts are short. For Linux."""
+    return time.clock_gettime((~pid << 3) | 2)  # how clock_getres(2) names another process's clock
+
+
+def held_so_far(system: System) -> int:
+    """By Kvasir's own count; 0 of what counts none."""
+    with contextlib.suppress(httpx.HTTPError):
+        for line in httpx.get(f"http://127.0.0.1:{system.port}/metrics").text.splitlines():
+            if line.startswith("router_queue_held_total "):
+                return int(float(line.split()[1]))
+    return 0
+
+
+def compare(
+    systems: Sequence[System], load: str, num_rounds: int, num_requests: int, *, stream: bool
+) -> None:
+    """No two bursts of one system send the same prompts: sent again, all of them would be read from cache."""
+    second = systems[min(1, len(systems) - 1)].name
+    found: dict[str, list[Cost]] = {system.name: [] for system in systems}
+    for number in range(-1, num_rounds):  # the first round warms up
+        seed = 1000 * list(LOADS).index(load) + 500 * stream + 1 + number
+        requests = bodies(WORKLOAD, num_requests, stream=stream, max_tokens=OUTPUT_TOKENS, seed=seed)
+        first = number % len(systems)
+        for system in [*systems[first:], *systems[:first]]:
+            cost = asyncio.run(burst(system, requests, LOADS[load]))
+            if number >= 0:
+                found[system.name].append(cost)
+    kind = "streamed" if stream else "whole"
+    print(f"\n{kind}, {load} ({LOADS[load]} connections): router CPU, us a request\n")
+    print(f"| | median of {num_rounds} bursts (lowest to highest) | held | times {second} |")
+    print("|---|---|---|---|")
+    for name, costs in found.items():
+        own = [cost.microseconds for cost in costs]
+        ratios = [one / other.microseconds for one, other in zip(own, found[second], strict=True)]
+        spread = f"{statistics.median(own):.0f} ({min(own):.0f} to {max(own):.0f})"
+        held = sum(cost.num_held for cost in costs) / num_requests / num_rounds
+        print(f"| {name} | {spread} | {held:.0%} | {statistics.median(ratios):.2f} |", flush=True)
 
 
 def main() -> None:
@@ -208,7 +240,7 @@ def main() -> None:
     parser.add_argument("--peers", help="Python of the environment with the other routers")
     parser.add_argument("--checkout", nargs="*", default=[], metavar="NAME=PATH")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=500, help="per burst")
+    parser.add_argument("--requests", type=int, default=500, help="per burst over capacity; a third below")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -224,7 +256,9 @@ def main() -> None:
             systems.append(System(name, stack.port, stack.pid("router")))
         if arguments.peers:
             systems += start_peers(own, arguments.peers)
-        compare(systems, arguments.rounds, arguments.requests)
+        for load, num_requests in zip(LOADS, (arguments.requests, arguments.requests // 3), strict=True):
+            for stream in (True, False):
+                compare(systems, load, arguments.rounds, num_requests, stream=stream)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Owns the arguments and their checks, so that nothing is started for a plan that 
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,18 +93,20 @@ class LoadtestPlan:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, others: Mapping[str, str]) -> None:
+    """`others` are load tests that are no comparison of policies: their names and what they are."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Send the same traffic to a fresh cluster per policy, one after the other, and show what each made\n"
         "of it. By default with simulated replicas, in two to three minutes."
     )
-    width = max(map(len, NAMED_TESTS))
+    summaries = {name: test.summary for name, test in NAMED_TESTS.items()} | dict(others)
+    width = max(map(len, summaries))
     parser.epilog = "load tests:\n" + "\n".join(
-        f"  {name:<{width}}  {test.summary}" for name, test in NAMED_TESTS.items()
+        f"  {name:<{width}}  {summary}" for name, summary in summaries.items()
     )
     add = parser.add_argument
-    add("name", metavar="NAME", choices=NAMED_TESTS, help="a load test, see below")
+    add("name", metavar="NAME", choices=summaries, help="a load test, see below")
     add("file", metavar="FILE", nargs="?", type=Path, help="the trace, in Mooncake's format, for `trace`")
     add(
         "--policy",

@@ -77,7 +77,7 @@ class Below:
     ) -> None:
         """Copy its KV from host memory to new blocks, and call `loaded` then. It keeps its writers."""
         first = len(request.block_ids)
-        request.block_ids.extend(self._pool.allocate(num_ready_blocks - first))
+        request.block_ids.extend(self._pool.allocate(num_ready_blocks - first, request.tenant))
         insort(self.loading, request, key=attrgetter("rank"))
 
         def end() -> None:

@@ -18,12 +18,13 @@ from loadtests.simulation.curve import BACK_POINTS, back_after, curve_table, ide
 from loadtests.simulation.jobs import Job, Source, load, run_all
 from loadtests.simulation.options import Delays, FleetOptions, parse_kill, parse_outage
 from loadtests.simulation.shape import ReplicaShape, TierShape
-from loadtests.simulation.summary import Summary, median, table
+from loadtests.simulation.summary import Summary, median, table, tenant_table
 from loadtests.simulation.sweep import SWEEPS, answer, plot
 from loadtests.workloads import GENERATORS, Workload
 from loadtests.workloads.parameters import read_parameter
 from replicas.config import DEFAULT_MAX_RUNNING
 from replicas.simulated_engine.hardware import FREE, HARDWARE
+from router.queue.held import QueueRules
 from router.routing.cost import CostParameters
 from router.routing.policies import POLICIES
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_workload(parser)
     _add_fleet(parser)
+    _add_queue(parser)
     _add_accidents(parser)
     add = parser.add_argument
     add("--seed", type=int, action="append", metavar="N", help="repeatable: medians over all (default: 1)")
@@ -75,6 +77,14 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     add("--speed", type=positive, default=1.0, metavar="X", help="speed up arrivals by this factor")
     add("--limit", type=count, metavar="N", help="only the first N requests")
+    add("--tenants", type=count, metavar="N", help="deal the sessions to N tenants, who share nothing")
+    add(
+        "--flood",
+        type=count,
+        default=1,
+        metavar="X",
+        help="the first of the tenants sends X times what is its own (default: 1)",
+    )
     add("--without-keys", action="store_true", help="ignore the requests' prompt_cache_key")
 
 
@@ -141,6 +151,12 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         help="device to host memory (default: 25GB/s)",
     )
     add("--disk-rate", type=rate, default=5e9, metavar="RATE", help="of the disk (default: 5GB/s)")
+    add(
+        "--lease",
+        type=count,
+        metavar="S",
+        help="every prompt is leased for S seconds after each use (default: none is)",
+    )
     add("--write-rate", type=rate, metavar="RATE", help="most written to the disk (default: no bound)")
 
 
@@ -168,14 +184,45 @@ def _add_delays(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_queue(parser: argparse.ArgumentParser) -> None:
+    add, rules = parser.add_argument, QueueRules()
+    add(
+        "--queue",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether routers hold back what no replica can begin soon, in fair order over tenants",
+    )
+    add(
+        "--queue-target",
+        type=positive,
+        default=rules.target_seconds,
+        metavar="S",
+        help=f"prompts that a replica may have and still get more (default: {rules.target_seconds:g})",
+    )
+    add(
+        "--queue-seconds",
+        type=positive,
+        default=rules.longest_seconds,
+        metavar="S",
+        help="a request that would be held for longer is refused, whether or not it has a deadline "
+        f"(default: {rules.longest_seconds:g})",
+    )
+    add(
+        "--deadlines",
+        action="store_true",
+        help="routers know of --slo-ttft, and refuse what would come later",
+    )
+
+
 def _add_accidents(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kill",
         action="append",
         default=[],
-        metavar="REPLICA@SECONDS[:BACK_AFTER[:new]]",
-        help="a replica dies, and comes back with its disk, or new on another machine; repeatable",
+        metavar="REPLICA@SECONDS[:BACK_AFTER[:new|:drained]]",
+        help="a replica dies, and comes back with its disk, or new on another machine; with drained it "
+        "drains for 30 s first and hands over what it has leased; repeatable",
     )
     add("--redis-down", action="append", default=[], metavar="FROM-TO", help="in seconds; repeatable")
     add("--no-announcements", action="store_true", help="routers hear of blocks only when they are computed")
@@ -192,6 +239,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Simulate and report. Raises ClusterError."""
     policies = _policies(arguments.policy)
     seeds = arguments.seed or [1]
+    if arguments.flood > 1 and arguments.tenants is None:
+        raise ClusterError("--flood needs --tenants, one of which floods")
     if (arguments.sweep is None) != (arguments.values is None):
         raise ClusterError("--sweep and --values need each other")
     jobs = [
@@ -221,7 +270,12 @@ def _texts(
 ) -> list[str]:
     if arguments.sweep is None:
         curves = [text for policy in policies for text in _curve(arguments, policy, medians[policy, None])]
-        return [table({policy: medians[policy, None] for policy in policies}), *curves]
+        tenants = [
+            f"\n{policy}, by tenant\n{tenant_table(found)}"
+            for policy in policies
+            if (found := medians[policy, None].tenants)
+        ]
+        return [table({policy: medians[policy, None] for policy in policies}), *tenants, *curves]
     kind = SWEEPS[arguments.sweep]
     slo = f"within {arguments.slo_ttft:g} s to the first token"
     texts = []
@@ -241,7 +295,7 @@ def _curve(arguments: argparse.Namespace, policy: str, summary: Summary) -> list
     texts = [f"\n{policy}, hits over time", curve_table(summary.windows)]
     kills = [parse_kill(text) for text in arguments.kill]
     if kills:
-        lost_at = max(kill.at for kill in kills)
+        lost_at = max(kill.at + kill.drain_seconds for kill in kills)
         for name, goal in (("the ideal", ideal_hits_of), ("what was not lost", left_hits_of)):
             seconds = back_after(summary.windows, lost_at, goal)
             when = "not back at the end" if seconds is None else f"back after {seconds:g} s"
@@ -299,6 +353,8 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
         arguments.limit,
         arguments.speed,
         has_keys=not arguments.without_keys,
+        num_tenants=arguments.tenants,
+        flood=arguments.flood,
     )
     if "rate" in swept:
         base = dataclasses.replace(source, speed=1.0)
@@ -333,14 +389,11 @@ def _job(arguments: argparse.Namespace, policy: str, seed: int, value: float | N
             policy=policy,
             parameters=CostParameters(room_price=arguments.room_price, delay_price=arguments.delay_price),
             index_stride=arguments.index_stride,
-            delays=Delays(
-                arguments.event_delay,
-                arguments.load_delay,
-                arguments.snapshot_interval,
-                arguments.network_delay,
-            ),
+            delays=_delays(arguments),
             announces=not arguments.no_announcements,
             drop_share=arguments.drop_events,
+            queue=_queue(arguments),
+            deadline_seconds=arguments.slo_ttft if arguments.deadlines else None,
             kills=tuple(map(parse_kill, arguments.kill)),
             outages=tuple(map(parse_outage, arguments.redis_down)),
         )
@@ -360,6 +413,16 @@ def _policies(text: str) -> list[str]:
     return policies
 
 
+def _queue(arguments: argparse.Namespace) -> QueueRules | None:
+    return QueueRules(arguments.queue_target, arguments.queue_seconds) if arguments.queue else None
+
+
+def _delays(arguments: argparse.Namespace) -> Delays:
+    return Delays(
+        arguments.event_delay, arguments.load_delay, arguments.snapshot_interval, arguments.network_delay
+    )
+
+
 def _tiers(arguments: argparse.Namespace, bytes_per_token: int) -> TierShape | None:
     if arguments.ram is None:
         if arguments.disk or arguments.pull:
@@ -373,6 +436,7 @@ def _tiers(arguments: argparse.Namespace, bytes_per_token: int) -> TierShape | N
         disk_bytes_per_second=arguments.disk_rate,
         pull_bytes_per_second=arguments.pull,
         write_bytes_per_second=arguments.write_rate,
+        lease_seconds=arguments.lease,
     )
 
 

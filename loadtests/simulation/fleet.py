@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from loadtests.reports.report import RequestRecord
 from loadtests.simulation.host import Feed, HostReport, VirtualHost
+from loadtests.simulation.leaving import VirtualHandOver
 from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.replica import LoadReport, Meter, VirtualReplica
 from loadtests.simulation.request import HashedRequest, VirtualRequest, block_id
@@ -22,7 +23,9 @@ from replicas.protocol.frames import RefusalCode
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import Patience, RetryPolicy, Tries
 from router.dispatch.suspects import SURVIVED_TOKENS
-from router.errors import NoReplicaAvailable
+from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate
+from router.queue.held import Held
+from router.queue.work import Charge
 from router.routing.table import RoutedRequest
 
 if TYPE_CHECKING:
@@ -44,6 +47,9 @@ class _Run:
     virtual: VirtualRequest | None = None
     routed: RoutedRequest | None = None
     host: VirtualHost | None = None
+    held: Held | None = None
+    """While it waits in its router."""
+    charge: Charge | None = None
     num_output_tokens: int = 0
     patience: Patience = field(default_factory=lambda: Patience(RETRY))
     tries: Tries = field(default_factory=Tries)
@@ -107,6 +113,7 @@ class VirtualFleet:
         self._records: dict[int, RequestRecord] = {}
         self._duplications: list[float] = []
         self._losses: list[Loss] = []
+        self._leaving: dict[ReplicaId, VirtualHandOver] = {}
         self._reasons: Counter[str] = Counter()
         self._decision_seconds = 0.0
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
@@ -116,7 +123,7 @@ class VirtualFleet:
         for host in self.hosts:
             self._introduce(host)
         for kill in self._options.kills:
-            self._at(kill.at, lambda kill=kill: self._kill(kill))  # type: ignore[misc]
+            self._at(kill.at, lambda kill=kill: self._drain(kill))  # type: ignore[misc]
         for outage in self._options.outages:
             self._at(outage.end, self._write_all)
         stride = max(1, (len(requests) - num_warm_up) // NUM_LOOKS)
@@ -179,12 +186,53 @@ class VirtualFleet:
             return
         started = self._stopwatch()
         try:
-            routed = router.route(run.prepared, run.num_output_tokens, run.patience.excluded)
+            routed = self._route(run)
         except NoReplicaAvailable:
             self._wait(run)
             return
+        except (TooLate, Overloaded) as error:
+            self._end(run, error.kind.value)
+            return
         self._decision_seconds += self._stopwatch() - started
         self._num_decisions += 1
+        if routed is not None:
+            self._send(run, routed)
+
+    def _route(self, run: _Run) -> RoutedRequest | None:
+        """None if it waits in its router. What was routed once goes on without waiting."""
+        router, prepared = run.router, run.prepared
+        if router.holding is None or run.has_been_placed:
+            return router.route(prepared, run.num_output_tokens, run.patience.excluded)
+        asked = router.ask(prepared, run.patience.excluded, self._now, lambda: self._called(run))
+        if isinstance(asked, Held):
+            run.held = asked
+            assert asked.latest_start is not None
+            self._at(asked.latest_start, lambda: self._look_at(run))
+            return None
+        return asked
+
+    def _look_at(self, run: _Run) -> None:
+        """Its time in the router is over, if it still waits there."""
+        if run.held is not None:
+            assert run.router.holding is not None
+            run.router.catch_up(self._now)
+            if run.held is not None:
+                run.router.holding.look_at(run.held, self._now + 1e-9)
+
+    def _called(self, run: _Run) -> None:
+        """It has waited in its router, and goes now, or is refused."""
+        held, run.held = run.held, None
+        assert held is not None
+        if held.routed is None:
+            assert isinstance(held.error, RouterError)
+            self._end(run, held.error.kind.value)
+            return
+        self._send(run, held.routed, held)
+
+    def _send(self, run: _Run, routed: RoutedRequest, held: Held | None = None) -> None:
+        router = run.router
+        if router.holding is not None and run.charge is None:
+            run.charge = router.charge(run.prepared, routed, held)
         self._reasons[routed.decision.reason] += 1
         run.patience.placed()
         if run.has_been_placed:
@@ -201,6 +249,7 @@ class VirtualFleet:
             max_tokens=trace.num_output_tokens,
             prompt_hashes=run.prepared.block_hashes,
             user=run.prepared.user,
+            tenant=(trace.tenant or "").encode(),
             num_output_tokens=run.num_output_tokens,
         )
         router.sent(routed)
@@ -267,6 +316,8 @@ class VirtualFleet:
         self._publish(host)
         self._plan_step(host, replica)
         self._plan_moves(host, replica)
+        for leaving in [*self._leaving.values()]:
+            leaving.go_on(self._now)
 
     def _plan_step(self, host: VirtualHost, replica: VirtualReplica) -> None:
         ends_at = replica.ends_at
@@ -301,6 +352,8 @@ class VirtualFleet:
         run.routed.first_token()
         if run.ttft_seconds is None:
             run.ttft_seconds = self._now - run.prepared.trace.arrival_seconds
+            if run.charge is not None:
+                run.charge.begins(virtual.num_cached_tokens)
             run.num_cached_tokens = virtual.num_cached_tokens
             run.num_cross_user_tokens = virtual.num_cross_user_tokens
             run.predicted_tokens = run.routed.decision.overlap_tokens
@@ -309,6 +362,8 @@ class VirtualFleet:
     def _see_end(self, virtual: VirtualRequest) -> None:
         run = self._runs.get(virtual.number)
         if run is not None and run.virtual is virtual:
+            if run.charge is not None:
+                run.charge.produces(virtual.num_output_tokens - run.num_output_tokens)
             run.num_output_tokens = virtual.num_output_tokens
             self._end(run, None)
 
@@ -326,13 +381,17 @@ class VirtualFleet:
             num_cross_user_tokens=run.num_cross_user_tokens,
             predicted_tokens=run.predicted_tokens,
             replica=run.replica_id,
+            tenant=trace.tenant,
             error=error,
         )
 
     def _give_back(self, run: _Run) -> None:
+        host, router = run.host, run.router
         if run.routed is not None:
             run.routed.close()
         run.routed = run.virtual = run.host = None
+        if host is not None and router.holding is not None:
+            router.room_made(host.replica_id, self._now)
 
     # The fleet's own life.
 
@@ -345,16 +404,38 @@ class VirtualFleet:
 
     def _report(self, host: VirtualHost, report: LoadReport) -> None:
         self._feed.add_load(self._now, HostReport(host.replica_id, host.epoch, report))
+        for router in self.routers:
+            if router.num_held:
+                self._after(self._options.delays.load, lambda router=router: router.catch_up(self._now))  # type: ignore[misc]
 
     def _write_all(self) -> None:
         for host in self.hosts:
             if host.replica is not None:
                 self._feed.add_change(self._now, host.whole_set())
 
+    def _drain(self, kill: Kill) -> None:
+        """It is told to leave, if it is; what it has not finished then goes on elsewhere."""
+        host = self.hosts[kill.replica]
+        if kill.drain_seconds and host.replica is not None:
+            for router in self.routers:
+                router.table.set_draining(host.replica_id)
+            host.is_draining = True
+            if host.replica.store is not None:
+                leaving = VirtualHandOver(host, self.hosts, self._pulls_now)
+                self._leaving[host.replica_id] = leaving
+                leaving.go_on(self._now)
+        self._after(kill.drain_seconds, lambda: self._kill(kill))
+
+    def _pulls_now(self, replica_id: ReplicaId) -> None:
+        host = self._host(replica_id)
+        assert host.replica is not None
+        self._plan_moves(host, host.replica)
+
     def _kill(self, kill: Kill) -> None:
         host = self.hosts[kill.replica]
         if host.replica is None:
             return
+        self._leaving.pop(host.replica_id, None)
         host.replica.crash(self._now)
         self._num_preemptions += host.replica.num_preemptions
         if kill.keeps_disk and host.replica.store is not None:

@@ -50,6 +50,8 @@ class VirtualHost:
         self.replica: VirtualReplica | None = None
         self.is_coming = False
         """It is dead, and will be back."""
+        self.is_draining = False
+        """It takes nothing new, and will be dead."""
         self.num_received = 0
         """Requests that came to this incarnation."""
         self.planned_end: float | None = None
@@ -93,6 +95,7 @@ class VirtualHost:
 
     def die(self) -> None:
         self.replica = self._residency = None
+        self.is_draining = False
 
     def observe(self, events: Iterable[CacheEvent]) -> None:
         assert self._residency is not None

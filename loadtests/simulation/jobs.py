@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterError
+from loadtests.reports.fairness import fairness
 from loadtests.reports.report import Slo, make_report
 from loadtests.simulation.curve import Window, curve
 from loadtests.simulation.fleet import VirtualFleet
@@ -26,6 +27,7 @@ from loadtests.workloads import (
     ideal_hits,
     read_trace,
     scale,
+    with_tenants,
     without_keys,
 )
 from replicas.scheduling.speed_meter import SpeedMeter
@@ -41,6 +43,10 @@ class Source:
     limit: int | None
     speed: float
     has_keys: bool = True
+    num_tenants: int | None = None
+    """None leaves them as they are."""
+    flood: int = 1
+    """So many times what is its own one of the tenants sends."""
     """Without, every `prompt_cache_key` is left out."""
 
 
@@ -80,6 +86,7 @@ def _run(job: Job) -> Summary:
     )
     result = fleet.serve(prepared, num_warm_up=num_warm_up)
     report = make_report(result.records[num_warm_up:], job.slo, num_replicas=job.options.num_replicas)
+    counted = result.records[num_warm_up:]
     windows: tuple[Window, ...] = ()
     if job.window_seconds is not None:
         windows = curve(load(job.source), result.records, result.losses, job.window_seconds)
@@ -89,6 +96,7 @@ def _run(job: Job) -> Summary:
         ideal_hit_rate=_ideal_hit_rate(job.source, num_warm_up),
         wall_seconds=time.perf_counter() - started,
         windows=windows,
+        fairness=fairness(counted, job.slo),
     )
 
 
@@ -120,4 +128,6 @@ def load(source: Source) -> Workload:
         raise ClusterError(f"{source.name} has no requests")
     if not source.has_keys:
         workload = without_keys(workload)
+    if source.num_tenants is not None:
+        workload = with_tenants(workload, source.num_tenants, source.flood)
     return scale(workload, source.speed)

@@ -6,6 +6,7 @@ Owns the defaults and the checks. Knows no command line.
 from dataclasses import dataclass, field
 
 from loadtests.simulation.shape import ReplicaShape
+from router.queue.held import QueueRules
 from router.routing.cost import CostParameters
 
 
@@ -28,6 +29,10 @@ class Delays:
             raise ValueError("a delay cannot be below 0")
 
 
+DRAIN_SECONDS = 30.0
+"""A replica's own default."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """The replica dies at a time, and comes back, if at all, `back_after` seconds later: with its disk, or
@@ -38,6 +43,8 @@ class Kill:
     at: float
     back_after: float | None = None
     keeps_disk: bool = True
+    drain_seconds: float = 0.0
+    """It is told so long before: it takes nothing new, and hands over what it has leased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,10 @@ class FleetOptions:
     """Replicas tell which blocks a request will make when they take it, not only when they have them."""
     drop_share: float = 0.0
     """Each router misses this share of the changes of caches, and has to read that replica's set again."""
+    queue: QueueRules | None = None
+    """How routers hold back what no replica can begin soon; None sends everything at once."""
+    deadline_seconds: float | None = None
+    """After its arrival a request's first token is worth nothing, and routers know it."""
     kills: tuple[Kill, ...] = ()
     outages: tuple[Outage, ...] = ()
 
@@ -82,17 +93,21 @@ class FleetOptions:
 
 
 def parse_kill(text: str) -> Kill:
-    """REPLICA@SECONDS, with :BACK_AFTER, with :new if it is on another machine then. Raises ValueError."""
+    """REPLICA@SECONDS, with :BACK_AFTER, with :new if it is on another machine then, or :drained if it drains
+    before. Raises ValueError.
+    """
     try:
         replica, _, when = text.partition("@")
         at, *rest = when.split(":")
-        if rest[1:] not in ([], ["new"]):
+        if rest[1:] not in ([], ["new"], ["drained"]):
             raise ValueError
-        return Kill(int(replica), float(at), float(rest[0]) if rest else None, keeps_disk=not rest[1:])
+        back_after = float(rest[0]) if rest else None
+        seconds = DRAIN_SECONDS if rest[1:] == ["drained"] else 0.0
+        return Kill(int(replica), float(at), back_after, keeps_disk=not rest[1:], drain_seconds=seconds)
     except ValueError:
         raise ValueError(
-            f"a kill reads REPLICA@SECONDS, REPLICA@SECONDS:BACK_AFTER or REPLICA@SECONDS:BACK_AFTER:new,"
-            f" not {text}"
+            "a kill reads REPLICA@SECONDS, REPLICA@SECONDS:BACK_AFTER, or that with :new or :drained, not"
+            f" {text}"
         ) from None
 
 

@@ -276,7 +276,7 @@ class VirtualReplica:
         num_missing = -(-request.num_tokens // self.shape.block_size) - len(cached)
         if num_missing + pool.num_free_among(cached) > pool.num_free:
             return False
-        pool.acquire(cached)
+        pool.acquire(cached, request.tenant)
         request.block_ids.extend(cached)
         request.num_stored_blocks = len(cached)
         request.num_computed = len(cached) * self.shape.block_size
@@ -332,7 +332,7 @@ class VirtualReplica:
             if self._preempt_last() is request:
                 return False
         if num_missing > 0:
-            request.block_ids.extend(self.pool.allocate(num_missing))
+            request.block_ids.extend(self.pool.allocate(num_missing, request.tenant))
         return True
 
     def _preempt_last(self) -> VirtualRequest:

@@ -94,6 +94,7 @@ class VirtualRequest:
         "number",
         "rank",
         "stint",
+        "tenant",
         "user",
         "waits_until",
     )
@@ -106,6 +107,7 @@ class VirtualRequest:
         max_tokens: int,
         prompt_hashes: Sequence[BlockHash],
         user: UserTag,
+        tenant: bytes = b"",
         num_output_tokens: int = 0,
     ) -> None:
         self.number = number
@@ -113,6 +115,7 @@ class VirtualRequest:
         self.max_tokens = max_tokens
         self.block_hashes = list(prompt_hashes)
         self.user = user
+        self.tenant = tenant
         self.num_tokens = self.num_submitted_tokens = num_prompt_tokens + num_output_tokens
         self.announcement_id: int | None = None
         """While what it will make is announced."""

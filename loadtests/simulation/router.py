@@ -13,6 +13,9 @@ from loadtests.simulation.options import FleetOptions
 from loadtests.simulation.request import HashedRequest
 from replicas.protocol.events import Tier
 from replicas.protocol.status import ModelCard, ReplicaId
+from router.queue.held import Asking, Held
+from router.queue.holding import Holding
+from router.queue.work import Charge
 from router.routing.decision import RoutingRequest
 from router.routing.overlap import ChangeOutcome
 from router.routing.table import RoutedRequest, RoutingTable
@@ -44,6 +47,11 @@ class VirtualRouter:
         """By replica, for each of this router's requests: how many had come to it then, from anyone."""
         self.num_rereads = 0
         self.table = RoutingTable(options.policy, options.parameters, rng, clock=clock)
+        self.holding: Holding | None = None
+        if options.queue is not None:
+            self.holding = holding = Holding(self.table, options.queue)
+            self.table.on_change = lambda model, replica_id: holding.changed(model, replica_id, clock())
+            self.table.on_absence = holding.absent
         for host in hosts.values():
             self.add(host)
 
@@ -74,6 +82,41 @@ class VirtualRouter:
         num_tokens = request.trace.num_input_tokens + num_output_tokens
         routing_request = RoutingRequest(request.bucket, num_tokens, self._card.block_size)
         return self.table.route(MODEL, routing_request, request.block_hashes, exclude=exclude)
+
+    def ask(
+        self,
+        request: HashedRequest,
+        exclude: Collection[ReplicaId],
+        now: float,
+        call: Callable[[], None],
+    ) -> RoutedRequest | Held:
+        """As `route`, but it may be held until there is room for it. Raises TooLate and Overloaded too."""
+        assert self.holding is not None
+        return self.holding.ask(self._asking(request), now, call, exclude=exclude)
+
+    def charge(self, request: HashedRequest, routed: RoutedRequest, held: Held | None) -> Charge:
+        """What the request's tenant was charged when it went."""
+        assert self.holding is not None
+        return self.holding.charge(self._asking(request), routed, held)
+
+    @property
+    def num_held(self) -> int:
+        return 0 if self.holding is None else self.holding.num_waiting
+
+    def room_made(self, replica_id: ReplicaId, now: float) -> None:
+        """Something of this router's has ended there."""
+        if self.holding is not None:
+            self.holding.changed(MODEL, replica_id, now)
+
+    def _asking(self, request: HashedRequest) -> Asking:
+        trace, deadline = request.trace, self._options.deadline_seconds
+        return Asking(
+            MODEL,
+            trace.tenant or "",
+            RoutingRequest(request.bucket, trace.num_input_tokens, self._card.block_size),
+            request.block_hashes,
+            deadline=None if deadline is None else trace.arrival_seconds + deadline,
+        )
 
     def catch_up(self, now: float) -> None:
         """Take in all that can be known by now."""

@@ -24,6 +24,9 @@ class TierShape:
     disk_bytes_per_second: float = 5e9
     pull_bytes_per_second: float | None = None
     write_bytes_per_second: float | None = None
+    lease_seconds: int | None = None
+    """Every prompt is leased for so long after each use, as far as `lease_share` of each tier goes."""
+    lease_share: float = 0.5
 
     def __post_init__(self) -> None:
         if min(self.host_bytes_per_second, self.disk_bytes_per_second) <= 0:

@@ -13,11 +13,24 @@ from loadtests.simulation.links import Link
 from loadtests.simulation.shape import TierShape
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.leasing.leases import Leases
 from replicas.kvstore.plan import chunk_names, num_ready_blocks, plan_arrival
+from replicas.kvstore.pulling.take_overs import TakeOvers
+from replicas.kvstore.tenant_shares import Tenancy
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import BlockRemoved, CacheEvent
 from replicas.protocol.frames import LoadSnapshot, UserTag
+from replicas.protocol.hand_overs import (
+    HandOverOutcome,
+    KeepChunks,
+    LeasedChunk,
+    ListLeases,
+    StoreAnswer,
+    TakeOver,
+)
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.status import Epoch
 from replicas.protocol.ways import (
     DISK_MOVE_SECONDS,
     HOST_MOVE_SECONDS,
@@ -50,14 +63,21 @@ class VirtualStore:
         self.blocks_per_chunk = max(1, shape.chunk_tokens // block_size)
         self._block_tokens = block_size
         self._token_bytes = shape.bytes_per_token
-        self._chunk_bytes = self.blocks_per_chunk * block_size * shape.bytes_per_token
+        self.chunk_bytes = self.blocks_per_chunk * block_size * shape.bytes_per_token
         self._shape = shape
         self.directory = Directory(
-            host_chunks=max(1, int(shape.host_bytes // self._chunk_bytes)),
-            disk_chunks=int(shape.disk_bytes // self._chunk_bytes),
-            chunk_bytes=self._chunk_bytes,
+            host_chunks=max(1, int(shape.host_bytes // self.chunk_bytes)),
+            disk_chunks=int(shape.disk_bytes // self.chunk_bytes),
+            chunk_bytes=self.chunk_bytes,
             write_budget=WriteBudget(shape.write_bytes_per_second),
+            leases=self._leases(),
         )
+        self._now = 0.0
+        self._source: VirtualStore | None = None
+        """Of the take-overs that are asked for now."""
+        self._take_overs = TakeOvers(self.directory, self, self)
+        self._sources: list[Epoch] = []
+        """Who has asked: a take-over's number is its place."""
         self._writers: dict[BlockHash, Writers] = {name.key: writers for name, writers in restored}
         self.directory.restore([name for name, _ in restored])
         self._to_device = Link(shape.host_bytes_per_second, HOST_MOVE_SECONDS)
@@ -68,9 +88,19 @@ class VirtualStore:
         self._out = None if rate is None else Link(rate)
         self._due: dict[BlockHash, float] = {}
         """When the chunks that are coming will be there."""
+        self._answered: list[StoreAnswer] = []
         self._num_moves = 0
         self._moves: list[tuple[float, int, Callable[[], None]]] = []
         self._num_writing = 0
+
+    def _leases(self) -> Leases | None:
+        shape = self._shape
+        if shape.lease_seconds is None:
+            return None
+        return Leases(
+            host_chunks=int(shape.host_bytes // self.chunk_bytes * shape.lease_share),
+            disk_chunks=int(shape.disk_bytes // self.chunk_bytes * shape.lease_share),
+        )
 
     @property
     def ends_at(self) -> float | None:
@@ -81,6 +111,8 @@ class VirtualStore:
         """End the moves that have ended by now."""
         while self._moves and self._moves[0][0] <= now:
             heappop(self._moves)[2]()
+        self._now = now
+        self._take_overs.poll()
         self._write(now)
 
     def take_events(self) -> list[CacheEvent]:
@@ -127,7 +159,7 @@ class VirtualStore:
             if self._to_host.backlog_seconds(now) > MAX_COPY_SECONDS:
                 break
             if self._offer(name, writers):
-                self._plan_fill([name.key], self._to_host.take(now, self._chunk_bytes))
+                self._plan_fill([name.key], self._to_host.take(now, self.chunk_bytes))
             elif self.directory.place(name.key) is not Place.HOST:
                 break  # every slot is in use
         self._write(now)
@@ -154,6 +186,9 @@ class VirtualStore:
         if peer is not None and self._shape.pull_bytes_per_second:
             first = num_device_blocks // self.blocks_per_chunk
             num_at_peer = first + self._num_at(peer, names[first:])
+        if self._shape.lease_seconds is not None:
+            self.directory.pass_time(now)
+            self.directory.grant([name.key for name in names], self._shape.lease_seconds)
         due = max((self._due[name.key] for name in names if name.key in self._due), default=now)
         speeds = self.speeds(now)
         plan = plan_arrival(
@@ -223,6 +258,41 @@ class VirtualStore:
         num_bytes = (num_ready_blocks - num_device_blocks) * self._block_tokens * self._token_bytes
         self._plan(self._to_device.take(now, num_bytes), end)
 
+    # What another had leased.
+
+    def leased(self) -> list[LeasedChunk]:
+        """What is leased here, for one that leaves."""
+        self._take_overs.ask(ListLeases(0))
+        (answer,) = self._take_overs.take_answers()
+        return [*answer.leased]
+
+    def take_over(self, take_over: TakeOver, source: "VirtualStore", now: float) -> None:
+        """Lease and pull what another has leased that leaves."""
+        self._now, self._source = now, source
+        self._sources.append(take_over.source.epoch)
+        self._take_overs.ask(KeepChunks(len(self._sources), take_over))
+        self._answered += self._take_overs.take_answers()
+
+    def take_outcomes(self, epoch: Epoch) -> tuple[HandOverOutcome, ...] | None:
+        """Of what that one has asked for last, once that is over."""
+        self._answered += self._take_overs.take_answers()
+        for answer in self._answered:
+            if self._sources[answer.number - 1] == epoch:
+                self._answered.remove(answer)
+                return answer.outcomes
+        return None
+
+    def look(self) -> None:
+        """For the take-overs: what time it is."""
+        self.directory.pass_time(self._now)
+
+    def may_pull(self, peer: PullHint) -> bool:
+        return self._in is not None
+
+    def begin(self, peer: PullHint, wanted: Sequence[tuple[ChunkName, Tenancy]]) -> None:
+        assert self._source is not None, "what is taken over is pulled from somebody"
+        self._pull([name for name, _ in wanted], self._source, self._now)
+
     # Between the tiers.
 
     def _offer(self, name: ChunkName, writers: Writers) -> bool:
@@ -243,7 +313,7 @@ class VirtualStore:
                     break
                 fetched.append(key)
         if fetched:
-            self._plan_fill(fetched, self._disk.take(now, len(fetched) * self._chunk_bytes))
+            self._plan_fill(fetched, self._disk.take(now, len(fetched) * self.chunk_bytes))
 
     def _pull(self, names: Sequence[ChunkName], peer: "VirtualStore", now: float) -> None:
         """From a peer's host memory or disk, together; given up if that takes much longer than expected."""
@@ -257,9 +327,9 @@ class VirtualStore:
         if not offered:
             return
         assert self._in is not None and peer._out is not None, "who cannot pull plans no pull"
-        num_bytes = len(offered) * self._chunk_bytes
+        num_bytes = len(offered) * self.chunk_bytes
         expected = num_bytes / self._in.bytes_per_second + self._in.fixed_seconds
-        ready_at = peer._disk.take(now, num_on_disk * self._chunk_bytes) if num_on_disk else now
+        ready_at = peer._disk.take(now, num_on_disk * self.chunk_bytes) if num_on_disk else now
         ends_at = max(self._in.take(now, num_bytes), peer._out.take(ready_at, num_bytes))
         deadline = now + PATIENCE * (expected + self._in.backlog_seconds(now))
         if ends_at <= deadline:
@@ -290,7 +360,7 @@ class VirtualStore:
         if writes:
             self._num_writing = len(writes)
             keys = [write.name.key for write in writes]
-            self._plan(self._disk.take(now, len(keys) * self._chunk_bytes), lambda: self._end_writes(keys))
+            self._plan(self._disk.take(now, len(keys) * self.chunk_bytes), lambda: self._end_writes(keys))
 
     def _end_writes(self, keys: Iterable[BlockHash]) -> None:
         self._num_writing = 0

@@ -7,9 +7,10 @@ made nor who asked for it.
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
-from loadtests.reports.report import Distribution, Report
+from loadtests.reports.fairness import Fairness, TenantFigures
+from loadtests.reports.report import Distribution, Report, RequestRecord
 from loadtests.simulation.curve import Window, added
 from loadtests.simulation.fleet import FleetResult
 
@@ -35,6 +36,11 @@ FIGURES = (
     Figure("tpot_p90", "TPOT p90", "ms"),
     Figure("good_share", "within the SLO", "%"),
     Figure("goodput", "goodput, requests/s"),
+    Figure("goodput_arriving", "  while requests arrive"),
+    Figure("good_prompt_tokens", "  in prompt tokens/s"),
+    Figure("jain", "Jain's index over tenants"),
+    Figure("others_ttft_p90", "TTFT p90 of all but the largest", "s"),
+    Figure("others_hit_rate", "  their token hit rate", "%"),
     Figure("imbalance_computed", "computed tokens, max/mean", "x"),
     Figure("imbalance_requests", "requests, max/mean", "x"),
     Figure("duplication", "copies of a block", "x"),
@@ -61,6 +67,8 @@ class Summary:
     figures: Mapping[str, float | None]
     reasons: Mapping[str, float]
     windows: tuple[Window, ...] = ()
+    tenants: Mapping[str, TenantFigures] = field(default_factory=dict)
+    """Of one run, or of the first of several."""
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -73,8 +81,9 @@ def summarise(
     ideal_hit_rate: float,
     wall_seconds: float,
     windows: tuple[Window, ...] = (),
+    fairness: Fairness | None = None,
 ) -> Summary:
-    """`report` is of the requests after the warm-up."""
+    """`report` is of the requests after the warm-up, and so is `fairness`."""
     prediction = report.prediction
     computed, requests = report.imbalance_computed_tokens, report.imbalance_requests
     hit_rate = report.token_hit_rate
@@ -86,6 +95,8 @@ def summarise(
         **_distribution("tpot", report.tpot),
         "good_share": report.good_share,
         "goodput": report.goodput,
+        **_by_arrivals(report, result.records[-report.num_requests :]),
+        **_fairness(fairness),
         "imbalance_computed": computed.max_over_mean if computed else None,
         "imbalance_requests": requests.max_over_mean if requests else None,
         "duplication": result.duplication,
@@ -100,7 +111,8 @@ def summarise(
         "decision_us": 1e6 * result.decision_seconds / result.num_decisions if result.num_decisions else None,
         "wall_seconds": wall_seconds,
     }
-    return Summary(figures, dict(result.reasons), windows)
+    tenants = {} if fairness is None or len(fairness.tenants) < 2 else fairness.tenants
+    return Summary(figures, dict(result.reasons), windows, tenants)
 
 
 def median(summaries: Sequence[Summary]) -> Summary:
@@ -114,7 +126,8 @@ def median(summaries: Sequence[Summary]) -> Summary:
     for summary in summaries:
         reasons.update(dict(summary.reasons))
     windows = added([summary.windows for summary in summaries])
-    return Summary(figures, {reason: count / len(summaries) for reason, count in reasons.items()}, windows)
+    means = {reason: count / len(summaries) for reason, count in reasons.items()}
+    return Summary(figures, means, windows, summaries[0].tenants)
 
 
 def table(columns: Mapping[str, Summary]) -> str:
@@ -134,6 +147,20 @@ def table(columns: Mapping[str, Summary]) -> str:
     )
 
 
+def tenant_table(tenants: Mapping[str, TenantFigures]) -> str:
+    """One tenant a line."""
+    head = f"{'':12}  {'requests':>8}  {'refused':>7}  {'in SLO':>7}  {'TTFT p50':>8}  {'p90':>8}"
+    lines = [f"{head}  {'hits':>7}  {'served/fair':>11}"]
+    for name, own in tenants.items():
+        part = own.served_tokens / own.fair_tokens if own.fair_tokens else None
+        lines.append(
+            f"{name:12}  {own.num_requests:8d}  {own.num_refused:7d}  {in_units(own.good_share, '%'):>7}"
+            f"  {in_units(own.ttft_p50, 's'):>8}  {in_units(own.ttft_p90, 's'):>8}"
+            f"  {in_units(own.token_hit_rate, '%'):>7}  {in_units(part, 'x'):>11}"
+        )
+    return "\n".join(lines)
+
+
 def in_units(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
@@ -149,6 +176,27 @@ def in_units(value: float | None, unit: str) -> str:
         case "x":
             return f"{value:.2f}"
     return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
+
+
+def _by_arrivals(report: Report, records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Per second from the first arrival to the last: the answers' own time is not counted."""
+    good = [record for record in records if report.slo.is_met(record)]
+    seconds = records[-1].arrival_seconds - records[0].arrival_seconds if records else 0.0
+    return {
+        "goodput_arriving": len(good) / seconds if seconds else None,
+        "good_prompt_tokens": sum(each.num_input_tokens for each in good) / seconds if seconds else None,
+    }
+
+
+def _fairness(found: Fairness | None) -> dict[str, float | None]:
+    """Of one tenant there is nothing to say."""
+    if found is None or len(found.tenants) < 2:
+        return dict.fromkeys(("jain", "others_ttft_p90", "others_hit_rate"))
+    return {
+        "jain": found.jain,
+        "others_ttft_p90": found.ttft_p90_of_others,
+        "others_hit_rate": found.hit_rate_of_others,
+    }
 
 
 def _distribution(name: str, found: Distribution | None) -> dict[str, float | None]:

@@ -55,6 +55,10 @@ class LocalStack:
         """The settings that routers and replicas of this cluster have in common."""
         return {"redis_url": self.redis_url, "secret_file": self.secret_file}
 
+    def command(self, name: str) -> Sequence[str]:
+        """With which the process was started last."""
+        return self._commands[name]
+
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 

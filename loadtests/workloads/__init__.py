@@ -20,6 +20,7 @@ from loadtests.workloads.generators import (
     zipf_b2b,
 )
 from loadtests.workloads.ideal import IdealHits, Loss, ideal_hits, ideal_hits_by_request
+from loadtests.workloads.tenants import with_tenants
 from loadtests.workloads.traces import read_trace
 from loadtests.workloads.workload import (
     Message,
@@ -81,6 +82,7 @@ __all__ = [
     "scale",
     "short_prompts",
     "shrink",
+    "with_tenants",
     "without_keys",
     "without_longer_than",
     "zipf_b2b",

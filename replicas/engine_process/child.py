@@ -23,6 +23,7 @@ from replicas.engine_process.parent import (
     STARTUP_ERRORS,
     AbortChoice,
     Add,
+    AskStore,
     Build,
     Built,
     Close,
@@ -120,6 +121,8 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
                 loop.submit(serial, submit)
             case AbortChoice(key):
                 loop.abort(key)
+            case AskStore(asked):
+                loop.ask_store(asked)
             case _:
                 raise AssertionError(f"{message} comes too late")
     loop.stop()

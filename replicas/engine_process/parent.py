@@ -24,6 +24,7 @@ from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame, Submit
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.status import ModelCard, TokenizerBundle
 
 CLOSE_SECONDS = 5.0
@@ -69,6 +70,12 @@ class Take(msgspec.Struct, frozen=True, tag=True):
     submit: Submit
 
 
+class AskStore(msgspec.Struct, frozen=True, tag=True):
+    """Is answered in a frame."""
+
+    question: StoreQuestion
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """Has no answer but the end of the process."""
 
@@ -112,7 +119,9 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
 
 
-ToChild: TypeAlias = Build | Add | AbortChoice | StepOnce | ResetPrefixCache | StartLoop | Take | Close
+ToChild: TypeAlias = (
+    Build | Add | AbortChoice | StepOnce | ResetPrefixCache | StartLoop | Take | AskStore | Close
+)
 FromChild: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -171,6 +180,9 @@ class EngineProcess:
         answer = self._call(StepOnce())
         assert isinstance(answer, Stepped)
         return answer.frame
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        """The loop beside the engine does."""
 
     def begin(self) -> None:
         """The loop beside the engine does."""

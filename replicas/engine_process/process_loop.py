@@ -14,7 +14,15 @@ import queue
 import threading
 
 from replicas.engine import Engine, keys_of
-from replicas.engine_process.parent import AbortChoice, Close, EngineProcess, StartLoop, Stepped, Take
+from replicas.engine_process.parent import (
+    AbortChoice,
+    AskStore,
+    Close,
+    EngineProcess,
+    StartLoop,
+    Stepped,
+    Take,
+)
 from replicas.errors import EngineDied
 from replicas.loop import ENGINE_FAILED, EngineLoop, OnDeath, OnFrame
 from replicas.protocol.frames import (
@@ -27,6 +35,7 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.protocol.hand_overs import StoreQuestion
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +54,9 @@ class ProcessLoop:
         self._engine = engine
         self._on_frame = on_frame
         self._on_death = on_death
-        self._outbox: queue.SimpleQueue[StartLoop | Take | AbortChoice | Close] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[StartLoop | Take | AbortChoice | AskStore | Close] = (
+            queue.SimpleQueue()
+        )
         self._outbox.put(StartLoop())
         self._door = threading.Lock()  # guards _ended and _live against the outbox
         self._ended = False
@@ -74,6 +85,12 @@ class ProcessLoop:
             if not self._ended:
                 self._outbox.put(AbortChoice(key))
 
+    def ask_store(self, question: StoreQuestion) -> None:
+        """The answer comes with a frame, unless the engine ends before. From any thread."""
+        with self._door:
+            if not self._ended:
+                self._outbox.put(AskStore(question))
+
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """End the process after the step that runs, or kill it in the middle of one. Idempotent."""
         with self._door:
@@ -94,7 +111,7 @@ class ProcessLoop:
         self._engine.kill()
 
     def _write(self) -> None:
-        message: StartLoop | Take | AbortChoice | Close | None = None
+        message: StartLoop | Take | AbortChoice | AskStore | Close | None = None
         while not isinstance(message, Close):
             message = self._outbox.get()
             try:

@@ -9,6 +9,9 @@ block that is cached is still a cache entry: it is forgotten only when it is han
     free queue   never used · released without a hash | released with a hash, oldest first
                  ^ handed out next                                       released last ^
 
+Where several tenants are about, the cached block that goes next may be another one: `tenant_order.py` says
+which. With one tenant nothing is counted.
+
 Block 0 is the null block: never handed out, never cached. It is the block id that holds nothing, for the
 padding of block tables.
 """
@@ -16,6 +19,7 @@ padding of block tables.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from replicas.kvcache.tenant_order import NO_TENANT, TenantOrder
 from replicas.kvcache.writers import BlockWriters
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -37,6 +41,9 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._more_copies: dict[BlockHash, list[int]] = {}
         self._events: list[CacheEvent] = []
+        self._first_tenant: bytes | None = None
+        self._order: TenantOrder | None = None
+        """Once a second tenant has come."""
 
     @property
     def num_usable(self) -> int:
@@ -90,31 +97,42 @@ class BlockPool:
         ref_counts = self._ref_counts
         return sum(1 for block_id in block_ids if ref_counts[block_id] == 0)
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out the next free blocks, and forget what they held. The caller has looked at `num_free`."""
+    def allocate(self, num_blocks: int, tenant: bytes = NO_TENANT) -> list[int]:
+        """Hand out the next free blocks to a request of this tenant, and forget what they held. The caller
+        has looked at `num_free`.
+        """
         assert num_blocks <= len(self._free), f"{num_blocks} blocks wanted, {len(self._free)} free"
         evicted: list[BlockHash] = []
         block_ids: list[int] = []
+        order = self._order_with(tenant)
         for _ in range(num_blocks):
-            block_id, _none = self._free.popitem(last=False)
+            block_id = self._next_free() if order is None else self._next_free_of(order)
             block_hash = self._hash_of[block_id]
             if block_hash is not None:
                 self._forget(block_id, block_hash)
                 evicted.append(block_hash)
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
+        if order is not None:
+            order.takes(block_ids, tenant)
+            order.handed_out(num_blocks)
         if evicted:
             self.writers.forget([block_hash for block_hash in evicted if block_hash not in self._block_of])
             self._events.append(BlockRemoved(tuple(evicted)))
         return block_ids
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
-        """Use cached blocks once more; those that were free leave the queue."""
+    def acquire(self, block_ids: Iterable[int], tenant: bytes = NO_TENANT) -> None:
+        """Use cached blocks once more, for a request of this tenant; those that were free leave the queue."""
+        order = self._order_with(tenant)
+        were_free: list[int] = []
         for block_id in block_ids:
             assert self._hash_of[block_id] is not None, f"block {block_id} is not cached"
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
+                were_free.append(block_id)
             self._ref_counts[block_id] += 1
+        if order is not None:
+            order.takes(were_free, tenant)
 
     def store(
         self,
@@ -142,6 +160,7 @@ class BlockPool:
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Stop using blocks, in this order: what comes first is handed out first."""
+        order = self._order
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"block {block_id} is released while no request uses it"
             self._ref_counts[block_id] -= 1
@@ -150,6 +169,10 @@ class BlockPool:
             self._free[block_id] = None
             if self._hash_of[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
+                if order is not None:
+                    order.is_empty(block_id)
+            elif order is not None:
+                order.is_free(block_id)
 
     def clear(self) -> bool:
         """Forget every cached block. False, and nothing happens, while any block is used."""
@@ -160,6 +183,8 @@ class BlockPool:
         self._block_of.clear()
         self._more_copies.clear()
         self.writers.clear()
+        if self._order is not None:
+            self._order.clear()
         self._events.append(AllBlocksCleared())
         return True
 
@@ -188,6 +213,40 @@ class BlockPool:
         }
         assert self._num_cached == len(mapped)
         assert len(self.writers) == len(self._block_of)
+        if self._order is not None:
+            self._order.check(
+                [block_id for block_id in usable if self._ref_counts[block_id]],
+                [block_id for block_id in self._free if self._hash_of[block_id] is not None],
+            )
+
+    def _order_with(self, tenant: bytes) -> TenantOrder | None:
+        """None while there has been one tenant only. What is here when a second one comes is the first's."""
+        if self._order is None and tenant != self._first_tenant:
+            if self._first_tenant is None:
+                self._first_tenant = tenant
+                return None
+            order = self._order = TenantOrder(self.num_usable)
+            used = [block_id for block_id, count in enumerate(self._ref_counts) if count]
+            free = [block_id for block_id in self._free if self._hash_of[block_id] is not None]
+            order.comes(self._first_tenant)
+            order.takes(used + free, self._first_tenant)
+            for block_id in free:
+                order.is_free(block_id)
+        if self._order is not None:
+            self._order.comes(tenant)
+        return self._order
+
+    def _next_free(self) -> int:
+        return self._free.popitem(last=False)[0]
+
+    def _next_free_of(self, order: TenantOrder) -> int:
+        block_id = next(iter(self._free))
+        if self._hash_of[block_id] is not None:
+            victim = order.victim()
+            block_id = block_id if victim is None else victim
+            order.is_empty(block_id)
+        del self._free[block_id]
+        return block_id
 
     def _forget(self, block_id: int, block_hash: BlockHash) -> None:
         self._hash_of[block_id] = None

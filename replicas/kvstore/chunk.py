@@ -21,6 +21,17 @@ class ChunkName(NamedTuple):
     last_block: int
 
 
+class StoreTenant:
+    """One that has a share of the store: see `tenant_shares.py`."""
+
+    __slots__ = ("num_held", "share")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.num_held = 0
+        """Chunks, once for each tier."""
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     name: ChunkName
@@ -32,6 +43,8 @@ class Chunk:
     has_failed: bool = False
     """It could not be written when it was tried last, and was not used since."""
     num_uses: int = 1
+    tenant: StoreTenant | None = None
+    """Whose share it takes room of; None is nobody's."""
 
     @property
     def may_leave_host(self) -> bool:

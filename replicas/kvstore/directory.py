@@ -27,11 +27,12 @@ until it is given back.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from replicas.kvstore.chunk import Chunk, ChunkName, chain_before
-from replicas.kvstore.leasing.leases import EVERYBODY, LeaseRecord, Leases, TenantTag, Wish
+from replicas.kvstore.chunk import Chunk, ChunkName, StoreTenant, chain_before
+from replicas.kvstore.leasing.leases import LeaseRecord, Leases, Wish
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy, TenantShares, TierShares
 from replicas.kvstore.use_order import NewestChain, UseOrder
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.kvstore.write_queues import WriteQueues
@@ -89,14 +90,13 @@ class Directory:
         self._chunk_bytes = chunk_bytes
         self._write_budget = write_budget or WriteBudget()
         self._chunks: dict[BlockHash, Chunk] = {}
-        self._hot, self._cold = UseOrder(), UseOrder()
-        self._owed = UseOrder()
+        self._shares = TenantShares()
+        self._host_shares, self._disk_shares = TierShares(host_chunks, 3), TierShares(disk_chunks, 2)
+        self._cold, self._hot, self._owed = self._host_shares.orders
         """Chunks in host memory that are leased and have no file."""
         self._newest_in_host = NewestChain(self._hot, self._owed)
-        self._disk = UseOrder()
-        """Those that are written, and those that are being written."""
-        self._disk_leased = UseOrder()
-        """Of the same kind, and leased."""
+        self._disk, self._disk_leased = self._disk_shares.orders
+        """Those that are written, and those that are being written; and those of them that are leased."""
         self._newest_on_disk = NewestChain(self._disk, self._disk_leased)
         self._to_write = WriteQueues()
         self.num_changes = 0
@@ -175,9 +175,10 @@ class Directory:
 
     # What is used.
 
-    def use(self, keys: Sequence[BlockHash]) -> None:
+    def use(self, keys: Sequence[BlockHash], tenancy: Tenancy = NOBODYS) -> None:
         """A request begins with these chunks, wherever its engine finds them. Unknown ones are ignored."""
         self._end_newest()
+        tenant = self._sharing(tenancy)
         for key in reversed(keys):
             self.leases.use(key)
             chunk = self._chunks.get(key)
@@ -185,6 +186,8 @@ class Directory:
                 continue
             chunk.num_uses += 1
             chunk.has_failed = False
+            if chunk.tenant is None and tenant is not None:
+                self._charge(chunk, tenant)
             self._put_newest(chunk)
         self._cool()
 
@@ -204,18 +207,34 @@ class Directory:
     # What is leased.
 
     def grant(
-        self, keys: Sequence[BlockHash], seconds: int, tenant: TenantTag = EVERYBODY
+        self, keys: Sequence[BlockHash], seconds: int, tenancy: Tenancy = NOBODYS, bucket: bytes = b""
     ) -> LeaseRefusal | None:
         """Lease these chunks, a chain from its beginning, or none of them and say why. Those that are nowhere
-        are leased as soon as they come, if that is soon. It is a use of them.
+        are leased as soon as they come, if that is soon. It is a use of them, for a request of this bucket.
         """
         chunks = [self._chunks.get(key) for key in keys]
         wishes = [
             Wish(key, chunk is not None and chunk.has_file) for key, chunk in zip(keys, chunks, strict=True)
         ]
-        refusal = self.leases.grant(wishes, seconds, tenant)
-        if refusal is not None:
-            return refusal
+        refusal = self.leases.grant(wishes, seconds, tenancy.tag, tenancy.lease_share, bucket)
+        if refusal is None:
+            self._keep_leased(chunks)
+        return refusal
+
+    def take_leases(self, records: Sequence[LeaseRecord]) -> list[LeaseRefusal | None]:
+        """Lease what another replica had leased, each chunk by itself, of which some are here and others are
+        to come at once. For each why it is not leased, or None.
+        """
+        chunks = [self._chunks.get(record.key) for record in records]
+        refusals = [
+            self.leases.take_over(record, has_file=chunk is not None and chunk.has_file)
+            for record, chunk in zip(records, chunks, strict=True)
+        ]
+        taken = [None if refusal else chunk for chunk, refusal in zip(chunks, refusals, strict=True)]
+        self._keep_leased(taken)
+        return refusals
+
+    def _keep_leased(self, chunks: Sequence[Chunk | None]) -> None:
         self._end_newest()
         for chunk in reversed(chunks):
             if chunk is None:
@@ -224,7 +243,13 @@ class Directory:
                 self.leases.stored(chunk.name.key)
             self._put_newest(chunk)
         self._cool()
-        return None
+
+    def leased(self) -> Iterator[tuple[LeaseRecord, Chunk, float]]:
+        """What is leased and there, and its tenant's share of the store."""
+        for record in self.leases.all_records():
+            chunk = self._chunks.get(record.key)
+            if chunk is not None and chunk.is_ready:
+                yield record, chunk, self._shares.share_of(record.tenant)
 
     def broken(self, keys: Iterable[BlockHash]) -> tuple[int, LeaseBreak | None]:
         """How many of these chunks went before the end of their leases and are still missing, and why the
@@ -232,6 +257,10 @@ class Directory:
         """
         causes = [cause for key in keys if key not in self._chunks and (cause := self.leases.broken_by(key))]
         return len(causes), causes[0] if causes else None
+
+    def num_expired(self, keys: Iterable[BlockHash]) -> int:
+        """How many of these chunks went after their leases had run out, and are still missing."""
+        return sum(key not in self._chunks and self.leases.has_expired(key) for key in keys)
 
     def pass_time(self, now: float) -> None:
         """It is `now` seconds, by a clock that does not go back: the latest time is what leases go by."""
@@ -255,19 +284,20 @@ class Directory:
 
     # Into host memory: from the device, from disk, from a peer.
 
-    def offer(self, name: ChunkName) -> int | None:
+    def offer(self, name: ChunkName, tenancy: Tenancy = NOBODYS) -> int | None:
         """The slot to copy a chunk into that the device or a peer has. Then `filled` or `given_up`.
 
-        None if it has a slot already, or if every slot is in use.
+        None if it has a slot already, or if no slot may be taken for it.
         """
         chunk = self._chunks.get(name.key)
         if chunk is not None and chunk.slot is not None:
             return None
-        slot = self._take_slot()
+        tenant = self._sharing(tenancy) if chunk is None or chunk.tenant is None else chunk.tenant
+        slot = self._take_slot(tenant)
         if slot is None:
             return None
         if chunk is None:
-            chunk = self._new_chunk(name)
+            chunk = self._new_chunk(name, tenant)
         self._fill(chunk, slot)
         return slot
 
@@ -279,7 +309,7 @@ class Directory:
         """
         chunk = self._chunks[key]
         assert chunk.slot is None and chunk.is_on_disk, "what is fetched lies on disk alone"
-        slot = self._take_slot()
+        slot = self._take_slot(chunk.tenant)
         if slot is not None:
             self._fill(chunk, slot)
         return slot
@@ -332,8 +362,9 @@ class Directory:
             if not self._may_make_file() or not self._write_budget.take(now, self._chunk_bytes):
                 break
             chunk = self._to_write.first_unwritten(self._chunks[key], self._chunks)
-            if self.num_on_disk == self.max_disk_chunks:
-                self._evict_file()
+            if self.num_on_disk == self.max_disk_chunks and not self._make_room(chunk.tenant):
+                self._to_write.forget(key)
+                continue
             writes.append(self._begin_write(chunk))
         return writes
 
@@ -477,8 +508,8 @@ class Directory:
 
     # One chunk.
 
-    def _new_chunk(self, name: ChunkName) -> Chunk:
-        chunk = self._chunks[name.key] = Chunk(name)
+    def _new_chunk(self, name: ChunkName, tenant: StoreTenant | None = None) -> Chunk:
+        chunk = self._chunks[name.key] = Chunk(name, tenant=tenant)
         self._newest_in_host.has_come(name.key)
         self._newest_on_disk.has_come(name.key)
         return chunk
@@ -495,12 +526,27 @@ class Directory:
         if chunk.slot is not None:
             self._take_for_host(chunk).put_newest(chunk)
 
+    def _sharing(self, tenancy: Tenancy) -> StoreTenant | None:
+        tenant = self._shares.of(tenancy)
+        if tenant is not None:
+            self._host_shares.begin_shares()
+            self._disk_shares.begin_shares()
+        return tenant
+
+    def _charge(self, chunk: Chunk, tenant: StoreTenant) -> None:
+        """It was nobody's. There is no newest chain."""
+        orders = [*self._host_shares.orders, *self._disk_shares.orders]
+        held_by = [order for order in orders if order.take(chunk.name.key)]
+        chunk.tenant = tenant
+        for order in held_by:
+            order.put_newest(chunk)
+
     # Slots.
 
-    def _take_slot(self) -> int | None:
+    def _take_slot(self, tenant: StoreTenant | None) -> int | None:
         if not self._free_slots:
-            parts = (self._cold, self._hot, self._owed)
-            victim = next((each for part in parts for each in part if each.may_leave_host), None)
+            victims = self._host_shares.victims(tenant, self._host_shares.orders)
+            victim = next((each for each in victims if each.may_leave_host), None)
             if victim is None:
                 return None
             assert victim.slot is not None
@@ -587,6 +633,14 @@ class Directory:
     def _may_make_file(self) -> bool:
         """Whether there is room for one more file, or a file that may go."""
         return self.num_on_disk < self.max_disk_chunks or any(each.is_on_disk for each in self._disk)
+
+    def _make_room(self, tenant: StoreTenant | None) -> bool:
+        """Whether a file has gone for one of this tenant."""
+        files = self._disk_shares.victims(tenant, [self._disk])
+        victim = next((each for each in files if each.is_on_disk), None)
+        if victim is not None:
+            self._leave_disk(victim, LeaseBreak.DISK_FULL)
+        return victim is not None
 
     def _evict_file(self) -> None:
         files = (each for part in (self._disk, self._disk_leased) for each in part)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.ways import MoveSpeeds, Reach, Way, cheapest_way
 
@@ -57,11 +58,12 @@ def plan_arrival(
     wait_seconds: float,
     token_seconds: float,
     num_at_peer: int = 0,
+    tenancy: Tenancy = NOBODYS,
 ) -> Plan:
     """For a request of which the device has `num_device_tokens`, and that computes all but at most
     `num_findable_tokens` itself. A peer has its first `num_at_peer` chunks. They count as used now.
     """
-    directory.use([name.key for name in names])
+    directory.use([name.key for name in names], tenancy)
     first = num_device_tokens // chunk_tokens
     lacking = names[first:]
     places = directory.find(name.key for name in lacking)
@@ -79,6 +81,25 @@ def plan_arrival(
         name.key for name, place in zip(lacking[:here], places[:here], strict=True) if place is Place.DISK
     ]
     return Plan(way, to_read, list(lacking[here:num_wanted]))
+
+
+def left_below(
+    directory: Directory,
+    names: Sequence[ChunkName],
+    *,
+    chunk_tokens: int,
+    num_found_tokens: int,
+    num_findable_tokens: int,
+    num_planned_tokens: int,
+) -> tuple[int, int]:
+    """For a request that starts with so many tokens on the device: how many more were to be brought there and
+    did not come, and how many of those after them lie below it all the same.
+    """
+    first = num_found_tokens // chunk_tokens
+    num_below = len(directory.find(name.key for name in names[first:]))
+    end = min((first + num_below) * chunk_tokens, num_findable_tokens)
+    num_lost = max(0, num_planned_tokens - num_found_tokens)
+    return num_lost, max(0, end - num_found_tokens - num_lost)
 
 
 def num_ready_blocks(

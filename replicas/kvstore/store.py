@@ -27,9 +27,11 @@ from replicas.kvstore.leasing.lease_desk import LeaseDesk, leases_within, restor
 from replicas.kvstore.on_disk.disk import Disk, Finished, Kind
 from replicas.kvstore.plan import Plan, num_ready_blocks, plan_arrival
 from replicas.kvstore.pulling.store_pulls import StorePulls
+from replicas.kvstore.pulling.take_overs import TakeOvers
 from replicas.kvstore.rate import Rate
 from replicas.kvstore.slot_books import SlotBooks, Writers
 from replicas.kvstore.tally import Tally, failure
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, CacheEvent, Tier
@@ -141,6 +143,7 @@ class ChunkStore:
         self._erasures: set[int] = set()
         self._books = SlotBooks(arena, shape.tokens, None if puller is None else puller.kind.layout)
         self._pulls = None if puller is None else StorePulls(self.directory, arena, self._books, puller)
+        self.take_overs = TakeOvers(self.directory, self.leases, self._pulls)
 
     @property
     def shared(self) -> SharedKv | None:
@@ -163,12 +166,12 @@ class ChunkStore:
 
     # From the device.
 
-    def offer(self, name: ChunkName, writers: Writers) -> int | None:
+    def offer(self, name: ChunkName, writers: Writers, tenancy: Tenancy = NOBODYS) -> int | None:
         """The slot to copy a chunk into that the device has. Then `filled` or `given_up`.
 
-        None if it has a slot already (`is_kept`), or if every slot is in use.
+        None if it has a slot already (`is_kept`), or if no slot may be taken for it.
         """
-        slot = self.directory.offer(name)
+        slot = self.directory.offer(name, tenancy)
         if slot is not None:
             self._books.taken(slot, name, writers)
         return slot
@@ -205,6 +208,7 @@ class ChunkStore:
         wait_seconds: float,
         token_seconds: float,
         peer: PullHint | None = None,
+        tenancy: Tenancy = NOBODYS,
     ) -> Plan:
         """A request with these chunks has come. They count as used, and what should be in host memory when
         its turn comes is read from now on, or pulled from the peer.
@@ -220,9 +224,10 @@ class ChunkStore:
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
             num_at_peer=0 if pulls is None or peer is None else pulls.num_at(peer),
+            tenancy=tenancy,
         )
         if pulls is not None and peer is not None and plan.to_pull:
-            plan = plan._replace(transfer=pulls.begin(peer, plan.to_pull))
+            plan = plan._replace(transfer=pulls.begin(peer, [(name, tenancy) for name in plan.to_pull]))
         if self._disk is not None:
             self._disk.note_use([name.key for name in reversed(names)])
             for key in plan.to_read:
@@ -278,6 +283,7 @@ class ChunkStore:
         self.leases.poll()
         if self._pulls is not None:
             self._pulls.poll(self._tally.pulls)
+        self.take_overs.poll()
         if self._disk is None or not self._has_begun:
             return
         for finished in self._disk.take_finished():
@@ -295,16 +301,17 @@ class ChunkStore:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are events to take, or nobody knows yet what tiers there are."""
+        """Whether there are events or answers to take, or nobody knows yet what tiers there are."""
         is_unknown = self._has_begun and self._told is None
-        return is_unknown or bool(self._events) or self.directory.has_events
+        has_events = bool(self._events) or self.directory.has_events
+        return is_unknown or has_events or self.take_overs.has_answers
 
     @property
     def look_again_seconds(self) -> float | None:
         """When to `poll` again; None while nothing ends by itself."""
         if self._reads or (self._pulls is not None and self._pulls.is_busy):
             return MOVING_SECONDS
-        if self._writes or self._erasures:
+        if self._writes or self._erasures or self.take_overs.is_busy:
             return WRITING_SECONDS
         if self._is_learning:
             return LEARNING_SECONDS

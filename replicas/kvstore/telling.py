@@ -37,4 +37,5 @@ def told(frame: StepFrame, store: "ChunkStore") -> StepFrame:
         look_again_seconds=store.look_again_seconds,
         leases=store.leases.take_totals(),
         tiers=figures if store.is_news(figures) else None,
+        answers=store.take_overs.take_answers(),
     )

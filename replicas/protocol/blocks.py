@@ -9,6 +9,9 @@ A block hash names a *full* block together with everything before it::
     h_0  = zeros
     h_i  = SHA-256(key | h_{i-1} | tokens_i as u32le | extras_i)[:16]
 
+The first blocks of a prompt may be published: they have the root of what everyone may share, and the block
+behind them goes on from the last of them under its own.
+
 The root is the key of every link and is itself no hash: it goes to replicas with a request, and never into
 the index. So a reader of the index can confirm no guess, even knowing the tokens, the model and the salt.
 SHA-256 with a secret first block authenticates here because half of the digest is cut off: a hash that was
@@ -24,9 +27,11 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, cast
+from typing import Annotated, NewType, cast
 
-from replicas.protocol.bounds import Uint32
+from msgspec import Meta, Struct
+
+from replicas.protocol.bounds import MAX_BLOCKS, Uint32
 from replicas.protocol.cluster_secret import MIN_SECRET_BYTES
 
 BlockHash = NewType("BlockHash", bytes)
@@ -51,6 +56,14 @@ class Namespace:
     adapter: str | None = None
     tenant: str | None = None
     salt: str | None = None
+
+
+class PublishedBeginning(Struct, frozen=True, array_like=True):
+    """The first blocks of a prompt belong to everyone: they hash under a `root` of their own, and the chain
+    goes on from them under the prompt's."""
+
+    root: Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +108,23 @@ def hash_blocks(
     parent: BlockHash | None = None,
     start: int = 0,
     media: Sequence[MediaSpan] = (),
+    published: PublishedBeginning | None = None,
 ) -> list[BlockHash]:
     """Hashes of the full blocks in `token_ids`, in the namespace of `root`; a partial last block has none.
 
     `parent` is the hash of the block before them, None at a sequence's start. `start` is the position of
     `token_ids[0]` in the sequence, a multiple of the block size. `media` positions count from its start.
+    What is `published` hashes under its own root.
     """
-    return hash_packed(root, pack_token_ids(token_ids), block_size, parent=parent, start=start, media=media)
+    packed = pack_token_ids(token_ids)
+    if published is None or start >= published.num_blocks * block_size:
+        return hash_packed(root, packed, block_size, parent=parent, start=start, media=media)
+    cut = (published.num_blocks * block_size - start) * 4
+    hashes = hash_packed(published.root, packed[:cut], block_size, parent=parent, start=start, media=media)
+    if len(packed) > cut:
+        start += cut // 4
+        hashes += hash_packed(root, packed[cut:], block_size, parent=hashes[-1], start=start, media=media)
+    return hashes
 
 
 def hash_packed(

@@ -21,6 +21,7 @@ class Purpose(Enum):
     CALLS = b"tokens of gRPC calls"
     CHECK = b"check value"
     CACHES = b"encryption of named caches"
+    API_KEYS = b"encryption of tenants and API keys"
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:

@@ -13,7 +13,13 @@ from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta, Struct, field
 
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan, unpack_token_ids
+from replicas.protocol.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    MediaSpan,
+    PublishedBeginning,
+    unpack_token_ids,
+)
 from replicas.protocol.bounds import (
     MAX_BLOCKS,
     MAX_BYTES,
@@ -26,6 +32,7 @@ from replicas.protocol.bounds import (
 )
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS
+from replicas.protocol.hand_overs import MAX_BUCKET_BYTES, StoreAnswer
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import TierFigures
@@ -42,6 +49,7 @@ NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 NumBlocks = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class RequestKey(NamedTuple):
@@ -107,14 +115,18 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     """Run one prompt. `submit_id` counts the submits of a stream, from 1.
 
     `packed_tokens` is what `pack_token_ids` makes of the prompt: it is packed once in the router and unpacked
-    once beside the engine. `root` is the namespace root of its block chain. The last `num_output_tokens` of
+    once beside the engine. `root` is the namespace root of its block chain, but for the beginning that is
+    `published`, if any. The last `num_output_tokens` of
     the tokens are not prompt but output that another replica already produced: a resumed generation, whose
     limits, penalties and random numbers go on counting from there. Lower `priority` goes first. `adapter`
     names one of the model card's. `announced_hashes` are those of the prompt's blocks that the index would
     keep and that the router believes this replica will have to compute: the replica announces them to all
     routers under `announcement_id`, a number of the router's that no other request anywhere has. 0 is none.
     `num_expected_tokens` is how many tokens the router expects it to compute, for the load until the engine
-    has counted it; 0 is not known. `leases` are wishes for how long the prompt's KV is kept. `pull` says who
+    has counted it; 0 is not known. `leases` are wishes for how long the prompt's KV is kept, and with them
+    comes the `bucket`, by which a replica that drains finds who should keep it then. `tenant` is
+    a digest of whose request it is, empty where there are no keys; the shares are that tenant's own, of the
+    room for leases and of each tier below the device, and 0 is no bound of its own. `pull` says who
     has more of it, where it should be sooner to read it there than to compute it. `request_id` is
     that of the client's request, for logs; `trace_parent` names the span that this submit belongs to, as
     W3C's traceparent does, and `trace_state` is the tracestate that comes with it. None of these three
@@ -139,7 +151,12 @@ class Submit(Struct, frozen=True, omit_defaults=True):
     announcement_id: Uint64 = 0
     num_expected_tokens: Uint32 = 0
     leases: Annotated[tuple[PrefixLease, ...], Meta(max_length=MAX_LEASES)] = ()
+    bucket: Annotated[bytes, Meta(max_length=MAX_BUCKET_BYTES)] = b""
+    tenant: Annotated[bytes, Meta(max_length=MAX_USER_TAG_BYTES)] = b""
+    lease_share: Share = 0.0
+    store_share: Share = 0.0
     pull: PullHint | None = None
+    published: PublishedBeginning | None = None
     request_id: str = ""
     trace_parent: str = ""
     trace_state: str = ""
@@ -187,7 +204,9 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
 
     `leases` answers those of the submit, in their order; none of them means that nobody has looked at them.
     `num_evicted_early_tokens` of those that were not cached had been leased and went before their time, the
-    first of them for the reason `broken_by`.
+    first of them for the reason `broken_by`. Of the rest of those that were not cached, `num_unmoved_tokens`
+    lay below the device, where computing them was sooner than moving them; `num_lost_tokens` were to be moved
+    and did not come, or not in time; and `num_expired_tokens` had been leased, and went when that was over.
     """
 
     num_prompt_tokens: Uint32
@@ -201,6 +220,9 @@ class PromptUsage(Struct, frozen=True, omit_defaults=True):
     leases: Annotated[tuple[LeaseAnswer, ...], Meta(max_length=MAX_LEASES)] = ()
     num_evicted_early_tokens: Uint32 = 0
     broken_by: LeaseBreak | None = None
+    num_unmoved_tokens: Uint32 = 0
+    num_lost_tokens: Uint32 = 0
+    num_expired_tokens: Uint32 = 0
 
     @property
     def num_device_tokens(self) -> int:
@@ -273,7 +295,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
     other; the loop sets it, not the engine. `look_again_seconds` is when to step again though nothing has
     come: something moves that ends by itself. None is never. `leases` and `tiers` come when they
-    have changed.
+    have changed. `answers` are the store's, to what it was asked.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -287,6 +309,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     look_again_seconds: float | None = None
     leases: LeaseTotals | None = None
     tiers: TierFigures | None = None
+    answers: list[StoreAnswer] = field(default_factory=list)
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

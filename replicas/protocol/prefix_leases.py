@@ -58,6 +58,8 @@ class LeaseBreak(enum.StrEnum):
     """It was never stored: its request ended before, or there was no room at the time."""
     CLEARED = "cleared"
     """Somebody had everything forgotten."""
+    LEFT = "left"
+    """Its replica has left, and no other could take it over in time."""
 
 
 class LeaseAnswer(Struct, frozen=True, array_like=True):

@@ -28,6 +28,9 @@ class Replica(Protocol):
     async def pull(self, request: bytes, context: Any) -> None:
         """PullRequest to PullParts: chunks of KV from host memory, for another replica."""
 
+    async def take_over(self, request: bytes, context: Any) -> Any:
+        """TakeOver to TakenOver: chunks that another replica had leased and cannot keep any longer."""
+
     async def begin_drain(self, request: bytes, context: Any) -> Any:
         """Nothing to Nothing: stop admitting, finish what runs, leave. Returns at once."""
 
@@ -44,6 +47,7 @@ def handler(replica: Replica) -> "grpc.GenericRpcHandler[Any, Any]":
         "Describe": grpc.unary_unary_rpc_method_handler(replica.describe, response_serializer=encode),
         "ListBlocks": grpc.unary_stream_rpc_method_handler(replica.list_blocks, response_serializer=encode),
         "Pull": grpc.unary_stream_rpc_method_handler(replica.pull, response_serializer=encode),
+        "TakeOver": grpc.unary_unary_rpc_method_handler(replica.take_over, response_serializer=encode),
         "Drain": grpc.unary_unary_rpc_method_handler(replica.begin_drain, response_serializer=encode),
     }
     return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)

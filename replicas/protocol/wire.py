@@ -36,6 +36,7 @@ from replicas.protocol.frames import (
     TokenDelta,
     TokenLogprobs,
 )
+from replicas.protocol.hand_overs import TakenOver, TakeOver
 from replicas.protocol.pulls import PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 
@@ -114,6 +115,8 @@ decode_describe_request = _decoder(DescribeRequest)
 decode_block_list = _decoder(BlockList)
 decode_pull_request = _decoder(PullRequest)
 decode_pull_part = _decoder(PullPart)
+decode_take_over = _decoder(TakeOver)
+decode_taken_over = _decoder(TakenOver)
 decode_load = _decoder(LoadSnapshot)
 _decode_submit = _decoder(Submit)
 _decode_delta = _decoder(TokenDelta)
@@ -201,7 +204,11 @@ def _check_usage(usage: PromptUsage) -> None:
         cached <= usage.num_prompt_tokens
         and usage.num_cross_user_tokens + usage.num_own_tokens <= cached
         and usage.num_disk_tokens + usage.num_pulled_tokens <= usage.num_slower_tier_tokens <= cached
-        and usage.num_evicted_early_tokens <= usage.num_prompt_tokens - cached
+        and usage.num_evicted_early_tokens
+        + usage.num_unmoved_tokens
+        + usage.num_lost_tokens
+        + usage.num_expired_tokens
+        <= usage.num_prompt_tokens - cached
     ):
         raise ValueError(f"a usage does not add up: {shown(usage)}")
 

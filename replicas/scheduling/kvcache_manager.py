@@ -73,11 +73,11 @@ class KVCacheManager:
         if num_missing > self.pool.num_free:
             return False
         if cached_block_ids:
-            self.pool.acquire(cached_block_ids)
+            self.pool.acquire(cached_block_ids, request.submit.tenant)
             num_missing = -(-end // block_size) - len(cached_block_ids)
             request.block_ids.extend(cached_block_ids)
         if num_missing > 0:
-            request.block_ids.extend(self.pool.allocate(num_missing))
+            request.block_ids.extend(self.pool.allocate(num_missing, request.submit.tenant))
         if end // block_size > start // block_size:
             self._store(request, start // block_size, end // block_size, user=request.submit.user)
         return True
@@ -87,9 +87,9 @@ class KVCacheManager:
         for: the cached ones, and others whose KV is to be computed or loaded.
         """
         num_missing = -(-request.num_tokens // self.block_size) - len(cached_block_ids)
-        self.pool.acquire(cached_block_ids)
+        self.pool.acquire(cached_block_ids, request.submit.tenant)
         request.block_ids.extend(cached_block_ids)
-        request.block_ids.extend(self.pool.allocate(num_missing))
+        request.block_ids.extend(self.pool.allocate(num_missing, request.submit.tenant))
 
     def share_loaded(self, request: Request, first: int, end: int, writers: Sequence[UserTag]) -> None:
         """Share blocks `[first, end)`, which hold KV now that was computed by the requests of `writers`."""
@@ -147,4 +147,5 @@ class KVCacheManager:
             parent=block_hashes[-1] if block_hashes else None,
             start=start * self.block_size,
             media=request.submit.media,
+            published=request.submit.published,
         )

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome
-from replicas.kvstore.plan import chunk_names
+from replicas.kvstore.plan import chunk_names, left_below
 from replicas.kvstore.telling import told
+from replicas.kvstore.tenant_shares import tenancy_of
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RequestKey, StepFrame, UserTag
 from replicas.scheduling.kvcache_manager import KVCacheManager
@@ -69,6 +70,11 @@ class Progress:
     """How much had changed in the store when it was found that it must wait for KV; None if it need not."""
     num_offered: int = 0
     """Leading chunks that host memory has been offered."""
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether anything is read or pulled for it."""
+        return bool(self.read) or self.transfer is not None
 
 
 class _Load(NamedTuple):
@@ -121,6 +127,7 @@ class LowerTiers:
             wait_seconds=wait_seconds,
             token_seconds=self._token_seconds,
             peer=request.submit.pull,
+            tenancy=tenancy_of(request.submit),
         )
         if request.num_preemptions == 0:
             request.lease_outcome = self._lease(request, names, num_device_blocks)
@@ -136,7 +143,8 @@ class LowerTiers:
         """What it asks for is asked for once, by its first choice."""
         of_prompt = names[: request.num_prompt_tokens // self._store.shape.tokens]
         leases = request.submit.leases if request.key.choice == 0 else ()
-        return self._store.leases.ask(of_prompt, leases, num_device_blocks)
+        tenancy, bucket = tenancy_of(request.submit), request.submit.bucket
+        return self._store.leases.ask(of_prompt, leases, num_device_blocks, tenancy, bucket)
 
     def still_waits(self, request: Request) -> bool:
         """Whether nothing that could end its wait for KV has happened since it was looked at last."""
@@ -154,13 +162,23 @@ class LowerTiers:
         num_ready, is_more_coming = self._store.num_ready_blocks(
             progress.names, num_device_blocks, self._manager.num_findable_blocks(request)
         )
+        num_planned_tokens = progress.num_planned_tokens if progress.is_brought else 0
         num_tokens = (num_ready - num_device_blocks) * self._manager.block_size
         if num_tokens and self._store.load_seconds(num_tokens) >= num_tokens * self._token_seconds:
-            num_ready = num_device_blocks
+            num_ready, num_planned_tokens = num_device_blocks, 0
         lacks_planned = num_ready * self._manager.block_size < progress.num_planned_tokens
         must_wait = is_more_coming and lacks_planned and self._clock() < progress.waits_until
         if must_wait:
             progress.waits_since = self._store.num_changes
+        elif request.num_preemptions == 0:
+            request.num_lost_tokens, request.num_unmoved_tokens = left_below(
+                self._store.directory,
+                progress.names,
+                chunk_tokens=self._store.shape.tokens,
+                num_found_tokens=num_ready * self._manager.block_size,
+                num_findable_tokens=self._manager.num_findable_blocks(request) * self._manager.block_size,
+                num_planned_tokens=num_planned_tokens,
+            )
         return num_ready, must_wait
 
     def _is_loaded_by_another(self, progress: Progress, num_device_blocks: int) -> bool:
@@ -252,7 +270,7 @@ class LowerTiers:
             return True
         blocks = slice(first_block, first_block + self._store.shape.blocks_per_chunk)
         writers = self._manager.pool.writers.tags(request.block_hashes[blocks])
-        slot = self._store.offer(name, writers)
+        slot = self._store.offer(name, writers, tenancy_of(request.submit))
         if slot is not None:
             self._offloads.append(_Offload(name.key, self._copier.copy_out(request.block_ids[blocks], slot)))
         return slot is not None

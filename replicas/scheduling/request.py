@@ -36,12 +36,14 @@ class Request:
         "num_cross_user_tokens",
         "num_disk_tokens",
         "num_expected_tokens",
+        "num_lost_tokens",
         "num_own_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_pulled_tokens",
         "num_slower_tier_tokens",
         "num_submitted_tokens",
+        "num_unmoved_tokens",
         "rank",
         "sampling",
         "seed",
@@ -77,6 +79,10 @@ class Request:
         """And of these, those that were read from disk for it."""
         self.num_pulled_tokens: int = 0
         """And those that were pulled from a peer for it."""
+        self.num_lost_tokens: int = 0
+        """To be brought to the device, and not come."""
+        self.num_unmoved_tokens: int = 0
+        """Below the device, and sooner computed than moved."""
         self.lease_outcome: LeaseOutcome = without_tiers(self.submit.leases if self.key.choice == 0 else ())
         """What became of the leases that it asks for, as its submit's first choice."""
         self.num_expected_tokens: int = 0

@@ -3,6 +3,8 @@
 Owns the arithmetic from what the scheduler has noted of the request.
 """
 
+from collections.abc import Iterable, Iterator
+
 from replicas.protocol.frames import PromptUsage
 from replicas.scheduling.request import Request
 
@@ -12,6 +14,15 @@ def prompt_usage(request: Request, block_size: int) -> PromptUsage:
     num_full_block_tokens = request.num_prompt_tokens // block_size * block_size
     num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
     outcome = request.lease_outcome
+    num_lost, num_unmoved, num_evicted_early, num_expired = shares_of(
+        request.num_prompt_tokens - num_cached_tokens,
+        (
+            request.num_lost_tokens,
+            request.num_unmoved_tokens,
+            outcome.num_evicted_early_tokens,
+            outcome.num_expired_tokens,
+        ),
+    )
     return PromptUsage(
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
@@ -22,8 +33,17 @@ def prompt_usage(request: Request, block_size: int) -> PromptUsage:
         num_disk_tokens=min(request.num_disk_tokens, request.num_prompt_tokens),
         num_pulled_tokens=min(request.num_pulled_tokens, request.num_prompt_tokens),
         leases=outcome.answers,
-        num_evicted_early_tokens=min(
-            outcome.num_evicted_early_tokens, request.num_prompt_tokens - num_cached_tokens
-        ),
+        num_evicted_early_tokens=num_evicted_early,
         broken_by=outcome.broken_by,
+        num_unmoved_tokens=num_unmoved,
+        num_lost_tokens=num_lost,
+        num_expired_tokens=num_expired,
     )
+
+
+def shares_of(num_tokens: int, wanted: Iterable[int]) -> Iterator[int]:
+    """As much of each as the ones before it leave."""
+    for number in wanted:
+        share = min(number, num_tokens)
+        num_tokens -= share
+        yield share

@@ -19,6 +19,7 @@ EVERYBODY = "/grpc.health.v1.Health/"
 ONLY: Mapping[str, frozenset[Role]] = {
     "Drain": frozenset({Role.CONTROLLER}),
     "Pull": frozenset({Role.REPLICA}),
+    "TakeOver": frozenset({Role.REPLICA}),
 }
 """Methods of our service that not every role may call."""
 

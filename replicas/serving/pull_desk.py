@@ -77,6 +77,10 @@ class PullDesk:
             if not self._num_pulls:
                 self._idle.set()
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._num_pulls
+
     async def wait_idle(self) -> None:
         """Return once no pull is served. Each has a deadline."""
         await self._idle.wait()

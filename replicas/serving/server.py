@@ -35,6 +35,7 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.protocol.hand_overs import TakenOver
 from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import (
@@ -51,6 +52,8 @@ from replicas.serving.intake import Intake
 from replicas.serving.ports import Ports
 from replicas.serving.pull_desk import PullDesk
 from replicas.serving.router_stream import OpenRequest, RouterStream
+from replicas.serving.store_questions import StoreInbox, StoreQuestions
+from replicas.serving.take_over_desk import TakeOverDesk
 from replicas.serving.waits import Waits
 
 logger = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ MAX_CHOICES = 128
 HASHES_PER_BLOCK_LIST = 65_536
 
 
-class EngineInbox(Protocol):
+class EngineInbox(StoreInbox, Protocol):
     """What the server needs of the engine loop."""
 
     def submit(self, serial: int, submit: Submit) -> bool: ...
@@ -134,6 +137,9 @@ class ReplicaServer:
         metrics.open_sequences.set_function(lambda: intake.num_sequences)
         metrics.open_tokens.set_function(lambda: intake.num_tokens)
         self._pull_desk = PullDesk(kv, identity.epoch, metrics.pulled_chunks)
+        self.store = StoreQuestions(inbox)
+        layout = None if kv is None else kv.layout
+        self._take_over_desk = TakeOverDesk(layout, self.store, metrics.leaving.taken_over_chunks)
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -174,7 +180,7 @@ class ReplicaServer:
 
     async def tell_draining(self) -> None:
         """Return once every router knows that nothing more is to come. What is submitted before is taken."""
-        self._is_telling = True
+        self._is_telling = self._take_over_desk.is_draining = True
         for stream in self._streams:
             stream.tell_draining()
         while unaware := [stream for stream in self._streams if not stream.knows_draining.is_set()]:
@@ -183,6 +189,11 @@ class ReplicaServer:
     def drain(self) -> None:
         """Refuse whatever is submitted from now on."""
         self._is_draining = True
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is open and no peer reads from here."""
+        return self._idle.is_set() and self._pull_desk.is_idle
 
     async def wait_idle(self) -> None:
         """Return once no request is open and no peer reads from here."""
@@ -204,6 +215,7 @@ class ReplicaServer:
             if (begun := self._open.get(serial)) is not None:
                 begun.trace.started(self._num_frames, step_seconds)
         self._waits.take(frame, step_seconds)
+        self.store.take(frame.answers)
         for delta in frame.deltas:
             serial, choice = delta.key
             request = self._open.get(serial)
@@ -258,6 +270,9 @@ class ReplicaServer:
 
     async def pull(self, request: bytes, context: Any) -> None:
         await self._pull_desk.serve(request, context)
+
+    async def take_over(self, request: bytes, context: Any) -> TakenOver:
+        return await self._take_over_desk.serve(request, context)
 
     async def begin_drain(self, request: bytes, context: Any) -> Nothing:
         self._on_drain()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from replicas.engine import EngineRequest, SharedKv
 from replicas.grammars.constraint import Constraints
 from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Request, SampledToken
@@ -87,6 +88,9 @@ class SimulatedEngine:
     def abort(self, key: RequestKey) -> None:
         self._scheduler.abort(key)
         self._answers.pop(key, None)
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        """It has none."""
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()

@@ -19,6 +19,7 @@ from replicas.kvstore.opening import open_store
 from replicas.kvstore.store import ChunkStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.lower_tiers import LowerTiers
@@ -113,6 +114,10 @@ class TorchEngine:
 
     def abort(self, key: RequestKey) -> None:
         self._scheduler.abort(key)
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        if self.store is not None:
+            self.store.take_overs.ask(question)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()

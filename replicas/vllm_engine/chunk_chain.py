@@ -7,7 +7,8 @@ name nothing outside it.
 from collections.abc import Callable, Iterable, Sequence
 
 from replicas.kvstore.chunk import ChunkName
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
+from replicas.protocol.blocks import BlockHash, PublishedBeginning, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
 
 
@@ -18,9 +19,16 @@ class ChunkChain:
     """
 
     def __init__(
-        self, root: BlockHash, token_ids: Sequence[int], *, block_size: int, blocks_per_chunk: int
+        self,
+        root: BlockHash,
+        token_ids: Sequence[int],
+        *,
+        block_size: int,
+        blocks_per_chunk: int,
+        published: PublishedBeginning | None = None,
     ) -> None:
         self.user: UserTag = NO_USER
+        self.tenancy: Tenancy = NOBODYS
         self.num_found_tokens = 0
         self.waits_until = 0.0
         """When it stops waiting for chunks that are on their way into host memory, by a clock of others."""
@@ -28,7 +36,14 @@ class ChunkChain:
         """Chunks that are read from disk for it."""
         self.transfer: int | None = None
         """That pulls chunks from a peer for it."""
+        self.num_planned_tokens = 0
+        """To have on the device when it starts, where anything is read or pulled for it."""
+        self.num_lost_tokens = 0
+        """Of these, those that did not come."""
+        self.num_unmoved_tokens = 0
+        """Below the device, and sooner computed than moved."""
         self._root = root
+        self._published = published
         self._token_ids = token_ids
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
@@ -113,6 +128,7 @@ class ChunkChain:
                 self._block_size,
                 parent=self._hashes[-1] if num_known else None,
                 start=start,
+                published=self._published,
             )
         assert len(self._hashes) >= num_blocks, "a chunk is named when all its tokens are known"
         return self._hashes

@@ -1,8 +1,8 @@
 """CoreView: the one place that looks inside vLLM's engine core.
 
-Owns what is attached there: a publisher that keeps each step's cache events, and a note of what was
-scheduled. Everything else reads, but for `reset_tiers`. Works with an engine core in the same process
-only.
+Owns what is attached there: a publisher that keeps each step's cache events, a note of what was scheduled,
+and the root that is hashed behind what a prompt has published. Everything else reads, but for `reset_tiers`.
+Works with an engine core in the same process only.
 """
 
 from typing import Any, NamedTuple
@@ -10,9 +10,33 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_events import AllBlocksCleared as VllmAllBlocksCleared
 from vllm.distributed.kv_events import BlockRemoved as VllmBlockRemoved
 from vllm.distributed.kv_events import BlockStored as VllmBlockStored
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
+from replicas.vllm_engine.salts import PublishedSalt
+
 __all__ = ["CoreView", "Started", "VllmAllBlocksCleared", "VllmBlockRemoved", "VllmBlockStored"]
+
+
+_ROOT_TAG = "kvasir_root"
+
+
+def hash_second_roots() -> None:
+    """Have vLLM hash a prompt's own root with the first block behind what of it is published. Again is
+    nothing."""
+    inner = kv_cache_utils._gen_prompt_embeds_extra_hash_keys
+    if hasattr(inner, _ROOT_TAG):
+        return
+
+    def keys_of(request: Any, start: int, end: int) -> list[tuple[str, Any]]:
+        keys: list[tuple[str, Any]] = inner(request, start, end)
+        salt = request.cache_salt
+        if isinstance(salt, PublishedSalt) and start == salt.num_blocks * (end - start):
+            return [*keys, (_ROOT_TAG, salt.own_root)]
+        return keys
+
+    setattr(keys_of, _ROOT_TAG, True)
+    kv_cache_utils._gen_prompt_embeds_extra_hash_keys = keys_of
 
 
 class _EventKeeper:
@@ -41,6 +65,7 @@ class Started(NamedTuple):
 
 class CoreView:
     def __init__(self, llm_engine: Any) -> None:
+        hash_second_roots()
         self._scheduler: Any = llm_engine.engine_core.engine_core.scheduler
         self._keeper = _EventKeeper()
         self._scheduler.kv_event_publisher = self._keeper

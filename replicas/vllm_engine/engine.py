@@ -33,6 +33,7 @@ from replicas.errors import StartupError
 from replicas.grammars.opening import open_holder
 from replicas.kvcache.writers import Shares
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy, tenancy_of
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
@@ -46,6 +47,7 @@ from replicas.protocol.frames import (
     TokenDelta,
     UserTag,
 )
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
@@ -58,6 +60,7 @@ from replicas.vllm_engine.grammars import HeldGrammar, HeldRequests
 from replicas.vllm_engine.live_request import LiveRequest
 from replicas.vllm_engine.lower_tier import LowerTier, Requests
 from replicas.vllm_engine.offloading import transfer_config
+from replicas.vllm_engine.salts import salt_of
 from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
 from replicas.vllm_engine.starting import check_environment, check_fit, load_adapters, sentence, start_vllm
 from replicas.vllm_engine.translation import EventTranslator, Storer
@@ -182,7 +185,7 @@ class VllmEngine:
     def _submit(self, name: str, request: EngineRequest) -> LiveRequest:
         """Raises RequestRefused."""
         adapter = request.submit.adapter
-        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=request.submit.root.hex())
+        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=salt_of(request.submit))
         self._adding = request
         try:
             internal_id = self._vllm.add_request(
@@ -218,6 +221,10 @@ class VllmEngine:
         if live.choice is not None:
             live.choice.end()
             self._held.forget(name)
+
+    def ask_store(self, question: StoreQuestion) -> None:
+        if self._tier is not None:
+            self._tier.store.take_overs.ask(question)
 
     def has_work(self) -> bool:
         has_news = self._tier is not None and self._tier.store.has_news
@@ -332,11 +339,18 @@ class VllmEngine:
             self._num_device_tokens,
             lambda: self._load().num_pending_tokens,
             self._pull,
+            self._tenancy,
         )
 
     def _pull(self, inner: Any) -> PullHint | None:
         adding = self._adding
         return adding.submit.pull if adding is not None and _name(adding.key) == inner.session_id else None
+
+    def _tenancy(self, inner: Any) -> Tenancy:
+        adding, live = self._adding, self._live.get(inner.session_id)
+        if adding is not None and _name(adding.key) == inner.session_id:
+            return tenancy_of(adding.submit)
+        return NOBODYS if live is None else tenancy_of(live.request.submit)
 
     def _user(self, inner: Any) -> UserTag:
         live = self._live.get(inner.session_id)

@@ -18,6 +18,7 @@ the device, having read the block back, names it.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash, hash_blocks
@@ -91,23 +92,30 @@ class HashMap:
         hashes: Sequence[bytes],
         *,
         parent: bytes | None,
-        root: BlockHash | None,
+        roots: Sequence[BlockHash | None],
         token_ids: Sequence[int],
         num_prompt_tokens: int | None,
     ) -> list[BlockStored]:
         """One run of blocks on the device, in two events if the prompt's last full block lies inside.
 
-        `root` is needed for a run without a parent. `num_prompt_tokens` None means that the request
-        is not known. Copies elsewhere that only now have a name follow. Raises UnknownBlock.
+        `roots` are those that blocks were hashed with: a run without a parent begins with one, and each other
+        is one from which the chain goes on under another root. `num_prompt_tokens` None means that the
+        request is not known. Copies elsewhere that only now have a name follow. Raises UnknownBlock.
         """
         block_size = self._block_size
         if len(token_ids) != len(hashes) * block_size:
             raise UnknownBlock(f"{len(hashes)} blocks cannot hold {len(token_ids)} tokens")
-        root, chain, start = self._chain_end(parent, root)
-        ours = hash_blocks(root, token_ids, block_size, parent=chain, start=start * block_size)
+        root, chain, start = self._chain_end(parent, roots[0] if roots else None)
+        ours: list[BlockHash] = []
         named: list[BlockStored] = []
-        for position, (theirs, block_hash) in enumerate(zip(hashes, ours, strict=True), start):
-            named += self._store(theirs, _Name(block_hash, position, root))
+        cuts = [place for place in range(1, len(roots)) if roots[place] is not None]
+        for first, last in pairwise([0, *cuts, len(hashes)]):
+            root = roots[first] or root if first else root
+            run = token_ids[first * block_size : last * block_size]
+            ours += hash_blocks(root, run, block_size, parent=ours[-1] if ours else chain)
+            for theirs, block_hash in zip(hashes[first:last], ours[first:], strict=True):
+                named += self._store(theirs, _Name(block_hash, start + first, root))
+                first += 1
         end = start + len(ours)
         prompt_end = None if num_prompt_tokens is None else num_prompt_tokens // block_size
         if prompt_end is None or not start < prompt_end <= end:
@@ -151,7 +159,7 @@ class HashMap:
             held = self._held.get(parent)
             if held is None or held.name is None:
                 raise UnknownBlock(f"the parent {parent.hex()} of a stored block is not held")
-            return held.name.root, held.name.block_hash, held.name.position + 1
+            return root or held.name.root, held.name.block_hash, held.name.position + 1
         if root is None:
             raise UnknownBlock("a prompt's first block comes without a namespace")
         return root, None, 0

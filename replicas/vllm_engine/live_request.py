@@ -11,6 +11,7 @@ from replicas.grammars.holding import HeldChoice
 from replicas.kvcache.writers import NO_SHARES, Shares
 from replicas.kvstore.leasing.lease_outcome import NO_OUTCOME, LeaseOutcome
 from replicas.protocol.frames import PromptUsage
+from replicas.scheduling.usage import shares_of
 from replicas.vllm_engine.chunk_chain import ChunkChain
 from replicas.vllm_engine.grammars import HeldGrammar
 
@@ -48,6 +49,15 @@ class LiveRequest:
         num_cross_user_tokens = min(self.shares.cross_user, num_cached_tokens)
         num_full_tokens = num_prompt_tokens // block_size * block_size
         num_disk_tokens, num_pulled_tokens = self._tier_tokens(chain)
+        num_lost, num_unmoved, num_evicted_early, num_expired = shares_of(
+            num_prompt_tokens - num_cached_tokens,
+            (
+                0 if chain is None else chain.num_lost_tokens,
+                0 if chain is None else chain.num_unmoved_tokens,
+                self.lease_outcome.num_evicted_early_tokens,
+                self.lease_outcome.num_expired_tokens,
+            ),
+        )
         return PromptUsage(
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
@@ -58,12 +68,13 @@ class LiveRequest:
             num_own_tokens=min(self.shares.own, num_cached_tokens - num_cross_user_tokens),
             num_slower_tier_tokens=min(self.num_external_tokens, num_prompt_tokens),
             leases=self.lease_outcome.answers,
-            num_evicted_early_tokens=min(
-                self.lease_outcome.num_evicted_early_tokens, num_prompt_tokens - num_cached_tokens
-            ),
+            num_evicted_early_tokens=num_evicted_early,
             broken_by=self.lease_outcome.broken_by,
             num_disk_tokens=num_disk_tokens,
             num_pulled_tokens=num_pulled_tokens,
+            num_unmoved_tokens=num_unmoved,
+            num_lost_tokens=num_lost,
+            num_expired_tokens=num_expired,
         )
 
     def _tier_tokens(self, chain: ChunkChain | None) -> tuple[int, int]:

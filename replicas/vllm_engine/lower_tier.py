@@ -17,8 +17,10 @@ from replicas.kvstore.directory import Place
 from replicas.kvstore.layout import Layout
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.opening import open_store
+from replicas.kvstore.plan import left_below
 from replicas.kvstore.store import ChunkStore
 from replicas.kvstore.telling import told
+from replicas.kvstore.tenant_shares import Tenancy, tenancy_of
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import StepFrame, Submit, UserTag
@@ -26,6 +28,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.scheduling.lower_tiers import UNMEASURED_TOKEN_SECONDS
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.vllm_engine.chunk_chain import ChunkChain
+from replicas.vllm_engine.salts import roots_in
 
 RESET_SECONDS = 1.0
 """How long a reset waits for the disk to end what it does."""
@@ -46,6 +49,7 @@ class Requests(NamedTuple):
     """What is to be computed before a request that comes now."""
     pull: Callable[[Any], PullHint | None]
     """From where a request that comes now may pull."""
+    tenancy: Callable[[Any], Tenancy]
 
 
 class LowerTier:
@@ -86,12 +90,15 @@ class LowerTier:
         request = None if self.requests is None else self.requests.inner(request_id)
         if self.requests is None or request is None or request.cache_salt is None:
             return None
+        root, published = roots_in(request.cache_salt)
         chain = self.chains[request_id] = ChunkChain(
-            BlockHash(bytes.fromhex(request.cache_salt)),
+            root,
             request.all_token_ids,
+            published=published,
             block_size=self.block_size,
             blocks_per_chunk=self.blocks_per_chunk,
         )
+        chain.tenancy = self.requests.tenancy(request)
         token_seconds = self._meter.prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS
         wait_seconds = self.requests.num_pending_tokens() * token_seconds
         plan = self.store.arrived(
@@ -101,8 +108,11 @@ class LowerTier:
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
             peer=self.requests.pull(request),
+            tenancy=chain.tenancy,
         )
         chain.read, chain.transfer = frozenset(plan.to_read), plan.transfer
+        if plan.to_read or plan.transfer is not None:
+            chain.num_planned_tokens = plan.way.num_ready_tokens
         chain.waits_until = time.monotonic() + plan.patience_seconds(wait_seconds)
         return chain
 
@@ -113,6 +123,14 @@ class LowerTier:
         if self.requests is not None and chain is not None and request is not None:
             chain.user = self.requests.user(request)
             chain.num_found_tokens = request.num_computed_tokens
+            chain.num_lost_tokens, chain.num_unmoved_tokens = left_below(
+                self.store.directory,
+                chain.names(),
+                chunk_tokens=self.store.shape.tokens,
+                num_found_tokens=chain.num_found_tokens,
+                num_findable_tokens=(len(request.all_token_ids) - 1) // self.block_size * self.block_size,
+                num_planned_tokens=chain.num_planned_tokens,
+            )
 
     def finished(self, request_id: str) -> None:
         self.chains.pop(request_id, None)
@@ -138,9 +156,9 @@ class LowerTier:
             return without_tiers(submit.leases if asks else ())
         num_prompt_tokens = submit.num_tokens - submit.num_output_tokens
         names = chain.names()[: num_prompt_tokens // self.store.shape.tokens]
-        return self.store.leases.ask(
-            names, submit.leases if asks else (), num_device_tokens // self.block_size
-        )
+        leases = submit.leases if asks else ()
+        num_device_blocks = num_device_tokens // self.block_size
+        return self.store.leases.ask(names, leases, num_device_blocks, tenancy_of(submit), submit.bucket)
 
     # Beside requests.
 

@@ -148,7 +148,7 @@ class TierManager(OffloadingManager):  # type: ignore[misc]
             return PrepareStoreOutput([], CPULoadStoreSpec([]), evicted_keys=[])
         for key in keys:
             name = _name(key, req_context)
-            slot = self._store.offer(name, chain.writers(name, requests.writer))
+            slot = self._store.offer(name, chain.writers(name, requests.writer), chain.tenancy)
             if slot is not None:
                 self._filling[name.key] = slot
                 offered.append(key)

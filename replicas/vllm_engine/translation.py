@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.kvcache.writers import BlockWriters, Shares
-from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.vllm_engine.core_view import VllmAllBlocksCleared, VllmBlockRemoved, VllmBlockStored
 from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
+from replicas.vllm_engine.salts import root_in
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class EventTranslator:
             stored = self.hashes.stored(
                 event.block_hashes,
                 parent=event.parent_block_hash,
-                root=_root(event.extra_keys),
+                roots=[root_in(keys) for keys in event.extra_keys or ()],
                 token_ids=event.token_ids,
                 num_prompt_tokens=None if storer is None else storer.num_prompt_tokens,
             )
@@ -134,14 +135,3 @@ class EventTranslator:
             if block_hash is not None:
                 named.append(block_hash)
         return [BlockRemoved(tuple(named), tier)] if named else []
-
-
-def _root(extra_keys: Any) -> BlockHash | None:
-    """The salt of a run's first block: the last of its keys, and behind the adapter's name if it has one."""
-    if not extra_keys or not extra_keys[0]:
-        return None
-    try:
-        root = bytes.fromhex(extra_keys[0][-1])
-    except (TypeError, ValueError):
-        return None
-    return BlockHash(root) if len(root) == HASH_BYTES else None

@@ -20,7 +20,7 @@ from typing import Any
 
 from router.answers.call_grammars import CallableTool, call_rules
 from router.answers.formats import AnswerFormat, ReasoningMarks
-from router.answers.literals import is_special, literal, mark, slashed
+from router.answers.literals import is_special, literal, mark, slashed, with_ascii_classes
 from router.answers.schemas import answer_schema
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.errors import InvalidRequest
@@ -124,7 +124,7 @@ def _text(output: OutputFormat) -> dict[str, Any]:
             return {"json_schema": answer_schema(output.schema, output.parameter)}
         case FormatKind.REGEX:
             # As a JSON schema's pattern is written, which must match the whole text.
-            return {"lark_grammar": f"start: {slashed(output.text)}\n"}
+            return {"lark_grammar": f"start: {slashed(with_ascii_classes(output.text))}\n"}
         case FormatKind.CHOICE:
             if not output.choices:
                 raise InvalidRequest("there is nothing to choose from", parameter=output.parameter)

@@ -7,6 +7,14 @@ import json
 import re
 from collections.abc import Collection
 
+_ASCII_CLASSES = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+    r"\s": r"[\x20\t\n\r\f\v]",
+    r"\S": r"[^\x20\t\n\r\f\v]",
+}
 _SPECIAL_NAME = re.compile(r"<[^<>\s\[\]]+>")
 
 
@@ -20,6 +28,14 @@ def slashed(regex: str) -> str:
     named = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     inside = re.sub(r"(?s)\\.|[/\n\r]", lambda found: named.get(found[0], found[0]), regex)
     return f"/{inside}/"
+
+
+def with_ascii_classes(regex: str) -> str:
+    r"""With `\d`, `\w` and `\s` written out as the digits, letters and blanks of ASCII, also within brackets.
+
+    So they are meant by those who ask for numbers and identifiers, and in the patterns of JSON schemas.
+    """
+    return re.sub(r"(?s)\\.", lambda found: _ASCII_CLASSES.get(found[0], found[0]), regex)
 
 
 def is_special(mark: str, special_tokens: Collection[str]) -> bool:

@@ -1,38 +1,39 @@
 """Parts: what an answer consists of, in the order in which the model says it.
 
-Plain data. Every dialect writes these out in its own frames; none adds to them.
+Plain data, of a kind that is quickly made: there is one for each token. Every dialect writes these out in its
+own frames; none adds to them.
 """
 
-from typing import NamedTuple
+import msgspec
 
 
-class Text(NamedTuple):
+class Text(msgspec.Struct, frozen=True, gc=False):
     """More of the answer's text."""
 
     text: str
 
 
-class Reasoning(NamedTuple):
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
     """More of what the model thinks before it answers."""
 
     text: str
 
 
-class CallStart(NamedTuple):
+class CallStart(msgspec.Struct, frozen=True, gc=False):
     """The model calls a tool. `position` counts the calls of this answer from 0."""
 
     position: int
     name: str
 
 
-class CallArguments(NamedTuple):
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
     """More of a call's arguments, which joined are a JSON object as the model has written it."""
 
     position: int
     text: str
 
 
-class CallEnd(NamedTuple):
+class CallEnd(msgspec.Struct, frozen=True, gc=False):
     """Nothing more of this call. It comes before anything else does, also where the arguments broke off."""
 
     position: int

@@ -23,12 +23,22 @@ class AnswerUsage:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(prompt.num_prompt_tokens for prompt in self.prompts)
+        return self.total().num_prompt_tokens
 
     @property
     def num_cached_tokens(self) -> int:
-        return sum(prompt.num_cached_tokens for prompt in self.prompts)
+        return self.total().num_cached_tokens
 
     @property
     def num_written_tokens(self) -> int:
-        return sum(prompt.num_written_tokens for prompt in self.prompts)
+        return self.total().num_written_tokens
+
+    def total(self) -> PromptUsage:
+        """The tokens of all prompts together; leases are each prompt's own."""
+        if len(self.prompts) == 1:  # nearly always
+            return self.prompts[0]
+        sums = {field: sum(getattr(prompt, field) for prompt in self.prompts) for field in _COUNTS}
+        return PromptUsage(**sums)
+
+
+_COUNTS = tuple(field for field in PromptUsage.__struct_fields__ if field.startswith("num_"))

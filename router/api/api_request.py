@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from replicas.protocol.blocks import pack_token_ids
+from replicas.protocol.blocks import PublishedBeginning, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
 from router.answers.parser import AnswerParser
@@ -22,11 +22,17 @@ from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
 from router.api.sampling import GenerationFields, stop_strings
+from router.explain.causes import Misses
+from router.explain.diagnosis import Diagnosis
+from router.explain.outline import PromptOutline
+from router.explain.witness import salt_tag
 from router.generation import Generation
 from router.keeping import Keep, leases_of
 from router.prompt.catalog import ServedModel
 from router.routing.bucket import bucket_of
 from router.routing.decision import Decision
+from router.tenants.caller import Caller
+from router.tenants.published import PUBLISHED_NAMESPACE
 
 
 @dataclass(slots=True)
@@ -41,6 +47,12 @@ class Prompt:
     """Of the replica that has answered; before, of the latest attempt."""
     decision_seconds: float | None = None
     usage: PromptUsage | None = None
+    misses: Misses | None = None
+    """Why what the usage says was not read from cache was not."""
+    outline: PromptOutline | None = None
+    """Of a conversation."""
+    diagnosis: Diagnosis | None = None
+    """Beside an earlier request that the client has named; None if it is not known."""
     turn: Turn | None = None
     """What its answers are remembered by."""
     num_own_leases: int = 0
@@ -66,13 +78,16 @@ class Prompt:
 
 
 class AnswerWriter(Protocol):
-    """How a dialect writes an answer. All but `whole` return the bytes of whole events of a stream, or none.
+    """How a dialect writes an answer, whose body names it by `answer_id`. All but `whole` return the bytes of
+    whole events of a stream, or none.
 
     Of each choice `open` comes first, with the prompt's usage known, then its parts, then `close` with its
     `finish_reason` known; `end` comes once all choices are closed. Log-probabilities come with a part of
     theirs, or with an empty text. `keep_alive` is what a stream that is silent for long gets, between events.
     """
 
+    @property
+    def answer_id(self) -> str: ...
     @property
     def keep_alive(self) -> bytes: ...
     def open(self, prompt: Prompt, choice: int) -> bytes: ...
@@ -90,8 +105,16 @@ class ApiRequest:
     writer: AnswerWriter
     failed: Callable[[HttpError], bytes] | None = None
     """What a stream ends with that fails, for dialects where that depends on what has been written."""
+    compared_id: str | None = None
+    """The answer that its prompt is to be compared with."""
     during: AbstractContextManager[None] = field(default_factory=nullcontext)
     """What is held while it runs, beside the rest."""
+
+    def num_used_tokens(self) -> int | None:
+        """Of the answers so far; None if no replica was chosen for any."""
+        if all(prompt.usage is None and prompt.decision is None for prompt in self.prompts):
+            return None
+        return sum(output.num_tokens for prompt in self.prompts for output in prompt.outputs)
 
     def usage(self) -> AnswerUsage:
         outputs = [output for prompt in self.prompts for output in prompt.outputs]
@@ -117,6 +140,7 @@ class OutputWishes:
 
 def make_prompt(
     context: ApiContext,
+    caller: Caller,
     model: ServedModel,
     request: GenerationFields,
     token_ids: list[int],
@@ -131,9 +155,13 @@ def make_prompt(
     """Everything that routing, engine and answer need of one prompt of the request. `packed_tokens` are the
     token ids, if they have been packed already."""
     card = model.card
-    root = model.root(None, request.cache_salt)
+    root = model.root(caller.namespace, request.cache_salt)
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
+    published = _published(context, model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
+    limits = caller.tenant.limits
+    bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size)
+    leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(
         model=card.name,
         token_ids=token_ids,
@@ -143,19 +171,39 @@ def make_prompt(
             sampling=sampling,
             root=root,
             num_choices=request.n or 1,
-            priority=context.priority(request.priority),
+            priority=context.priority(request.priority, caller),
             adapter=None if model.adapter is None else model.adapter.name,
-            user=context.catalog.user_tag(request.end_user),
-            leases=leases_of(keeps, len(token_ids), card.block_size),
+            user=context.catalog.user_tag(request.end_user, caller.owner),
+            leases=leases,
+            bucket=bucket if leases else b"",
+            tenant=context.catalog.tenant_tag(caller.owner),
+            lease_share=limits.lease_share or 0.0,
+            store_share=limits.store_share or 0.0,
+            published=published,
         ),
-        block_hashes=model.block_hashes(root, packed_tokens),
-        bucket=bucket_of(root, key, token_ids, num_stable_tokens, card.block_size),
+        block_hashes=model.block_hashes(root, packed_tokens, published),
+        bucket=bucket,
         adapter=model.adapter,
-        tenant=model.tenant_label(request.cache_salt),
+        tenant=_tenant_label(caller, model, request.cache_salt),
+        caller=caller,
         prompt_cache_key=key,
+        timeout_seconds=request.timeout,
+        salt_tag=salt_tag(request.cache_salt),
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)
+
+
+def _published(context: ApiContext, model: ServedModel, packed_tokens: bytes) -> PublishedBeginning | None:
+    """What of the prompt every tenant shares. Prompts with a salt share nothing."""
+    if context.published is None:
+        return None
+    num_blocks = context.published.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)
+    return PublishedBeginning(model.root(PUBLISHED_NAMESPACE), num_blocks) if num_blocks else None
+
+
+def _tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:
+    return model.tenant_label(salt) if caller.key_id is None else caller.tenant.name
 
 
 def _output(

@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from router.api.api_request import ApiRequest
 from router.api.context import ApiContext
+from router.tenants.caller import Caller, caller_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,10 @@ class Asked:
     body: bytes
     address: str | None
     scope: Scope
+
+    @property
+    def caller(self) -> Caller:
+        return caller_of(self.scope)
 
 
 Prepare = Callable[[ApiContext, Asked], Awaitable[ApiRequest]]

@@ -13,21 +13,25 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from replicas.protocol.frames import PromptUsage
+from replicas.protocol.frames import PromptUsage, TokenDelta
 from router.api.api_request import ApiRequest, Prompt
 from router.api.asked import Asked, Prepare
 from router.api.cache_body import warming_body
-from router.api.cached_requests import TENANT, keep_beginning, open_caches
-from router.api.context import ApiContext
+from router.api.cached_requests import keep_beginning, open_caches
+from router.api.context import ApiContext, Runs
 from router.api.gemini.answers import prepare_gemini
 from router.api.gemini.cache_body import gemini_warming_body
+from router.api.http_error import http_error
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
+from router.caches.bounds import share_of
 from router.caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
-from router.errors import CacheGone, CachesUnavailable, RouterError, about_model
+from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, about_model
+from router.explain.causes import Misses
 from router.keeping import kept_of
 from router.observation.served import ServedPrompt, ServedRequest
 from router.observation.trace_points import GenerationTrace
+from router.routing.decision import Decision
 
 WARM_SECONDS = 120.0
 NOT_WARMED = "not_warmed"
@@ -60,7 +64,7 @@ class CacheMaker:
         caches, now = open_caches(self._context), self._context.wall_clock()
         record = CacheRecord(
             cache_id=ID_PREFIX + secrets.token_hex(16),
-            tenant=TENANT,
+            tenant=asked.caller.tenant.name,
             model=wish.model,
             kind=wish.kind,
             created=now,
@@ -75,15 +79,15 @@ class CacheMaker:
             warming = await self._prepare(record, content, asked)
         num_tokens = len(warming.prompts[0].generation.token_ids)
         record = msgspec.structs.replace(record, num_tokens=num_tokens)
-        await caches.create(record, content)
+        await caches.create(record, content, share_of(asked.caller))
         return await self._warm(record, warming)
 
     async def change(self, cache_id: str, ttl: int | None, name: str | None, asked: Asked) -> CacheRecord:
         """Raises CacheGone or CachesUnavailable."""
         caches = open_caches(self._context)
-        record = await caches.extend(cache_id, TENANT, ttl=ttl, name=name)
+        record = await caches.extend(cache_id, asked.caller.tenant.name, ttl=ttl, name=name)
         if ttl is not None:
-            _, content = await caches.use(cache_id, TENANT)
+            _, content = await caches.use(cache_id, record.tenant)
             with contextlib.suppress(RouterError):  # whatever is with the model: it was extended
                 record = await self._warm(record, await self._prepare(record, content, asked))
         return record
@@ -97,10 +101,7 @@ class CacheMaker:
         """Have a replica compute and keep it, and note what it says. Never raises a RouterError."""
         (prompt,) = request.prompts
         keep_beginning(request, record, self._context.wall_clock())
-        usage: PromptUsage | None = None
-        with contextlib.suppress(RouterError, TimeoutError):
-            async with asyncio.timeout(WARM_SECONDS):
-                usage = await self._run(request, prompt)
+        usage = await self._run(request, prompt)
         lease = LeaseOutcome(refused=NOT_WARMED)
         if usage is not None:
             kept = kept_of(prompt.generation.submit.leases, usage)[-1]
@@ -111,29 +112,101 @@ class CacheMaker:
             return msgspec.structs.replace(record, lease=lease)
 
     async def _run(self, request: ApiRequest, prompt: Prompt) -> PromptUsage | None:
-        context, started, num_tokens = self._context, self._context.clock(), 0
+        """None: no replica has computed the whole of it. What came of it is told to those who watch, whatever
+        that is: what a replica has computed counts as its tenant's."""
+        context = self._context
+        warming = _Warming(prompt, context.wall_clock(), context.clock())
         trace = GenerationTrace(context.new_id("req_"), None)
-        usage: PromptUsage | None = None
-        with context.hold([prompt.generation]):
-            async with context.dispatcher.run(prompt.generation, trace) as run:
-                async for batch in run:
-                    for delta in batch:
-                        usage = usage or delta.usage
-                        num_tokens += len(delta.token_ids)
-                decision, decision_seconds = run.decision, run.decision_seconds
-        served = ServedRequest(
-            request_id=trace.request_id,
+        try:
+            async with asyncio.timeout(WARM_SECONDS):
+                await self._compute(warming, trace)
+        except RouterError as error:
+            warming.end_with(type(error).__name__, error.kind, http_error(error).status)
+        except TimeoutError as error:
+            warming.end_with(type(error).__name__, ErrorKind.FAILED, 504)
+        except BaseException as error:
+            warming.end_with(type(error).__name__, ErrorKind.CUT_OFF, 503)
+            raise
+        finally:
+            served = warming.served(trace.request_id, request.model.name, context.clock())
+            for observe in context.observers:
+                observe(served)
+        return warming.usage if warming.error is None else None
+
+    async def _compute(self, warming: "_Warming", trace: GenerationTrace) -> None:
+        context = self._context
+        generation = replace(warming.prompt.generation, is_awaited=False)
+        rates = context.rates.hold(generation.caller, [generation], warming.num_used_tokens)
+        with rates, context.hold([generation]):
+            async with context.dispatcher.run(generation, trace) as run:
+                try:
+                    async for batch in run:
+                        for delta in batch:
+                            warming.take(delta, run)
+                finally:
+                    warming.take_decision(run)
+        if warming.usage is not None and warming.decision is not None:
+            warming.misses = context.witness.misses(
+                generation, warming.decision, warming.usage, decided_at=warming.arrived_at
+            )
+
+
+@dataclass(slots=True)
+class _Warming:
+    """What has become of it so far. `arrived_at` is in seconds since 1970, `started` the clock's."""
+
+    prompt: Prompt
+    arrived_at: float
+    started: float
+    decision: Decision | None = None
+    decision_seconds: float | None = None
+    usage: PromptUsage | None = None
+    num_tokens: int = 0
+    misses: Misses | None = None
+    error: str | None = None
+    error_kind: ErrorKind | None = None
+    status: int = 200
+
+    def take(self, delta: TokenDelta, run: Runs) -> None:
+        if self.usage is None and delta.usage is not None:
+            self.take_decision(run)
+            self.usage = delta.usage
+        self.num_tokens += len(delta.token_ids)
+
+    def take_decision(self, run: Runs) -> None:
+        """It is that of the replica that answered, or of the last attempt."""
+        if self.usage is None:
+            self.decision, self.decision_seconds = run.decision, run.decision_seconds
+
+    def num_used_tokens(self) -> int | None:
+        return None if self.usage is None else self.num_tokens
+
+    def end_with(self, error: str, kind: ErrorKind, status: int) -> None:
+        self.error, self.error_kind, self.status = error, kind, status
+
+    def served(self, request_id: str, model: str, now: float) -> ServedRequest:
+        prompt = ServedPrompt(
+            self.prompt.generation,
+            self.decision,
+            self.usage,
+            self.num_tokens,
+            self.decision_seconds,
+            num_silent_tokens=self.num_tokens,
+            num_own_leases=self.prompt.num_own_leases,
+            misses=self.misses,
+        )
+        return ServedRequest(
+            request_id=request_id,
             route="caches",
-            model=request.model.name,
-            status=200,
-            error=None,
-            arrived_at=context.wall_clock(),
+            model=model,
+            status=self.status,
+            error=self.error,
+            error_kind=self.error_kind,
+            arrived_at=self.arrived_at,
             prepared_seconds=None,
             first_token_seconds=None,
-            ended_seconds=context.clock() - started,
+            ended_seconds=now - self.started,
             is_stream=False,
-            prompts=(ServedPrompt(prompt.generation, decision, usage, num_tokens, decision_seconds),),
+            caller=self.prompt.generation.caller,
+            prompts=(prompt,),
         )
-        for observe in context.observers:
-            observe(served)
-        return usage

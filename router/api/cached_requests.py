@@ -16,11 +16,7 @@ from router.api.context import ApiContext
 from router.caches.named_caches import NamedCaches
 from router.caches.record import CacheKind, CacheRecord
 from router.errors import InvalidRequest, about_model
-from router.generation import DEFAULT_TENANT
 from router.keeping import Keep, leases_of
-
-TENANT = DEFAULT_TENANT
-"""Whose caches a client sees: there is one tenant."""
 
 
 def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
@@ -34,7 +30,7 @@ def with_caches(kind: CacheKind, prepare: Prepare) -> Prepare:
         with about_model(use.model):
             caches = open_caches(context)
             assert use.cache is not None
-            record, content = await caches.use(use.cache, TENANT)
+            record, content = await caches.use(use.cache, asked.caller.tenant.name)
             check_use(use, kind, record, content)
             body = spliced(asked.body, use, kind, content, context.config.max_body_bytes)
         request = await prepare(context, dataclasses.replace(asked, body=body))

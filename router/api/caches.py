@@ -13,13 +13,14 @@ from starlette.routing import Route
 from router.api.asked import Asked
 from router.api.cache_body import CacheChange, cache_change, new_cache
 from router.api.cache_making import CacheMaker, CacheWish
-from router.api.cached_requests import TENANT, open_caches
+from router.api.cached_requests import open_caches
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
 from router.caches.record import CacheRecord, LeaseOutcome, moment
 from router.errors import InvalidRequest
 from router.limits.connections import address_of
+from router.tenants.caller import tenant_of
 
 
 class CacheRoutes:
@@ -44,7 +45,7 @@ class CacheRoutes:
             case "DELETE":
                 return await self._delete(request, cache_id)
         with self._in_flight(request):
-            return _json(_object(await open_caches(self._context).look(cache_id, TENANT)))
+            return _json(_object(await open_caches(self._context).look(cache_id, tenant_of(request.scope))))
 
     async def _create(self, request: Request) -> Response:
         context = self._context
@@ -59,7 +60,7 @@ class CacheRoutes:
         query = request.query_params
         with self._in_flight(request):
             page = await open_caches(self._context).page(
-                TENANT, page_limit(query.get("limit")), query.get("after")
+                tenant_of(request.scope), page_limit(query.get("limit")), query.get("after")
             )
         data = [_object(record) for record in page.records]
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
@@ -77,7 +78,7 @@ class CacheRoutes:
 
     async def _delete(self, request: Request, cache_id: str) -> Response:
         with self._in_flight(request):
-            record = await open_caches(self._context).delete(cache_id, TENANT)
+            record = await open_caches(self._context).delete(cache_id, tenant_of(request.scope))
         lease = record.lease
         kept = lease is not None and lease.refused is None
         return _json(

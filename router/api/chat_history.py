@@ -1,10 +1,10 @@
 """ChatHistory: conversations go on from the exact tokens of their earlier answers.
 
 Owns the store of one router process, and when it is used; and what is known of how long tools take between
-two turns. A prompt that goes on from remembered tokens may be
-longer than the one that its template writes (reasoning stays in it), so it gives way where an answer would
-have no room. An answer is remembered as its client can send it back: not one that a stop string or the router
-cut short, nor one that broke off before it said anything or in a call.
+two turns. A prompt that goes on from remembered tokens may be longer than the one that its template writes
+(reasoning stays in it), so it gives way where an answer would have no room. An answer is remembered as its
+client can send it back: not one that a stop string or the router cut short, nor one that broke off before it
+said anything or in a call.
 """
 
 import enum
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import msgspec
 
@@ -20,24 +21,29 @@ from replicas.protocol.frames import FinishReason
 from router.answers.wishes import ToolMode
 from router.api.chat_request import ChatRequest
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
-from router.api.prepared import EncodedPrompt, EncodedTail
+from router.api.prepared import EncodedHistory, EncodedPrompt, EncodedTail
 from router.generation import Generation
 from router.history.canonical import (
     ConversationKey,
     Digest,
+    Thought,
     conversation_keys,
     key_after,
     message_digest,
+    thought_digest,
 )
 from router.history.remembered import Found, HistoryStatistics, RememberedHistory
 from router.history.tool_gaps import ToolGaps
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
+from router.tenants.caller import Caller
 
 LEAST_ROOM_SHARE = 0.25
 """Of the context, for an answer whose length its client leaves open."""
 
 BYTES_PER_TOKEN = 4
+
+STOP, LENGTH = FinishReason.STOP.value, FinishReason.LENGTH.value
 
 
 class Outcome(enum.StrEnum):
@@ -49,6 +55,9 @@ class Outcome(enum.StrEnum):
     """It goes on from remembered tokens, and its template would have written others."""
     UNKNOWN = "unknown"
     """None of its answers is remembered."""
+    RETOLD = "retold"
+    """An answer came back with other reasoning than was generated, so from there on the conversation is as
+    its client tells it."""
     REFUSED = "refused"
     """What follows the answer cannot be told, or leaves no room for another one."""
 
@@ -88,34 +97,57 @@ class ChatHistory:
         return self._remembered.statistics
 
     def go_on(
-        self, model: ServedModel, request: ChatRequest, encoded: EncodedPrompt, tail_of: TailOf
+        self,
+        model: ServedModel,
+        caller: Caller,
+        request: ChatRequest,
+        encoded: EncodedPrompt,
+        tail_of: TailOf,
     ) -> tuple[EncodedPrompt, Turn | None]:
-        """The prompt from remembered tokens on if there are any, and what its answer is remembered by."""
+        """The prompt from remembered tokens on if there are any, and what its answer is remembered by. Only
+        its own tenant's are: they may hold reasoning that no client was shown."""
         history = encoded.history
         if history is None or not self.is_on:
             return encoded, None
-        root = model.root(None, request.cache_salt)
-        keys = conversation_keys(root, [Digest(digest) for digest in history.digests])
+        root = model.root(caller.owner, request.cache_salt)
+        keys, retold = self._keys(root, history)
         may_call = bool(request.tools) and request.tool_choice.mode is not ToolMode.NONE
-        turn = partial(Turn, root, keys[-1], model.eos_token_ids, may_call=may_call)
         if history.last_answer is None:
-            return encoded, turn()
-        turn = partial(turn, answered=keys[history.last_answer])
+            return encoded, Turn(root, keys[-1], model.eos_token_ids, may_call=may_call)
+        answered = keys[history.last_answer]
+        turn = partial(Turn, root, keys[-1], model.eos_token_ids, may_call=may_call, answered=answered)
         found = self._remembered.find(keys[: history.last_answer + 1])
         if found is None:
-            return encoded, turn(outcome=Outcome.UNKNOWN)
+            return encoded, turn(outcome=Outcome.UNKNOWN if retold is None else Outcome.RETOLD)
         tail = tail_of(found.position)
         if tail is None:
             return encoded, turn(outcome=Outcome.REFUSED)
         token_ids = _joined(found, tail, model.eos_token_ids)
         if not _has_room(model, request, encoded, token_ids):
             return encoded, turn(outcome=Outcome.REFUSED)
+        is_before = retold is not None and found.position < retold
         if token_ids == encoded.token_ids:
-            return encoded, turn(parent=found, outcome=Outcome.EXACT)
+            return encoded, turn(parent=found, outcome=Outcome.RETOLD if is_before else Outcome.EXACT)
         spliced = msgspec.structs.replace(
             encoded, token_ids=token_ids, keeps=_moved(encoded.keeps, encoded, tail, token_ids)
         )
-        return spliced, turn(parent=found, outcome=Outcome.DRIFTED)
+        return spliced, turn(parent=found, outcome=Outcome.RETOLD if is_before else Outcome.DRIFTED)
+
+    def _keys(self, root: bytes, history: EncodedHistory) -> tuple[list[ConversationKey], int | None]:
+        """Of the messages, and the position of the last answer that came back with other reasoning than was
+        generated, if one did."""
+        retold: int | None = None
+
+        def is_other(position: int, key: ConversationKey, thought: Thought) -> bool:
+            nonlocal retold
+            if not self._remembered.is_other(key, thought):
+                return False
+            retold = position
+            return True
+
+        digests = cast("list[Digest]", history.digests)
+        thoughts = cast("dict[int, Thought]", history.thoughts)
+        return conversation_keys(root, digests, thoughts, is_other), retold
 
     def count(self, turn: Turn | None) -> None:
         """A request that is to be served."""
@@ -137,11 +169,17 @@ class ChatHistory:
         asked = generation.submit.packed_tokens[num_before:]
         for output in outputs:
             in_calls = output.finish_reason == TOOL_CALLS
-            is_whole = _can_be_sent_back(output)
+            text, calls = output.text, output.calls
+            is_whole = _can_be_sent_back(output, has_text=bool(text.strip()), has_calls=bool(calls))
             if not (is_whole or in_calls):
                 continue
-            calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in output.calls]
-            answer = {"role": "assistant", "content": output.text, "tool_calls": calls}
+            answer = {
+                "role": "assistant",
+                "content": text,
+                "tool_calls": [
+                    {"function": {"name": call.name, "arguments": call.arguments}} for call in calls
+                ],
+            }
             key = key_after(turn.root, turn.key, message_digest(answer))
             if turn.may_call:
                 self._gaps.ended(generation.tenant, key, self._clock(), in_calls=in_calls)
@@ -150,7 +188,8 @@ class ChatHistory:
             said = output.token_ids
             if said[-1] in generation.sampling.stop_token_ids and said[-1] not in turn.ends:
                 said = said[:-1]
-            self._remembered.remember(generation.tenant, key, asked + pack_token_ids(said), turn.parent)
+            added, thought = asked + pack_token_ids(said), thought_digest(output.reasoning)
+            self._remembered.remember(generation.tenant, key, added, turn.parent, thought)
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:
@@ -182,10 +221,10 @@ def _moved(keeps: Sequence[Keep], plain: EncodedPrompt, tail: EncodedTail, token
     ]
 
 
-def _can_be_sent_back(output: ChoiceOutput) -> bool:
+def _can_be_sent_back(output: ChoiceOutput, *, has_text: bool, has_calls: bool) -> bool:
     if output.was_stopped or not output.token_ids:
         return False
-    if output.finish_reason == FinishReason.LENGTH.value:
-        return not output.calls and bool(output.text.strip())
-    is_whole = output.finish_reason in (FinishReason.STOP.value, TOOL_CALLS)
-    return is_whole and bool(output.calls or output.text.strip())
+    if output.finish_reason == LENGTH:
+        return not has_calls and has_text
+    is_whole = output.finish_reason in (STOP, TOOL_CALLS)
+    return is_whole and (has_calls or has_text)

@@ -12,9 +12,10 @@ from typing import Any
 from replicas.protocol.blocks import pack_token_ids
 from router.answers.formats import starts_in_reasoning
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.prepared import EncodedPrompt
-from router.api.sampling import check_text_length, context_exceeded, kept_end, most_tokens, too_many_tokens
+from router.api.prepared import EncodedHistory, EncodedPrompt
+from router.api.sampling import check_text_length, context_exceeded, most_tokens, too_many_tokens
 from router.errors import InvalidRequest
+from router.explain.outline import PromptOutline, outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import Keep
 from router.prompt.template import RESERVED_NAMES, TemplateError
@@ -35,6 +36,8 @@ class RenderedChat:
     text: str
     messages: Sequence[Mapping[str, Any]]
     is_quoted: bool
+    starts_in_reasoning: bool
+    """Its end has opened the mark: the answer's first words are reasoning."""
     write: Callable[[Sequence[Mapping[str, Any]]], str]
     """The same with other messages."""
 
@@ -79,7 +82,8 @@ def render_chat(model: TextModel, request: ChatRequest, *, is_bounded: bool = Fa
         raise InvalidRequest(f"The {parameter} are nested too deeply.", parameter=parameter) from error
     if request.continue_final_message:
         text = _through_last_message(text, messages, parameter, _behind_last(write, text, messages))
-    return RenderedChat(text, messages, is_quoted, write)
+    opened = starts_in_reasoning(text[-MARK_CHARACTERS:], model.answer_format.reasoning)
+    return RenderedChat(text, messages, is_quoted, opened, write)
 
 
 def _with_systems(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,25 +114,42 @@ def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> l
 
 
 def encoded_prompt(
-    model: TextModel, request: ChatRequest, chat: RenderedChat, token_ids: list[int], grammar: str = ""
+    model: TextModel,
+    request: ChatRequest,
+    chat: RenderedChat,
+    token_ids: list[int],
+    *,
+    is_cut: bool = False,
+    grammar: str = "",
+    history: EncodedHistory | None = None,
 ) -> EncodedPrompt:
-    """The tokens, with what is known of places in them, and what the answer is held to."""
-    begun = begins_in_reasoning(model, chat)
-    kept = kept_end(request, model, token_ids)
-    if len(kept) < len(token_ids):  # the places in it are no longer where they were
-        keeps = [Keep(keep.seconds) for keep in request.keeps]
-        return EncodedPrompt(pack_token_ids(kept), keeps=keeps, starts_in_reasoning=begun, grammar=grammar)
+    """The tokens, with what is known of places in them, what the answer is held to, and by what the
+    conversation is known again. Of a prompt whose beginning `is_cut` the tokens are those that are left."""
+    if is_cut:  # the places in it are no longer where they were
+        num_stable_tokens, keeps = None, [Keep(keep.seconds) for keep in request.keeps]
+    else:
+        num_stable_tokens = _num_stable_tokens(model, chat)
+        keeps = [Keep(keep.seconds, _num_kept_tokens(model, chat, keep)) for keep in request.keeps]
     return EncodedPrompt(
         pack_token_ids(token_ids),
-        num_stable_tokens=_num_stable_tokens(model, chat),
-        starts_in_reasoning=begun,
-        keeps=[Keep(keep.seconds, _num_kept_tokens(model, chat, keep)) for keep in request.keeps],
+        num_stable_tokens=num_stable_tokens,
+        starts_in_reasoning=chat.starts_in_reasoning,
+        keeps=keeps,
         grammar=grammar,
+        history=history,
+        outline=_outline(request, history),
     )
 
 
-def begins_in_reasoning(model: TextModel, chat: RenderedChat) -> bool:
-    return starts_in_reasoning(chat.text[-MARK_CHARACTERS:], model.answer_format.reasoning)
+def _outline(request: ChatRequest, history: EncodedHistory | None) -> PromptOutline:
+    wanted = request.output_format
+    return outline_of(
+        request.tools,
+        request.messages,
+        request.template_arguments,
+        None if wanted is None else [wanted.schema, wanted.text, wanted.choices],
+        () if history is None else history.digests[1:],
+    )
 
 
 def _behind_last(
@@ -163,9 +184,11 @@ def _through_last_message(
 
 def _check_number(model: TextModel, request: ChatRequest) -> None:
     """Each message, tool and call takes a token at least: what cannot fit is not even rendered."""
-    calls = (message.get("tool_calls") for message in request.messages)
     number = len(request.messages) + len(request.tools)
-    number += sum(len(some) for some in calls if isinstance(some, list))
+    for message in request.messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            number += len(calls)
     if number > model.card.context_length:
         raise context_exceeded(
             model.card.context_length,

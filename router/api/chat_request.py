@@ -49,3 +49,5 @@ class ChatRequest(GenerationFields, kw_only=True):
     tool_parameter: str = "tools[{}].function.parameters"
     """Where the client has the schema of a tool's arguments, by its number."""
     answers: Any = None
+    compared_id: str | None = None
+    """The earlier answer that the client wants its prompt to be compared with."""

@@ -16,17 +16,18 @@ from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Promp
 from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
 from router.api.chat_history import TailOf
-from router.api.chat_prompt import begins_in_reasoning, encoded_prompt, render_chat
+from router.api.chat_prompt import encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.grammar_checks import chat_grammar
 from router.api.prepared import EncodedPrompt, PreparedRequest
 from router.api.preparing import READERS
-from router.api.sampling import TokenRules, check_text_length, kept_end, sampling_params
+from router.api.sampling import TokenRules, check_text_length, kept_tokens, sampling_params
 from router.errors import about_model
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
+from router.tenants.caller import Caller
 
 _request_decoder = msgspec.msgpack.Decoder(ChatRequest)
 
@@ -59,7 +60,7 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
         read = await _read(context, kind, asked)
         with about_model(read.request.model):
-            return _answer(context, read, new_writer)
+            return _answer(context, asked.caller, read, new_writer)
 
     return prepare
 
@@ -67,7 +68,7 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
 async def _read(context: ApiContext, kind: str, asked: Asked) -> _Read:
     if is_light_chat(asked.body):
         try:
-            return await _encode(context, kind, asked.body)
+            return await _encode(context, kind, asked)
         except TooMuchWork:
             pass
     prepared = await context.offload.prepare(kind, asked.body, asked.address)
@@ -78,27 +79,33 @@ async def _read(context: ApiContext, kind: str, asked: Asked) -> _Read:
     return _Read(_request_decoder.decode(prepared.fields), encoded, encoded.ids(), tails.get)
 
 
-async def _encode(context: ApiContext, kind: str, body: bytes) -> _Read:
+async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
     """Here and now; only what is long and new is encoded in a thread. Raises TooMuchWork."""
-    request = READERS[kind](body, context.config.max_choices)
-    model = context.catalog.get(request.model)
+    request = READERS[kind](asked.body, context.config.max_choices)
+    namespace, salt = asked.caller.namespace, request.cache_salt
+    model = context.catalog.get(request.model).within(namespace, salt).bounded(asked.caller.max_context)
     with about_model(request.model):
         chat = render_chat(model, request, is_bounded=True)
         check_text_length(model, chat.text, request.messages_field)
         token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
-        wished = chat_grammar(model, request, starts_in_reasoning=begins_in_reasoning(model, chat))
-        grammar = await context.grammars.checked(wished)
-        encoded = encoded_prompt(model, request, chat, token_ids, grammar)
-        if context.history.is_on:
-            encoded = msgspec.structs.replace(encoded, history=encoded_history(request))
-    token_ids = kept_end(request, model, token_ids)
-    return _Read(request, encoded, token_ids, partial(encoded_tail, model, chat))
+        wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
+        kept = kept_tokens(request, model, token_ids)
+        encoded = encoded_prompt(
+            model,
+            request,
+            chat,
+            kept,
+            is_cut=len(kept) < len(token_ids),
+            grammar=await context.grammars.checked(wished, (namespace, salt)) if wished.text else "",
+            history=encoded_history(request) if context.history.is_on else None,
+        )
+    return _Read(request, encoded, kept, partial(encoded_tail, model, chat))
 
 
-def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiRequest:
+def _answer(context: ApiContext, caller: Caller, read: _Read, new_writer: NewWriter) -> ApiRequest:
     request, token_ids = read.request, read.token_ids
-    model = context.catalog.get(request.model)
-    encoded, turn = context.history.go_on(model, request, read.encoded, read.tail_of)
+    model = context.catalog.get(request.model).bounded(caller.max_context)
+    encoded, turn = context.history.go_on(model, caller, request, read.encoded, read.tail_of)
     if encoded is not read.encoded:
         token_ids = encoded.ids()
     sampling = sampling_params(
@@ -114,6 +121,7 @@ def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiReque
     )
     prompt = make_prompt(
         context,
+        caller,
         model,
         request,
         token_ids,
@@ -123,9 +131,9 @@ def _answer(context: ApiContext, read: _Read, new_writer: NewWriter) -> ApiReque
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
     )
-    prompt.turn = turn
+    prompt.turn, prompt.outline = turn, encoded.outline
     writer = new_writer(Chat(context, request, model, prompt))
-    return ApiRequest(model, [prompt], bool(request.stream), writer)
+    return ApiRequest(model, [prompt], bool(request.stream), writer, compared_id=request.compared_id)
 
 
 def _max_tokens(request: ChatRequest, room: int) -> int | None:
@@ -140,8 +148,11 @@ def _output_wishes(
     model: ServedModel, request: ChatRequest, encoded: EncodedPrompt, *, is_remembered: bool
 ) -> OutputWishes:
     answer_format = model.answer_format
+    is_kept = is_remembered or not request.stream or bool(request.return_token_ids)
     choice = request.tool_choice
     wants_calls = bool(request.tools) and choice.mode is not ToolMode.NONE and answer_format.tools is not None
+    if not wants_calls and answer_format.reasoning is None:
+        return OutputWishes(is_silent=request.only_prompt, is_kept=is_kept)
 
     def parser() -> AnswerParser | None:
         return new_parser(
@@ -156,5 +167,5 @@ def _output_wishes(
         shown=answer_format.marks(wants_calls=wants_calls),
         one_call=wants_calls and not choice.parallel,
         is_silent=request.only_prompt,
-        is_kept=is_remembered or not request.stream or bool(request.return_token_ids),
+        is_kept=is_kept,
     )

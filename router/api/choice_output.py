@@ -158,8 +158,11 @@ class ChoiceOutput:
 
     def hold(self, delta: TokenDelta) -> None:
         """A delta in the middle of an answer of which no text is wanted yet: it comes with a later one."""
-        self._count(delta.token_ids)
-        self._held += delta.token_ids
+        token_ids = delta.token_ids
+        self.num_tokens += len(token_ids)
+        if self._is_kept:
+            self.token_ids += token_ids
+        self._held += token_ids
         if len(self._held) >= MOST_HELD:
             held, self._held = self._held, []
             self._took(self._parts_of(held))
@@ -168,7 +171,9 @@ class ChoiceOutput:
         """The new parts. Sets `finish_reason` with the last of them."""
         token_ids: Sequence[int] = delta.token_ids
         finish = delta.finish_reason
-        self._count(token_ids)
+        self.num_tokens += len(token_ids)
+        if self._is_kept:
+            self.token_ids += token_ids
         if self._is_plain and finish is None and not self._held:  # nearly all of them
             text = self._detokenizer.add(token_ids)
             if not text:
@@ -201,11 +206,6 @@ class ChoiceOutput:
         if self.finish_reason == FinishReason.STOP.value and self._num_calls:
             self.finish_reason = TOOL_CALLS
         return parts
-
-    def _count(self, token_ids: Sequence[int]) -> None:
-        self.num_tokens += len(token_ids)
-        if self._is_kept:
-            self.token_ids += token_ids
 
     def _parts_of(self, token_ids: Sequence[int]) -> Sequence[Part]:
         parser = self._parser

@@ -16,26 +16,36 @@ from starlette.types import Receive, Scope
 from replicas.protocol.frames import TokenDelta
 from replicas.protocol.status import ReplicaId
 from router.api.chat_history import ChatHistory
+from router.api.gate import FindsCallers
 from router.api.grammar_checks import GrammarChecks
 from router.api.http import read_body
 from router.api.prepared import Bounds
+from router.api.rate_limiting import RequestRates
+from router.api.stories import Stories
 from router.caches.named_caches import NamedCaches
 from router.config import RouterConfig
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.dispatch.inflight import Listener
+from router.explain.witness import Witness
 from router.generation import Generation
 from router.large_bodies.offload import Offload
 from router.limits.admission import Admission, AdmissionHold, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.connections import Connections, address_of
 from router.limits.in_flight import InFlight
+from router.observation.body_recorder import BodyRecorder
 from router.observation.metrics import RouterMetrics
 from router.observation.served import Observer
 from router.observation.trace_points import GenerationTrace, Tracing
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
+from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
+from router.tenants.caller import Caller, Right
+from router.tenants.published_store import PublishedStore
+from router.tenants.rate_limits import RateLimits
+from router.tenants.usage_store import UsageStore
 from router.turns import Turns
 
 
@@ -67,6 +77,10 @@ class Dispatches(Protocol):
     def retry_after_seconds(self, model: str) -> float: ...
 
 
+def no_index(model: str) -> PrefixIndex | None:
+    return None
+
+
 @dataclass(slots=True)
 class ApiContext:
     """`num_replicas` says how many replicas of a model are ready; `rng` makes seeds and ids."""
@@ -77,14 +91,25 @@ class ApiContext:
     metrics: RouterMetrics
     num_replicas: Callable[[str], int]
     rng: random.Random
+    index_of: Callable[[str], PrefixIndex | None] = no_index
+    """Of a model that was served."""
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.perf_counter
     observers: list[Observer] = field(default_factory=list)
     """Told of each request to a route that generates, at its end."""
+    keys: FindsCallers | None = None
+    """The API keys in force; None where everybody is one tenant."""
+    published: PublishedStore | None = None
+    """Beginnings that every tenant shares. To be run and closed with the router; None where nothing can be
+    published."""
     caches: NamedCaches | None = None
     """To be closed with the router; None without a cluster secret."""
     responses: ResponseStore | None = None
     """To be closed with the router; None where none are stored."""
+    recorder: BodyRecorder | None = None
+    """To be closed with the router; None where no bodies are recorded."""
+    usage: UsageStore | None = None
+    """To be run, and closed with the router; None where nothing is counted."""
     tracing: Tracing = field(default_factory=Tracing)
     in_flight: InFlight = field(init=False)
     """Counts requests while they are served."""
@@ -96,8 +121,14 @@ class ApiContext:
     """Where bodies are prepared that would hold others up; to be closed with the router."""
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     """To be closed with the router."""
+    witness: Witness = field(init=False)
+    """Finds why prompts were not read from cache."""
+    stories: Stories = field(init=False)
+    """Of the requests that were served here; to be closed with the router."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
+    rates: RequestRates = field(init=False)
+    """What tenants and keys may ask for."""
     connections: Connections = field(init=False)
     """Of the clients' listener."""
     bodies: BodyBudget = field(init=False)
@@ -109,6 +140,10 @@ class ApiContext:
         self.metrics.watch(
             lambda parts: parts.read_history(self.history.num_prompts, self.history.statistics())
         )
+        self.witness = Witness(lambda model: self.catalog.get(model).card.block_size, self.index_of)
+        key = self.rng.getrandbits(128).to_bytes(16, "little")
+        self.stories = Stories(self.config.explain_bytes, key, self.witness)
+        self.metrics.watch(lambda parts: parts.read_stories(self.stories.statistics()))
         self.offload = Offload(
             self.catalog,
             max_choices=self.config.max_choices,
@@ -123,10 +158,12 @@ class ApiContext:
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight
         )
         self.metrics.watch(lambda parts: parts.read_admission(self.admission.statistics()))
+        self.rates = RequestRates(RateLimits(), self.clock, self.wall_clock)
+        self.metrics.watch(lambda parts: parts.read_rates(self.rates.limits.statistics()))
         self.connections = Connections.of(self.config)
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.metrics.watch(lambda parts: parts.read_bodies(self.bodies.statistics()))
-        self.observers.append(self.metrics.observe)
+        self.observers += (self.metrics.observe, self.witness.observe)
         self.metrics.watch(lambda parts: parts.read_connections(self.connections.statistics()))
         self.metrics.watch(lambda parts: parts.read_in_flight(self.in_flight.num))
         self.metrics.watch(lambda parts: parts.read_dispatch(self.dispatcher.statistics()))
@@ -135,6 +172,10 @@ class ApiContext:
             self.metrics.watch(lambda parts: parts.read_caches(caches.statistics()))
         if (responses := self.responses) is not None:
             self.metrics.watch(lambda parts: parts.read_responses(responses.statistics()))
+        if (usage := self.usage) is not None:
+            self.observers.append(usage.observe)
+            usage.listeners.append(self.metrics.count_usage)
+            self.metrics.watch(lambda parts: parts.read_usage(usage.statistics()))
         self.metrics.watch(lambda parts: parts.read_chains(self.catalog.chains.statistics()))
 
     def hold(self, generations: Sequence[Generation]) -> AdmissionHold:
@@ -166,9 +207,10 @@ class ApiContext:
             with self.in_flight.hold(address_of(scope.get("client"))):
                 yield body
 
-    def priority(self, asked: int | None) -> int:
+    def priority(self, asked: int | None, caller: Caller) -> int:
         """What a client's wish to go first comes to."""
-        return asked if asked is not None and self.config.client_priority else 0
+        counts = self.config.client_priority or caller.may(Right.PRIORITY)
+        return asked if asked is not None and counts else 0
 
     def new_id(self, prefix: str) -> str:
         return f"{prefix}{self.rng.getrandbits(96):024x}"

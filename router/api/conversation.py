@@ -4,11 +4,13 @@ Owns what is told of that to the router's store, which does not see the conversa
 there is a tokenizer and a template.
 """
 
+from typing import cast
+
 from replicas.protocol.blocks import pack_token_ids
 from router.api.chat_prompt import RenderedChat
 from router.api.chat_request import ChatRequest
 from router.api.prepared import EncodedHistory, EncodedTail
-from router.history.canonical import conversation_digests
+from router.history.canonical import conversation_digests, thoughts_of
 from router.history.splicing import text_after
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModel
@@ -22,7 +24,8 @@ def encoded_history(request: ChatRequest) -> EncodedHistory | None:
     messages = request.messages
     digests = conversation_digests(request.tools, request.template_arguments, messages)
     answers = (place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant")
-    return EncodedHistory([*digests], next(answers, None))
+    thoughts = cast("dict[int, bytes]", thoughts_of(messages))
+    return EncodedHistory(cast("list[bytes]", digests), next(answers, None), thoughts=thoughts)
 
 
 def encoded_tail(model: TextModel, chat: RenderedChat, position: int) -> EncodedTail | None:

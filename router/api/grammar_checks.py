@@ -7,13 +7,14 @@ at once.
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from router.answers.formats import AnswerFormat
 from router.answers.grammar_check import checked_grammar
 from router.answers.grammars import grammar_for
-from router.answers.wishes import OutputFormat, ToolChoice
+from router.answers.wishes import OutputFormat, ToolChoice, ToolMode
 from router.api.chat_request import ChatRequest
 from router.errors import RouterBusy
 from router.prompt.engines import TooMuchWork
@@ -28,14 +29,12 @@ MAX_KNOWN = 128
 
 
 class WishedGrammar(NamedTuple):
-    """An answer's grammar as it was asked for, "" for none, and the fields that asked. Whose it is counts:
-    how soon it is checked would tell others that it was asked for before."""
+    """An answer's grammar as it was asked for, "" for none, and the fields that asked."""
 
     text: str
     parameter: str = ""
     tool_parameter: str = ""
     special_tokens: tuple[str, ...] = ()
-    salt: str | None = None
 
     def checked(self) -> str:
         """Blocks while it is worked out. Raises InvalidRequest."""
@@ -47,10 +46,14 @@ class WishedGrammar(NamedTuple):
         )
 
 
+NO_GRAMMAR = WishedGrammar("")
+
+
 def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning: bool) -> WishedGrammar:
     """Raises InvalidRequest for what contradicts itself."""
-    if request.only_prompt:
-        return WishedGrammar("")
+    is_free = request.output_format is None and request.tool_choice.mode is not ToolMode.REQUIRED
+    if (is_free and not request.tools) or request.only_prompt:  # nearly all of them
+        return NO_GRAMMAR
     special_tokens = _special_tokens(model)
     parameter = "tools" if request.output_format is None else request.output_format.parameter
     text = grammar_for(
@@ -62,15 +65,15 @@ def chat_grammar(model: TextModel, request: ChatRequest, *, starts_in_reasoning:
         special_tokens=special_tokens,
         tool_parameter=request.tool_parameter,
     )
-    return WishedGrammar(text, parameter, request.tool_parameter, special_tokens, request.cache_salt)
+    return WishedGrammar(text, parameter, request.tool_parameter, special_tokens)
 
 
-def text_grammar(wished: OutputFormat | None, salt: str | None) -> WishedGrammar:
+def text_grammar(wished: OutputFormat | None) -> WishedGrammar:
     """Of an answer that is text and nothing else. Raises InvalidRequest."""
     if wished is None:
-        return WishedGrammar("")
+        return NO_GRAMMAR
     text = grammar_for(wished, [], ToolChoice(), AnswerFormat())
-    return WishedGrammar(text, wished.parameter, salt=salt)
+    return WishedGrammar(text, wished.parameter)
 
 
 class GrammarChecks:
@@ -78,17 +81,19 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._known: OrderedDict[WishedGrammar, str] = OrderedDict()
+        self._known: OrderedDict[tuple[WishedGrammar, Hashable], str] = OrderedDict()
         self._num_waiting = 0
 
-    async def checked(self, wished: WishedGrammar) -> str:
-        """Raises InvalidRequest for what cannot be followed, RouterBusy, and TooMuchWork for what is to be
-        checked elsewhere."""
+    async def checked(self, wished: WishedGrammar, owner: Hashable = None) -> str:
+        """Each owner's are remembered apart: how soon it is checked would tell others that it was asked for
+        before. Raises InvalidRequest for what cannot be followed, RouterBusy, and TooMuchWork for what is to
+        be checked elsewhere."""
         if not wished.text:
             return ""
-        known = self._known.get(wished)
+        key = (wished, owner)
+        known = self._known.get(key)
         if known is not None:
-            self._known.move_to_end(wished)
+            self._known.move_to_end(key)
             return known
         if len(wished.text) > MAX_CHARACTERS:
             raise TooMuchWork
@@ -99,7 +104,7 @@ class GrammarChecks:
             grammar = await asyncio.get_running_loop().run_in_executor(self._threads, wished.checked)
         finally:
             self._num_waiting -= 1
-        self._known[wished] = grammar
+        self._known[key] = grammar
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return grammar

@@ -5,6 +5,7 @@ error is written is the dialect's: `error_shapes.py`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.api.json_body import encode_json
@@ -18,14 +19,20 @@ from router.errors import (
     Excess,
     GenerationFailed,
     InvalidRequest,
+    LimitReached,
     NoReplicaAvailable,
+    NotAllowed,
     Overloaded,
+    PrefixGone,
     ResponseGone,
     ResponsesUnavailable,
     RouterBusy,
     RouterError,
+    StoryGone,
+    TooLate,
     UnknownModel,
     UploadTooSlow,
+    UsageUnavailable,
 )
 
 
@@ -40,6 +47,8 @@ class HttpError:
     code: str | None = None
     retry_after_seconds: float | None = None
     excess: Excess | None = None
+    is_final: bool = False
+    """To ask again does not help, whatever clients make of the status."""
 
     def body(self) -> bytes:
         return encode_json(
@@ -59,7 +68,7 @@ class HttpError:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_seconds))))
             headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(self.retry_after_seconds * 1000))))
             headers.append((b"x-should-retry", b"true"))
-        elif self.code == "generation_failed":  # it was tried again here
+        elif self.is_final:
             headers.append((b"x-should-retry", b"false"))
         if (
             self.status in (408, 413) or self.code == "bodies_full"
@@ -68,56 +77,56 @@ class HttpError:
         return headers
 
 
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+
+_WORDS: Mapping[type[RouterError], tuple[int, str, str | None, str]] = {
+    UnknownModel: (404, _INVALID, "model", "model_not_found"),
+    CachesFull: (429, "requests", None, "caches_full"),
+    CachesUnavailable: (503, _SERVER, None, "caches_unavailable"),
+    NotAllowed: (403, "permission_error", None, "insufficient_permissions"),
+    PrefixGone: (404, _INVALID, None, "prefix_not_found"),
+    ResponseGone: (404, _INVALID, None, "response_not_found"),
+    StoryGone: (404, _INVALID, None, "explanation_not_found"),
+    ResponsesUnavailable: (503, _SERVER, None, "responses_unavailable"),
+    UsageUnavailable: (503, _SERVER, None, "usage_unavailable"),
+    BodyTooLarge: (413, _INVALID, None, "request_too_large"),
+    BodiesFull: (503, _SERVER, None, "bodies_full"),
+    UploadTooSlow: (408, _INVALID, None, "request_timeout"),
+    Overloaded: (429, "requests", None, "rate_limit_exceeded"),
+    RouterBusy: (503, _SERVER, None, "router_busy"),
+    TooLate: (503, _SERVER, None, "too_late"),
+    NoReplicaAvailable: (503, _SERVER, None, "no_replica_available"),
+}
+"""Status, type, field and code of errors that say nothing more than when to come back, if that."""
+
+
 def http_error(error: RouterError) -> HttpError:
+    words = _WORDS.get(type(error))
+    if words is not None:
+        return HttpError(words[0], error.message, *words[1:], getattr(error, "retry_after_seconds", None))
     match error:
         case ContextLengthExceeded():
-            return HttpError(
-                400, error.message, "invalid_request_error", error.parameter, error.code, excess=error.excess
-            )
+            return HttpError(400, error.message, _INVALID, error.parameter, error.code, excess=error.excess)
         case InvalidRequest():
-            return HttpError(
-                400, error.message, "invalid_request_error", error.parameter, error.code or "invalid_value"
-            )
-        case UnknownModel():
-            return HttpError(404, error.message, "invalid_request_error", "model", "model_not_found")
+            return HttpError(400, error.message, _INVALID, error.parameter, error.code or "invalid_value")
         case CacheGone():
-            return HttpError(404, error.message, "invalid_request_error", error.parameter, error.code)
-        case CachesFull():
-            return HttpError(429, error.message, "requests", None, "caches_full", error.retry_after_seconds)
-        case CachesUnavailable():
-            return HttpError(
-                503, error.message, "server_error", None, "caches_unavailable", error.retry_after_seconds
-            )
-        case ResponseGone():
-            return HttpError(404, error.message, "invalid_request_error", None, "response_not_found")
-        case ResponsesUnavailable():
-            return HttpError(
-                503, error.message, "server_error", None, "responses_unavailable", error.retry_after_seconds
-            )
-        case BodyTooLarge():
-            return HttpError(413, error.message, "invalid_request_error", None, "request_too_large")
-        case BodiesFull():
-            return HttpError(
-                503, error.message, "server_error", None, "bodies_full", error.retry_after_seconds
-            )
-        case UploadTooSlow():
-            return HttpError(408, error.message, "invalid_request_error", None, "request_timeout")
-        case Overloaded():
-            return HttpError(
-                429, error.message, "requests", None, "rate_limit_exceeded", error.retry_after_seconds
-            )
-        case RouterBusy():
-            return HttpError(
-                503, error.message, "server_error", None, "router_busy", error.retry_after_seconds
-            )
-        case NoReplicaAvailable():
-            return HttpError(
-                503, error.message, "server_error", None, "no_replica_available", error.retry_after_seconds
-            )
+            return HttpError(404, error.message, _INVALID, error.parameter, error.code)
+        case LimitReached():
+            return _limit_reached(error)
         case GenerationFailed():
-            return HttpError(500, error.message, "server_error", None, "generation_failed")
+            # it was tried again here
+            return HttpError(500, error.message, _SERVER, None, "generation_failed", is_final=True)
         case _:
-            return HttpError(500, error.message, "server_error")
+            return HttpError(500, error.message, _SERVER)
+
+
+def _limit_reached(error: LimitReached) -> HttpError:
+    kind = "tokens" if error.what == "tokens" else "requests"
+    wait_seconds = error.retry_after_seconds
+    return HttpError(
+        *(429, error.message, kind, None, "rate_limit_exceeded", wait_seconds),
+        is_final=wait_seconds is None,
+    )
 
 
 INTERNAL_ERROR = HttpError(500, "The server had an error while processing your request.", "server_error")

@@ -3,6 +3,7 @@
 Owns the sentences about what is no JSON, of the wrong type or out of range. Every error names its field.
 """
 
+import math
 import re
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ _FORBIDDEN_IN_SALT = frozenset("@/\\\0")
 
 _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+MAX_TIMEOUT_SECONDS = 86_400.0
 
 
 def decode_body(decoder: "msgspec.json.Decoder[Request]", body: bytes) -> Request:
@@ -95,6 +98,16 @@ def check_range(parameter: str, value: float | None, low: float, high: float) ->
     if value is not None and not low <= value <= high:
         raise InvalidRequest(
             f"Invalid value for '{parameter}': {value!s:.40} is not between {low:.10g} and {high:.10g}.",
+            parameter=parameter,
+        )
+
+
+def check_timeout(seconds: float | None, parameter: str = "timeout") -> None:
+    """Raises InvalidRequest."""
+    if seconds is not None and not (math.isfinite(seconds) and 0 < seconds <= MAX_TIMEOUT_SECONDS):
+        raise InvalidRequest(
+            f"Invalid value for '{parameter}': {seconds!s:.40} is not a number of seconds above 0 and up to "
+            f"{MAX_TIMEOUT_SECONDS:.10g}.",
             parameter=parameter,
         )
 

@@ -67,14 +67,15 @@ class LiveRoutes:
         self._context = context
         self._fleet = fleet
         self._access = access
-        live = self._live = Live(lambda model: context.catalog.get(model).card.block_size)
+        self._live = Live(lambda model: context.catalog.get(model).card.block_size)
         if self._access is not AdminAccess.NOBODY:
-            context.observers.append(live.observe)
+            context.observers.append(self._live.observe)
         self._started_at = context.wall_clock()
+        sightings = context.witness.sightings
         self._state = _Kept(STATE_SECONDS, self._make_state)
         self._prefixes = {
-            "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(live.sightings.most_used)),
-            "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(live.sightings.recent)),
+            "used": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(sightings.most_used)),
+            "recent": _Kept(PREFIXES_SECONDS, lambda: self._make_prefixes(sightings.recent)),
         }
 
     def routes(self) -> list[Route]:
@@ -146,7 +147,7 @@ class LiveRoutes:
         }
 
     async def _make_prefixes(self, choose: Callable[[int], list[Node]]) -> dict[str, Any]:
-        sightings = self._live.sightings
+        sightings = self._context.witness.sightings
         # Taken in one turn; later ones may find the tree changed, all but a node's end and its chain.
         nodes = choose(live_view.MAX_NODES)
         rows = [live_view.node_data(node) for node in nodes]

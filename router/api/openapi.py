@@ -18,6 +18,7 @@ from router.api.json_body import encode_json
 from router.api.openai.chat_body import ChatBody, TokenizedChat
 from router.api.openai.completion_prompt import CompletionRequest
 from router.api.openapi_answers import ANSWERS, Schema, ref
+from router.api.published import NewPrefix
 from router.api.responses.body import ResponsesBody
 from router.api.token_counts import DetokenizedTokens, TokenizedText
 
@@ -174,9 +175,41 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation("delete", "/v1/caches/{cache_id}", CACHES, "Delete a cache", "DeletedCache"),
     Operation(
+        "post",
+        "/v1/published",
+        CACHES,
+        "Publish a beginning for every tenant",
+        "Published",
+        bodies=(NewPrefix,),
+        status=201,
+    ),
+    Operation("get", "/v1/published", CACHES, "List published beginnings", "PublishedList"),
+    Operation(
+        "delete",
+        "/v1/published/{prefix_id}",
+        CACHES,
+        "Publish a beginning no more",
+        "DeletedPublished",
+    ),
+    Operation(
         "post", "/tokenize", CONTROL, "Text to tokens", "Tokens", bodies=(TokenizedText, TokenizedChat)
     ),
     Operation("post", "/detokenize", CONTROL, "Tokens to text", "Text", bodies=(DetokenizedTokens,)),
+    Operation(
+        "get",
+        "/v1/usage",
+        CONTROL,
+        "What the caller's tenant has used, by hour or day",
+        "Usage",
+        query=("start", "end", "bucket", "group_by", "key_id", "tenant"),
+    ),
+    Operation(
+        "get",
+        "/v1/cache/explain/{id}",
+        CONTROL,
+        "Why the prompt of a request was, or was not, read from cache",
+        "CacheExplanation",
+    ),
     Operation("get", "/health", CONTROL, "Whether the process lives", "Health"),
     Operation(
         "get",
@@ -298,6 +331,8 @@ def _query_schema(name: str) -> Schema:
             return {"enum": ["sse"]}
         case "order":
             return {"enum": ["asc", "desc"]}
+        case "bucket":
+            return {"enum": ["hour", "day"]}
         case "limit" | "pageSize":
             return {"type": "integer", "minimum": 1, "maximum": 100}
     return {"type": "string"}

@@ -38,6 +38,21 @@ def an_object(_optional: Sequence[str] = (), /, **fields: Schema) -> Schema:
     return {"type": "object", "properties": fields, "required": required}
 
 
+_USED = {
+    **dict.fromkeys(
+        (
+            *("requests", "errors", "aborted", "prompt_tokens", "uncached_tokens", "cached_tokens"),
+            *("cross_user_cached_tokens", "written_tokens", "output_tokens", "reasoning_tokens"),
+        ),
+        COUNT,
+    ),
+    "cached_tokens_by_tier": an_object(device=COUNT, host=COUNT, disk=COUNT),
+    "written_tokens_by_ttl": an_object(
+        **dict.fromkeys(("none", "5m", "30m", "1h", "12h", "24h"), COUNT),
+    ),
+    **dict.fromkeys(("cost", "cost_without_cache", "saved"), NUMBER),
+}
+
 _OPENAI = {
     "OpenAiError": an_object(
         error=an_object(
@@ -259,6 +274,60 @@ _CONTROL = {
     "Text": an_object(prompt=TEXT),
     "Health": an_object(status=TEXT),
     "Version": an_object(version=TEXT),
+    "UsageCounts": an_object(**_USED),
+    "UsageBucket": an_object(
+        start=COUNT,
+        end=COUNT,
+        tenant=TEXT,
+        key_id=maybe(TEXT),
+        model=maybe(TEXT),
+        **_USED,
+    ),
+    "Usage": an_object(
+        object=one_of("usage"),
+        start=COUNT,
+        end=COUNT,
+        bucket=one_of("hour", "day"),
+        tenant=maybe(TEXT),
+        ratios=maybe({"type": "object", "additionalProperties": {"type": "number"}}),
+        data=a_list(ref("UsageBucket")),
+        total=ref("UsageCounts"),
+    ),
+    "CacheExplanation": an_object(
+        object=one_of("cache.explanation"),
+        request_id=TEXT,
+        answer_id=maybe(TEXT),
+        created_at={"type": "number"},
+        model=maybe(TEXT),
+        route=TEXT,
+        error=maybe(TEXT),
+        prompts=a_list(ref("PromptExplanation")),
+    ),
+    "PromptExplanation": an_object(
+        outcome=one_of("hit", "partial", "miss"),
+        cause=TEXT,
+        replica=maybe(TEXT),
+        prompt_tokens=COUNT,
+        cached_tokens=COUNT,
+        cached_tokens_by_tier=an_object(device=COUNT, host=COUNT, disk=COUNT),
+        lost_tokens=COUNT,
+        lost_ms=maybe({"type": "number"}),
+        spans=a_list(
+            an_object(cause=TEXT, start=COUNT, end=COUNT, replica=maybe(TEXT), at=maybe({"type": "number"}))
+        ),
+        nearest=maybe(
+            an_object(
+                request_id=maybe(TEXT),
+                answer_id=maybe(TEXT),
+                seconds_before={"type": "number"},
+                prompt_tokens=COUNT,
+                common_tokens=maybe(COUNT),
+                diverges_at=maybe(COUNT),
+                changed=a_list(TEXT),
+            )
+        ),
+        place=maybe(an_object(path=maybe(TEXT), kind=TEXT, is_certain={"type": "boolean"})),
+    ),
     "Readiness": an_object(
         status=TEXT, num_replicas=COUNT, models={"type": "object", "additionalProperties": COUNT}
     ),
@@ -286,6 +355,16 @@ _CONTROL = {
     "DeletedCache": an_object(
         id=TEXT, object=one_of("cache.deleted"), deleted=FLAG, lease=one_of("ends_by_itself", "none")
     ),
+    "Published": an_object(
+        id=TEXT,
+        object=one_of("published"),
+        model=TEXT,
+        name=maybe(TEXT),
+        tokens=COUNT,
+        created_at=COUNT,
+    ),
+    "PublishedList": an_object(object=one_of("list"), data=a_list(ref("Published"))),
+    "DeletedPublished": an_object(id=TEXT, object=one_of("published.deleted"), deleted=FLAG),
     "Event": {
         **an_object(("event",), event=TEXT, data=TEXT),
         "description": "One of a stream's events. Between them may be comments and empty lines.",

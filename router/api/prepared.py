@@ -9,6 +9,7 @@ import msgspec
 
 from replicas.protocol.blocks import unpack_token_ids
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest, RouterError, UnknownModel
+from router.explain.outline import PromptOutline
 from router.keeping import Keep
 
 Digest = NewType("Digest", bytes)
@@ -58,11 +59,13 @@ class EncodedTail(msgspec.Struct, frozen=True):
 
 class EncodedHistory(msgspec.Struct, frozen=True):
     """By what a conversation is known again: see `router.history.canonical`. `last_answer` is the position of
-    its last message that is an answer; `tail` is what stands behind that one, where it has been asked for."""
+    its last message that is an answer; `tail` is what stands behind that one, where it has been asked for.
+    `thoughts` are of the answers that came with reasoning, by their positions."""
 
     digests: list[bytes]
     last_answer: int | None = None
     tail: EncodedTail | None = None
+    thoughts: dict[int, bytes] = {}
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
@@ -77,6 +80,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     starts_in_reasoning: bool = False
     grammar: str = ""
     history: EncodedHistory | None = None
+    outline: PromptOutline | None = None
 
     def ids(self) -> list[int]:
         return unpack_token_ids(self.token_ids)

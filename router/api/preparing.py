@@ -12,13 +12,7 @@ import msgspec
 from replicas.protocol.blocks import pack_token_ids
 from router.api.anthropic.body import read_message
 from router.api.anthropic.counts import count_message_tokens
-from router.api.chat_prompt import (
-    RenderedChat,
-    begins_in_reasoning,
-    encode_chat,
-    encoded_prompt,
-    render_chat,
-)
+from router.api.chat_prompt import RenderedChat, encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest
 from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini.body import read_gemini
@@ -45,7 +39,7 @@ from router.api.prepared import (
     WrittenAnswer,
 )
 from router.api.responses.body import read_response
-from router.api.sampling import kept_end, most_tokens, too_many_tokens
+from router.api.sampling import kept_tokens, most_tokens, too_many_tokens
 from router.api.token_counts import detokenize, tokenize
 from router.errors import InvalidRequest, RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
@@ -66,10 +60,17 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
     with about_model(request.model):
         chat = render_chat(model, request)
         token_ids = encode_chat(model, request, chat)
-        wished = chat_grammar(model, request, starts_in_reasoning=begins_in_reasoning(model, chat))
-        encoded = encoded_prompt(model, request, chat, token_ids, wished.checked())
-        if job.has_history:
-            encoded = msgspec.structs.replace(encoded, history=_history(model, request, chat))
+        kept = kept_tokens(request, model, token_ids)
+        wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
+        encoded = encoded_prompt(
+            model,
+            request,
+            chat,
+            kept,
+            is_cut=len(kept) < len(token_ids),
+            grammar=wished.checked(),
+            history=_history(model, request, chat) if job.has_history else None,
+        )
     return PreparedRequest(rest_of(request), [encoded])
 
 
@@ -99,7 +100,7 @@ def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
     with about_model(request.model):
         check_completion(request, job.max_choices)
         prompts = prompts_of(request.prompt, job.max_prompts)
-        wished = text_grammar(output_format_of(request, request.response_format), request.cache_salt)
+        wished = text_grammar(output_format_of(request, request.response_format))
         grammar = wished.checked()
         encoded = [_encoded(model, request, prompt, grammar) for prompt in prompts]
     fields = without_formats(msgspec.structs.replace(request, prompt="", suffix=None))
@@ -119,7 +120,7 @@ def _encoded(
     else:
         token_ids = prompt
     check_tokens(token_ids)
-    kept = kept_end(request, model, token_ids)
+    kept = kept_tokens(request, model, token_ids)
     return EncodedPrompt(pack_token_ids(kept), echo_of(model, request, prompt), grammar=grammar)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import SamplingParams
-from router.api.json_body import check_range, check_salt
+from router.api.json_body import check_range, check_salt, check_timeout, unsupported
 from router.api.openai.caching import PromptCacheOptions, check_caching
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
 from router.prompt.text_model import TextModel
@@ -19,11 +19,24 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
+MAX_NAMED_KEYS = 8
+"""Of those that are wrong, in an error."""
 MAX_NAME_CHARACTERS = {"prompt_cache_key": 4096, "safety_identifier": 128, "user": 4096}
 """Of what clients call their caches and their users."""
 MAX_INTEGER = 2**31 - 1
 """What the replicas' protocol carries."""
 
+
+RANGES = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("priority", -MAX_INTEGER, MAX_INTEGER),
+    ("top_k", -1, MAX_INTEGER),
+)
+"""What of its numbers lie between bounds."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
@@ -40,7 +53,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     A stop string is part of the text only with `include_stop_str_in_output`, and so is the text of a token
     that ends the answer; special tokens are part of it unless `skip_special_tokens`. Of a prompt only the
-    last `truncate_prompt_tokens` are taken: all that fit in the context for -1.
+    last `truncate_prompt_tokens` are taken, or the first where `truncation_side` is "right": all that fit in
+    the context for -1.
     """
 
     model: str
@@ -64,6 +78,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_cache_key: str | None = None
@@ -73,6 +88,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """A named cache, which has its place taken before a request is read here."""
     cache_salt: str | None = None
     priority: int | None = None
+    timeout: float | None = None
+    """Seconds until the answer must have begun."""
     safety_identifier: str | None = None
     user: str | None = None
 
@@ -96,26 +113,27 @@ def check_fields(
             parameter="stream_options",
         )
     check_range("n", request.n, 1, max_choices)
-    check_range("temperature", request.temperature, 0.0, 2.0)
-    check_range("top_p", request.top_p, 0.0, 1.0)
-    check_range("min_p", request.min_p, 0.0, 1.0)
-    check_range("presence_penalty", request.presence_penalty, -2.0, 2.0)
-    check_range("frequency_penalty", request.frequency_penalty, -2.0, 2.0)
-    check_range("priority", request.priority, -MAX_INTEGER, MAX_INTEGER)
-    check_range("top_k", request.top_k, -1, MAX_INTEGER)
-    for parameter, value, low in (
-        ("max_tokens", request.max_tokens, least_tokens),
-        ("min_tokens", request.min_tokens, 0),
-        ("truncate_prompt_tokens", request.truncate_prompt_tokens, -1),
+    check_timeout(request.timeout)
+    for parameter, low, high in RANGES:
+        value = getattr(request, parameter)
+        if value is not None:
+            check_range(parameter, value, low, high)
+    for parameter, least in (
+        ("max_tokens", least_tokens),
+        ("min_tokens", 0),
+        ("truncate_prompt_tokens", -1),
     ):
-        if value is not None and value < low:
+        value = getattr(request, parameter)
+        if value is not None and value < least:
             raise InvalidRequest(
-                f"Invalid value for '{parameter}': {value} is below {low}.", parameter=parameter
+                f"Invalid value for '{parameter}': {value} is below {least}.", parameter=parameter
             )
     if request.repetition_penalty is not None and not request.repetition_penalty > 0:
         raise InvalidRequest(
             "Invalid value for 'repetition_penalty': it must be above 0.", parameter="repetition_penalty"
         )
+    if request.truncation_side not in (None, "left", "right"):
+        raise unsupported("truncation_side", "Invalid value for 'truncation_side': it is 'left' or 'right'.")
     if request.truncate_prompt_tokens == 0:
         raise InvalidRequest(
             "Invalid value for 'truncate_prompt_tokens': it is -1, or above 0.",
@@ -125,7 +143,8 @@ def check_fields(
         raise InvalidRequest("The field 'cache' must be written without escapes.", parameter="cache")
     check_salt(request.cache_salt)
     check_caching(request.prompt_cache_retention, request.prompt_cache_options)
-    check_stop_strings("stop", stop_strings(request.stop), max_stop_strings)
+    if request.stop is not None:
+        check_stop_strings("stop", stop_strings(request.stop), max_stop_strings)
     _check_sizes(request)
 
 
@@ -262,14 +281,16 @@ def check_prompt_length(context_length: int, num_prompt_tokens: int, parameter: 
         )
 
 
-def kept_end(request: GenerationFields, model: TextModel, token_ids: list[int]) -> list[int]:
-    """What is left of a prompt where its beginning may be left out."""
+def kept_tokens(request: GenerationFields, model: TextModel, token_ids: list[int]) -> list[int]:
+    """What is left of a prompt where its beginning, or its end, may be left out."""
     most = request.truncate_prompt_tokens
     if most is None:
         return token_ids
     if most < 0:
         most = model.card.context_length - (request.max_tokens or 1)
-    return token_ids[-most:] if most > 0 else token_ids
+    if most <= 0:
+        return token_ids
+    return token_ids[:most] if request.truncation_side == "right" else token_ids[-most:]
 
 
 def most_tokens(model: TextModel) -> int:
@@ -302,17 +323,17 @@ def check_text_length(model: TextModel, text: str, parameter: str) -> None:
 
 
 def _logit_bias(bias: dict[str, float], model: TextModel) -> tuple[tuple[int, float], ...]:
-    pairs: list[tuple[int, float]] = []
-    for key, value in bias.items():
-        if _TOKEN_ID.fullmatch(key) is None or int(key) >= model.card.vocab_size:
-            raise InvalidRequest(
-                f"Invalid key in 'logit_bias': '{key[:40]}' is not a token id of this model (0 to"
-                f" {model.card.vocab_size - 1}).",
-                parameter="logit_bias",
-            )
+    most = model.card.vocab_size
+    wrong = [key for key in bias if _TOKEN_ID.fullmatch(key) is None or int(key) >= most]
+    if wrong:
+        named = ", ".join(f"'{key[:40]}'" for key in wrong[:MAX_NAMED_KEYS])
+        raise InvalidRequest(
+            f"Invalid key in 'logit_bias': {named}. Token ids of this model go from 0 to {most - 1}.",
+            parameter="logit_bias",
+        )
+    for value in bias.values():
         check_range("logit_bias", value, -100.0, 100.0)
-        pairs.append((int(key), value))
-    return tuple(pairs)
+    return tuple((int(key), value) for key, value in bias.items())
 
 
 def _stop_token_ids(token_ids: list[int], model: TextModel) -> tuple[int, ...]:

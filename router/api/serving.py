@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from replicas.protocol.frames import TokenDelta
+from replicas.protocol.frames import TokenDelta, TokenLogprobs
 from router.answers.parts import Part, Text
 from router.api.api_request import AnswerWriter, ApiRequest, Prompt
 from router.api.asked import Asked, Prepare
 from router.api.context import ApiContext, Runs
-from router.api.error_shapes import OPENAI_ERRORS, ErrorShape, error_shape
+from router.api.error_shapes import OPENAI_ERRORS, error_shape
 from router.api.http import (
     ClientConnection,
     ClientGone,
@@ -30,10 +30,14 @@ from router.api.http import (
 from router.api.http_error import INTERNAL_ERROR, HttpError, http_error, method_not_allowed
 from router.api.openai.caching import lease_headers
 from router.api.sse import EVENT_STREAM_HEADERS
+from router.api.telling import Telling
+from router.api.timeouts import set_timeout, timeout_of
 from router.errors import ErrorKind, RouterError
+from router.explain.story import header_of
 from router.limits.connections import address_of
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest, TokenGaps
 from router.observation.trace_points import RequestTrace
+from router.tenants.caller import caller_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class GenerationEndpoint:
         request_id = client_request_id(scope) or self._context.new_id("req_")
         parent = client_trace_parent(scope)
         trace = self._context.tracing.request(scope["method"], scope["path"], request_id, parent)
-        exchange = _Exchange(self._context, send, connection_of(scope), trace, error_shape(scope))
+        exchange = _Exchange(self._context, scope, send, trace)
         try:
             if scope["method"] != "POST":
                 exchange.end_with("MethodNotAllowed", ErrorKind.METHOD)
@@ -71,18 +75,25 @@ class GenerationEndpoint:
 
     async def _serve(self, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
         context, address = self._context, address_of(scope.get("client"))
+        caller = caller_of(scope)
         try:
+            timeout_seconds = timeout_of(scope)
+            context.rates.begin(caller)
             with context.hold_body(scope) as held:
                 body = await context.read_body(scope, receive, held)
                 exchange.has_read()
                 with context.in_flight.hold(address):
                     async with exchange.while_connected(receive):
                         request = await self._prepare(context, Asked(body, address, scope))
-                        exchange.has_prepared(request)
+                        set_timeout(request.prompts, timeout_seconds)
+                        exchange.has_prepared(request, body, self._route)
+                        if context.recorder is not None:
+                            context.recorder.take(scope["path"], caller.namespace, body, context.wall_clock())
                         del body
                         held.give_back()
                         generations = [prompt.generation for prompt in request.prompts]
-                        with context.hold(generations), request.during:
+                        rates = context.rates.hold(caller, generations, request.num_used_tokens)
+                        with rates, context.hold(generations), request.during:
                             await exchange.run(request)
             await exchange.finish(request)
         except ClientGone as error:
@@ -109,24 +120,25 @@ class _Exchange:
     def __init__(
         self,
         context: ApiContext,
+        scope: Scope,
         send: Send,
-        connection: ClientConnection | None,
         trace: RequestTrace,
-        errors: ErrorShape,
     ) -> None:
         self.request_id = trace.request_id
         self.trace = trace
         self.status = 200
-        self._errors = errors
+        self._errors = error_shape(scope)
+        self._caller = caller_of(scope)
         self._error: str | None = None
         self._error_kind: ErrorKind | None = None
         self._context = context
         self._send = send
-        self._connection = connection
+        self._connection = connection_of(scope)
         self._run: Runs | None = None
         self._num_sent = 0
         self._num_sent_before = 0
         self._request: ApiRequest | None = None
+        self._telling: Telling | None = None
         self._model: str | None = None
         self._arrived_at = context.wall_clock()
         self._arrived = context.clock()
@@ -144,8 +156,12 @@ class _Exchange:
     def has_read(self) -> None:
         self._read_seconds = self._context.clock() - self._arrived
 
-    def has_prepared(self, request: ApiRequest) -> None:
+    def has_prepared(self, request: ApiRequest, body: bytes, route: str) -> None:
         self._request = request
+        self._telling = Telling(
+            self._context.stories, self._caller, self.request_id, request, self._arrived_at, route
+        )
+        self._telling.begin(body)
         self._model = request.model.name
         history = self._context.history
         for prompt in request.prompts:
@@ -256,6 +272,8 @@ class _Exchange:
             if delta.usage is not None and (choice == 0 or prompt.usage is None):
                 prompt.usage = delta.usage
                 prompt.decision, prompt.decision_seconds = run.decision, run.decision_seconds
+                assert self._telling is not None
+                self._telling.read(prompt, self._arrived_at + (self._prepared_seconds or 0.0))
             parts = output.add(delta)
             if output.was_stopped:
                 run.abort_choice(choice)
@@ -315,11 +333,13 @@ class _Exchange:
             event = failed(error) if failed else self._errors.event(error, self.request_id)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        headers = [*error.headers(), *extra, *self._id_headers()]
+        headers = [*error.headers(), *extra, *self._id_headers(), *self._rate_headers()]
         await send_whole(self._send, self.status, headers, self._errors.body(error, self.request_id))
 
     def served(self, route: str) -> ServedRequest:
         request = self._request
+        if self._telling is not None:
+            self._telling.end(self._error)
         return ServedRequest(
             request_id=self.request_id,
             trace_id=self.trace.trace_id,
@@ -334,16 +354,24 @@ class _Exchange:
             first_token_seconds=self._first_token_seconds,
             ended_seconds=self._context.clock() - self._arrived,
             token_gaps=self._gaps,
+            caller=self._caller,
+            answer_id=None if request is None else request.writer.answer_id,
             is_stream=request is not None and request.stream,
             prompts=() if request is None else tuple(_served(prompt) for prompt in request.prompts),
         )
 
     def _own_headers(self) -> list[Header]:
-        headers = [*self._id_headers(), *self._run_headers]
+        headers = [*self._id_headers(), *self._run_headers, *self._rate_headers()]
+        stories = [] if self._telling is None else self._telling.stories_so_far()
+        if stories:
+            headers.append((b"x-kvasir-cache", header_of(stories)))
         if self._errors is OPENAI_ERRORS:
             milliseconds = (self._context.clock() - self._arrived) * 1000
             headers.append((b"openai-processing-ms", b"%d" % milliseconds))
         return headers
+
+    def _rate_headers(self) -> list[Header]:
+        return self._context.rates.headers(self._caller, self._errors)
 
     def _id_headers(self) -> list[Header]:
         value = self.request_id.encode()
@@ -353,14 +381,24 @@ class _Exchange:
 def _served(prompt: Prompt) -> ServedPrompt:
     num_output_tokens = sum(output.num_tokens for output in prompt.outputs)
     return ServedPrompt(
-        prompt.generation, prompt.decision, prompt.usage, num_output_tokens, prompt.decision_seconds
+        prompt.generation,
+        prompt.decision,
+        prompt.usage,
+        num_output_tokens,
+        prompt.decision_seconds,
+        num_silent_tokens=num_output_tokens - sum(output.num_said_tokens for output in prompt.outputs),
+        num_reasoning_tokens=sum(output.num_reasoning_tokens for output in prompt.outputs),
+        num_own_leases=prompt.num_own_leases,
+        misses=prompt.misses,
     )
 
 
 def _events_of(writer: AnswerWriter, prompt: Prompt, delta: TokenDelta, parts: Sequence[Part]) -> bytes:
     """Of a delta's parts. Its log-probabilities go with the first text among them, or with the first."""
     choice = delta.key.choice
-    logprobs = prompt.outputs[choice].said_logprobs(delta) if delta.logprobs else ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    if delta.logprobs:
+        logprobs = prompt.outputs[choice].said_logprobs(delta)
     if len(parts) == 1:
         return writer.part(prompt, choice, parts[0], logprobs)
     if not parts:

@@ -25,7 +25,7 @@ class ChunkWriter:
     """The chunks of one stream. `text_field` is what stands before the text in a choice: the only thing
     in which chat's chunks and those of plain completions differ."""
 
-    __slots__ = ("_closing", "_head", "_text_close", "_text_open", "_with_usage")
+    __slots__ = ("_after_text", "_closing", "_head", "_text_close", "_text_open", "_with_usage")
 
     def __init__(
         self, head: dict[str, Any], *, text_open: bytes, text_close: bytes, with_usage: bool
@@ -35,6 +35,7 @@ class ChunkWriter:
         self._text_close = text_close
         self._with_usage = with_usage
         self._closing = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._after_text = text_close + b',"logprobs":null,"finish_reason":null}' + self._closing
 
     def prefix(self, choice: int) -> bytes:
         """All that comes before the text of a choice; make it once per choice."""
@@ -46,6 +47,10 @@ class ChunkWriter:
         if usage is not None or self._with_usage:
             fields["usage"] = usage
         return b"]}\n\n" if not fields else b"]," + encode_json(fields)[1:] + b"\n\n"
+
+    def plain(self, prefix: bytes, text: str) -> bytes:
+        """As `text`, where there is nothing to say but that: nearly all chunks."""
+        return prefix + encode_json(text) + self._after_text
 
     def text(
         self,
@@ -72,8 +77,6 @@ class ChunkWriter:
         """A chunk that happens once per choice: its role, its end."""
         return self._head + encode_json(choice) + (closing or self._closing)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
+    def usage(self, usage: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
         """The extra chunk of a stream that was asked for usage; nothing otherwise."""
-        if not self._with_usage:
-            return b""
-        return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+        return self._head + self.closing(more, usage) if self._with_usage else b""

@@ -14,6 +14,7 @@ from router.api.prepared import WrittenAnswer
 from router.limits.connections import address_of
 from router.prompt.engines import TooMuchWork
 from router.prompt.text_model import TextModels
+from router.tenants.caller import caller_of
 
 
 class WriteAnswer(Protocol):
@@ -28,7 +29,7 @@ async def written_answer(
     """`kind` is what the process beside the event loop knows `write` by. Raises a RouterError."""
     if is_light(body):
         with contextlib.suppress(TooMuchWork):
-            return write(context.catalog, body, is_bounded=True)
+            return write(context.catalog.within(caller_of(request.scope).namespace), body, is_bounded=True)
     outcome = await context.offload.prepare(kind, body, address_of(request.scope.get("client")))
     assert isinstance(outcome, WrittenAnswer)
     return outcome.body

@@ -3,13 +3,18 @@
 Plain data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from router.tenants.caller import Caller
 
 MAX_TTL_SECONDS = 86_400
 DEFAULT_TTL_SECONDS = 3600
 GONE_SECONDS = 86_400
 """For so long it is known when and why a cache went."""
 MAX_NAME_CHARACTERS = 128
+TENANT_SHARE = 0.25
+"""Of all that there may be, for a tenant whose share of the room for leases is not limited, where there are
+keys."""
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 
@@ -23,3 +28,19 @@ class CacheBounds:
     bytes_per_cache: int = 2**20
     num_bytes: int = 64 * 2**20
     memory_bytes: int = 32 * 2**20
+
+    def of_share(self, share: float) -> "CacheBounds":
+        """Those of one tenant: no less than one cache."""
+        return replace(
+            self,
+            num_caches=max(1, int(self.num_caches * share)),
+            num_bytes=max(min(self.bytes_per_cache, self.num_bytes), int(self.num_bytes * share)),
+        )
+
+
+def share_of(caller: Caller) -> float:
+    """What of all named caches a caller's tenant may have."""
+    if caller.key_id is None:
+        return 1.0
+    limit = caller.tenant.limits.lease_share
+    return TENANT_SHARE if limit is None else limit

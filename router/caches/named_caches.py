@@ -84,11 +84,12 @@ class NamedCaches:
     async def close(self) -> None:
         await self._store.close()
 
-    async def create(self, record: CacheRecord, content: CacheContent) -> None:
-        """Raises CachesFull or CachesUnavailable."""
+    async def create(self, record: CacheRecord, content: CacheContent, share: float = 1.0) -> None:
+        """`share` is what its tenant may have of all that there may be. Raises CachesFull or
+        CachesUnavailable."""
         try:
             async with self._asking():
-                await self._store.add(record, content, self._wall_clock())
+                await self._store.add(record, content, self._wall_clock(), share)
         except StoreFull as error:
             self._num_refused["full"] += 1
             raise CachesFull(f"{error} Delete some, or wait until some expire.") from error

@@ -1,4 +1,4 @@
-"""CacheSeal: what routers keep of named caches in Redis, encrypted so that only routers can read or make it.
+"""CacheSeal: what routers keep in Redis of named caches and the like, which only routers can read or make.
 
 Owns the form: a version, which key, a nonce, and AES-256-GCM over the rest (NIST SP 800-38D), which is bound
 to the key's name in Redis, so that nothing passes for something else. The keys are made of the cluster
@@ -24,12 +24,12 @@ class NotOurs(ValueError):
 class CacheSeal:
     """To be made in a thread: the first one loads a library."""
 
-    def __init__(self, secret: ClusterSecret) -> None:
+    def __init__(self, secret: ClusterSecret, purpose: Purpose = Purpose.CACHES) -> None:
         from cryptography.exceptions import InvalidTag  # 20 MB, for those alone who use named caches
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._wrong_tag = InvalidTag
-        keys = secret.keys(Purpose.CACHES)
+        keys = secret.keys(purpose)
         self._ciphers = {_key_id(key): AESGCM(key) for key in reversed(keys)}
         self._current = _key_id(keys[0])
 

@@ -1,11 +1,12 @@
 """CacheStore: named caches in Redis, sealed, under keys that replicas may not even read.
 
 Owns the keys and what happens to them together. For each cache a record and its content, which Redis forgets
-by itself; and one sorted set by expiry, which counts them::
+by itself; and sorted sets by expiry, which count them::
 
     kvasir-caches:record:ID     sealed CacheRecord; known for a day after the cache is gone
     kvasir-caches:content:ID    sealed CacheContent, until the cache expires
     kvasir-caches:index         {created in ms}:ID:{bytes} → expiry in ms
+    kvasir-caches:of:TENANT     the same of one tenant's, for a day after the last was made or extended
 
 What cannot be opened is as good as missing, and counted. Changes go by WATCH: of two at a time one sees the
 other's, so that nothing is deleted and extended. All methods raise RedisError or OSError; how long they may
@@ -23,7 +24,7 @@ from redis.exceptions import WatchError
 
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.bounds import CacheBounds
+from router.caches.bounds import MAX_TTL_SECONDS, CacheBounds
 from router.caches.record import CacheContent, CacheRecord, is_cache_id
 from router.caches.sealing import CacheSeal, NotOurs
 
@@ -36,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class StoreFull(Exception):
-    """The sentence says of what there are too many."""
+    """The sentence says of what there are too many, and no number of what is everybody's."""
 
 
 class Entry(NamedTuple):
@@ -58,21 +59,26 @@ class CacheStore:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def add(self, record: CacheRecord, content: CacheContent, now: float) -> None:
-        """Raises StoreFull."""
-        seal = await self._seal()
+    async def add(self, record: CacheRecord, content: CacheContent, now: float, share: float) -> None:
+        """`share` is what its tenant may have of all that there may be. Raises StoreFull."""
+        seal, own_index = await self._seal(), tenant_index_key(record.tenant)
         records, contents = record_key(record.cache_id), content_key(record.cache_id)
         sealed = seal.seal(records, _encode(record)), seal.seal(contents, _encode(content))
         for _ in range(MAX_TRIES):
             async with self._redis.pipeline(transaction=True) as pipeline:
                 await pipeline.watch(INDEX_KEY)
-                members = await _answer(pipeline.zrangebyscore(INDEX_KEY, int(now * 1000), "+inf"))
-                self._check_room(record, members)
+                for key, bounds, whose in (
+                    (own_index, self._bounds.of_share(share), "this tenant"),
+                    (INDEX_KEY, self._bounds, "all tenants together"),
+                ):
+                    members = await _answer(pipeline.zrangebyscore(key, int(now * 1000), "+inf"))
+                    _check_room(record, members, bounds, whose)
                 pipeline.multi()  # type: ignore[no-untyped-call]
-                pipeline.zremrangebyscore(INDEX_KEY, "-inf", int(now * 1000))
+                for key in (INDEX_KEY, own_index):
+                    pipeline.zremrangebyscore(key, "-inf", int(now * 1000))
                 pipeline.set(records, sealed[0], px=_ms(record.known_seconds(now)))
                 pipeline.set(contents, sealed[1], px=_ms(record.seconds_left(now)))
-                pipeline.zadd(INDEX_KEY, {_member(record): int(record.expires * 1000)})
+                _list(pipeline, record)
                 try:
                     await pipeline.execute()
                     return
@@ -122,10 +128,11 @@ class CacheStore:
                 pipeline.set(records, sealed, px=_ms(changed.known_seconds(now)))
                 if changed.is_gone(now):
                     pipeline.delete(contents)
-                    pipeline.zrem(INDEX_KEY, _member(changed))
+                    for key in (INDEX_KEY, tenant_index_key(changed.tenant)):
+                        pipeline.zrem(key, _member(changed))
                 else:
                     pipeline.pexpire(contents, _ms(changed.seconds_left(now)))
-                    pipeline.zadd(INDEX_KEY, {_member(changed): int(changed.expires * 1000)})
+                    _list(pipeline, changed)
                 try:
                     await pipeline.execute()
                     return changed
@@ -153,15 +160,21 @@ class CacheStore:
             return None
         return opened
 
-    def _check_room(self, record: CacheRecord, members: list[bytes]) -> None:
-        bounds, entries = self._bounds, _entries(members)
-        if len(entries) >= bounds.num_caches:
-            raise StoreFull(f"There are {len(entries)} named caches, and no more than {bounds.num_caches}.")
-        num_bytes = sum(entry.num_bytes for entry in entries)
-        if num_bytes + record.num_bytes > bounds.num_bytes:
-            raise StoreFull(
-                f"All named caches together may have {bounds.num_bytes} bytes, and have {num_bytes}."
-            )
+
+def _check_room(record: CacheRecord, members: list[bytes], bounds: CacheBounds, whose: str) -> None:
+    entries = _entries(members)
+    if len(entries) >= bounds.num_caches:
+        raise StoreFull(f"There are as many named caches as {whose} may have.")
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    if num_bytes + record.num_bytes > bounds.num_bytes:
+        raise StoreFull(f"The named caches of {whose} have as many bytes as they may have.")
+
+
+def _list(pipeline: Any, record: CacheRecord) -> None:
+    own_index = tenant_index_key(record.tenant)
+    for key in (INDEX_KEY, own_index):
+        pipeline.zadd(key, {_member(record): int(record.expires * 1000)})
+    pipeline.pexpire(own_index, _ms(MAX_TTL_SECONDS))  # no cache in it lives longer
 
 
 def record_key(cache_id: str) -> str:
@@ -170,6 +183,10 @@ def record_key(cache_id: str) -> str:
 
 def content_key(cache_id: str) -> str:
     return f"{PREFIX}content:{cache_id}"
+
+
+def tenant_index_key(tenant: str) -> str:
+    return f"{PREFIX}of:{tenant}"
 
 
 def _member(record: CacheRecord) -> str:

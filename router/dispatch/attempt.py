@@ -4,6 +4,7 @@ Plain records that `dispatcher.py` owns and changes; nothing here acts by itself
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from replicas.protocol.status import ReplicaId
 from router.dispatch.inflight import Inflight
@@ -13,8 +14,13 @@ from router.fleet.replica_client import ReplicaClient
 from router.observation.trace_points import AttemptTrace
 from router.routing.table import RoutedRequest
 
-PromptOf = tuple[str, Sequence[int]]
-"""The model's name, and the tokens."""
+
+class PromptOf(NamedTuple):
+    """The same for any salt, but no other tenant's: what is known of it would tell who has sent it."""
+
+    model: str
+    token_ids: Sequence[int]
+    owner: str | None
 
 
 class Attempt:
@@ -43,6 +49,7 @@ class Attempt:
         *,
         model: str,
         token_ids: Sequence[int],
+        owner: str | None = None,
         trial: Trial | None = None,
     ) -> None:
         self.replica_id: ReplicaId = routed.decision.replica_id
@@ -53,7 +60,7 @@ class Attempt:
         self.num_open = len(choices)
         self.started = False
         self.trace = trace
-        self.prompt: PromptOf = (model, token_ids)
+        self.prompt = PromptOf(model, token_ids, owner)
         """Without what was resumed."""
         self.trial = trial
         """Set while its prompt is suspected and has not survived here."""

@@ -17,6 +17,8 @@ from router.dispatch.retries import RetryBudget, RetryPolicy
 from router.dispatch.suspects import Presence, Suspects, SuspectStatistics, blamed
 from router.dispatch.waiting_room import RoomStatistics, WaitingRoom
 from router.fleet.replica_client import ReplicaClient
+from router.queue.held import EMPTY_HOLDING, HoldingStatistics
+from router.queue.holding import Holding
 from router.routing.table import RoutingTable
 
 MAX_LEFT = 64
@@ -34,7 +36,7 @@ EMPTY_ROOM = RoomStatistics(0, 0, 0.0, 0)
 class DispatchStatistics:
     """Counts since the start, but for `num_running`, `retries_left`, the room's and some of the suspects'.
 
-    `num_lost` are attempts whose replica was lost.
+    `num_lost` are attempts whose replica was lost, `num_late` runs whose deadline passed before a token came.
     """
 
     num_running: int = 0
@@ -42,10 +44,12 @@ class DispatchStatistics:
     num_resumes: int = 0
     num_lost: int = 0
     num_overdue: int = 0
+    num_late: int = 0
     retries_left: float = 0.0
     num_retries_refused: int = 0
     suspects: SuspectStatistics = NO_SUSPECTS
     room: RoomStatistics = EMPTY_ROOM
+    holding: HoldingStatistics = EMPTY_HOLDING
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class _Prompts:
     """A set of prompts, without a hash of all their tokens."""
 
     def __init__(self, prompts: Iterable[PromptOf]) -> None:
-        self._prompts: dict[tuple[str, int, int], list[PromptOf]] = {}
+        self._prompts: dict[tuple[str, str | None, int, int], list[PromptOf]] = {}
         for prompt in prompts:
             self._prompts.setdefault(_key(prompt), []).append(prompt)
 
@@ -71,9 +75,9 @@ class _Prompts:
         return prompt in self._prompts.get(_key(prompt), ())
 
 
-def _key(prompt: PromptOf) -> tuple[str, int, int]:
-    model, token_ids = prompt
-    return model, len(token_ids), token_ids[-1]
+def _key(prompt: PromptOf) -> tuple[str, str | None, int, int]:
+    model, token_ids, owner = prompt
+    return model, owner, len(token_ids), token_ids[-1]
 
 
 class DispatchState:
@@ -89,6 +93,7 @@ class DispatchState:
         retry: RetryPolicy,
         room: WaitingRoom,
         outlook: Callable[[str], Outlook],
+        holding: Holding,
     ) -> None:
         self.table = table
         self.clients = clients
@@ -97,6 +102,7 @@ class DispatchState:
         self.retry = retry
         self.room = room
         self.outlook = outlook
+        self.holding = holding
         self.budget = RetryBudget()
         self.suspects = Suspects(rng.randbytes(32))
         self.num_running = 0
@@ -104,9 +110,16 @@ class DispatchState:
         self.num_resumes = 0
         self.num_lost = 0
         self.num_overdue = 0
+        self.num_late = 0
         self._num_runs = 0
         self._in_flight: WeakKeyDictionary[ReplicaClient, _InFlight] = WeakKeyDictionary()
-        table.on_change = room.call
+        table.on_change = self._changed
+        table.on_absence = holding.absent
+
+    def _changed(self, model: str, replica_id: ReplicaId) -> None:
+        self.room.call(model)
+        if self.holding.num_waiting_for(model):
+            self.holding.changed(model, replica_id, self.clock())
 
     def next_order(self) -> int:
         """Runs are numbered as they come."""
@@ -131,8 +144,11 @@ class DispatchState:
         if attempt.num_open and not attempt.has_survived:
             there.left.append((self.clock(), attempt.presence(), attempt.prompt))
         attempt.release()
+        model = attempt.prompt[0]
+        if self.holding.num_waiting_for(model):
+            self.holding.changed(model, attempt.replica_id, self.clock())
         if had_trial:
-            self.room.call(attempt.prompt[0])
+            self.room.call(attempt.prompt.model)
 
     def replica_died(self, client: ReplicaClient) -> None:
         """May be told several times; what was in flight is judged once."""
@@ -186,7 +202,7 @@ class DispatchState:
         self.suspects.survived(attempt.trial.digest)
         attempt.trial.close()
         attempt.trial = None
-        self.room.call(attempt.prompt[0])
+        self.room.call(attempt.prompt.model)
 
     # What is told.
 
@@ -212,8 +228,10 @@ class DispatchState:
             num_resumes=self.num_resumes,
             num_lost=self.num_lost,
             num_overdue=self.num_overdue,
+            num_late=self.num_late,
             retries_left=self.budget.left(now),
             num_retries_refused=self.budget.num_refused,
             suspects=self.suspects.statistics(),
             room=self.room.statistics(now),
+            holding=self.holding.statistics(now),
         )

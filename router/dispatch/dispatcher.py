@@ -16,6 +16,8 @@ from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
 from router.observation.trace_points import NO_TRACE, GenerationTrace
+from router.queue.held import QueueRules
+from router.queue.holding import Holding
 from router.routing.decision import RoutingRequest
 from router.routing.table import Preview, RoutingTable
 
@@ -37,6 +39,7 @@ class Dispatcher:
         room: WaitingRoom | None = None,
         outlook: Callable[[str], Outlook] = lambda _: NOTHING_COMING,
         clock: Callable[[], float] = time.monotonic,
+        holding: Holding | None = None,
     ) -> None:
         self.table = table
         self.state = DispatchState(
@@ -47,6 +50,7 @@ class Dispatcher:
             retry=retry,
             room=room or WaitingRoom(max_waiting=MAX_WAITING, max_bytes=MAX_WAITING_BYTES),
             outlook=outlook,
+            holding=holding or Holding(table, QueueRules()),
         )
 
     def run(self, generation: Generation, trace: GenerationTrace = NO_TRACE) -> GenerationRun:

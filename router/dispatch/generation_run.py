@@ -6,6 +6,7 @@ replica is lost or refuses. Knows no HTTP, no text, no gRPC, and not how a repli
     not yet visible to the client   the whole request is submitted again elsewhere
     visible                         each unfinished choice resumes elsewhere from prompt + tokens so far
     out of attempts or replicas     an error of `errors.py`
+    no token by its deadline        stopped wherever it is: what comes later is of no use to its client
 
 What a client is told of its prompt's cache is what the first replica to answer said: usage of a resumed
 attempt is dropped, since its cached tokens are an effect of the loss.
@@ -103,9 +104,6 @@ class GenerationRun:
             if not self._num_open:
                 raise StopAsyncIteration
             seconds = self._place() if self._num_unplaced else None
-            if seconds is None:
-                await self._mailbox.wait()
-                continue
             await self._pause(seconds)
 
     def listen(self, listener: Listener) -> None:
@@ -114,8 +112,15 @@ class GenerationRun:
         self._listener = listener
         self._mailbox.listener = self._hand_over
 
-    async def _pause(self, seconds: float) -> None:
-        """Until something comes, the run is called, or the time is over."""
+    async def _pause(self, seconds: float | None) -> None:
+        """Until something comes, the run is called, or the time is over. Raises TooLate where that for the
+        first token is."""
+        left = None if self._visible else self._placement.seconds_left()
+        if left is not None:
+            seconds = left if seconds is None else min(seconds, left)
+        if seconds is None:
+            await self._mailbox.wait()
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._mailbox.wait()
@@ -159,6 +164,7 @@ class GenerationRun:
             attempt.first_token()
         choice = self._choices[index]
         choice.token_ids.extend(delta.token_ids)
+        self._charge(delta)
         if attempt.trial is not None and (finish is not None or attempt.has_survived):
             self._state.survived(attempt)
         if delta.key.choice != index or (choice.has_usage and delta.usage is not None):
@@ -168,6 +174,13 @@ class GenerationRun:
         batch.append(delta)
         if finish is not None:
             self._close_choice(choice)
+
+    def _charge(self, delta: TokenDelta) -> None:
+        charge = self._placement.charge
+        if charge is not None:
+            if delta.usage is not None:
+                charge.begins(delta.usage.num_cached_tokens)
+            charge.produces(len(delta.token_ids))
 
     def _hand_over(self, delta: TokenDelta) -> bool:
         """What `_receive` does with it, where that is little, and the listener instead of a batch."""
@@ -184,6 +197,8 @@ class GenerationRun:
             self._error = error
             return False
         self._choices[index].token_ids.extend(delta.token_ids)
+        if self._placement.charge is not None:
+            self._placement.charge.produces(len(delta.token_ids))
         return True
 
     def _close_choice(self, choice: Choice) -> None:
@@ -290,6 +305,7 @@ class GenerationRun:
             trace,
             model=generation.model,
             token_ids=generation.token_ids,
+            owner=generation.caller.owner,
             trial=trial,
         )
         self._state.begin(attempt)
@@ -344,6 +360,7 @@ class GenerationRun:
         for attempt in self._attempts.copy():
             self._release(attempt)
         self._placement.close()
+        self._listener = self._mailbox.listener = None  # they lead back here, in a circle
         self._num_open = self._num_unplaced = 0
         self._trace.end()
         self._state.num_running -= 1

@@ -5,6 +5,7 @@ Owns what was tried, and the generation's place in line.
     some replica is ready          it is asked, unless an earlier request still waits
     its prompt is suspected        only a replica without another suspect is asked
     its prompt is condemned        no replica is asked
+    its replica cannot begin soon  it is held, in fair order (`router/queue/`), if this is its first attempt
     all that are ready refused it  once more after a wait
     none is ready                  in line, if replicas are coming
 """
@@ -21,14 +22,21 @@ from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.retries import Patience
 from router.dispatch.suspects import PromptDigest, Standing
 from router.dispatch.waiting_room import Lane, Ticket
-from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, RouterError, UnknownModel
+from router.errors import GenerationFailed, NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
 from router.generation import Generation
 from router.observation.trace_points import GenerationTrace
+from router.queue.held import Asking, Held
+from router.queue.work import Charge
 from router.routing.decision import RoutingRequest
 from router.routing.table import RoutedRequest
 
 BYTES_PER_TOKEN = 40
 """Of a prompt that waits: a Python list of integers."""
+
+LONGEST_PAUSE_SECONDS = 1.0
+"""One that is held looks for itself this often, whatever it is told."""
+
+LEAST_PAUSE_SECONDS = 0.001
 
 
 class Obstacle(enum.Enum):
@@ -40,6 +48,8 @@ class Obstacle(enum.Enum):
     """Others were here before, or there is no room for those who wait."""
     TRIALS = enum.auto()
     """It is suspected, and every replica has a suspect on trial."""
+    HELD = enum.auto()
+    """There is a replica for it, which has too much to do."""
     OWN_TRIAL = enum.auto()
     """The same prompt is on trial somewhere."""
 
@@ -60,10 +70,18 @@ class Placement:
         self._trace = trace
         self._call = call
         self._order = state.next_order()
+        promised = generation.caller.tenant.slo_seconds if generation.is_awaited else None
+        limits = [generation.timeout_seconds, promised]
+        known = [each for each in limits if each is not None]
+        self._deadline = state.clock() + min(known) if known else None
         self._ticket: Ticket | None = None
         self._line_ends_at = 0.0
         self._owes_retry = False
         self._digest: PromptDigest | None = None
+        self._held: Held | None = None
+        self._asking: Asking | None = None
+        """As what it was held or let go."""
+        self.charge: Charge | None = None
 
     def seconds_to_wait(self) -> float:
         """0 if a try is worth while now."""
@@ -73,6 +91,19 @@ class Placement:
         if self._ticket is not None and not self._ticket.is_called:
             return max(0.0, self._line_ends_at - now)
         return 0.0
+
+    def seconds_left(self) -> float | None:
+        """Until its first token is too late, None where it never is. Raises TooLate if it is."""
+        if self._deadline is None:
+            return None
+        seconds = self._deadline - self._state.clock()
+        if seconds <= 0:
+            self._state.num_late += 1
+            raise TooLate(
+                "This request was not answered in time, so it was stopped. Try again later.",
+                retry_after_seconds=self._state.retry_after_seconds(self._generation.model),
+            )
+        return seconds
 
     def may_try(self, choice: Choice, *, is_visible: bool) -> bool:
         """Whether attempts are left for this choice, and retries for this router."""
@@ -90,31 +121,86 @@ class Placement:
         exclude: Collection[ReplicaId] = self.patience.excluded
         self.suspected = self._suspicion()
         if self.suspected is not None:
+            self._withdraw()
             if self._state.suspects.is_on_trial(self.suspected):
                 return Obstacle.OWN_TRIAL
             exclude = {*exclude, *self._state.suspects.places_taken()}
-        elif self._is_behind(exclude):
+        elif self._held is None and self._is_behind(exclude):
             return Obstacle.LINE
         try:
             request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
             started = time.perf_counter()
-            # Of a resumed choice, too, only the prompt's blocks: no other request continues its answer.
-            routed = table.route(
-                generation.model,
-                request,
-                generation.block_hashes,
-                exclude=exclude,
-                adapter=generation.adapter,
-            )
+            if self.suspected is None and not self.num_attempts:
+                routed = self._ask(request, exclude)
+            else:
+                # Of a resumed choice, too, only the prompt's blocks: no other request continues its answer.
+                routed = table.route(
+                    generation.model,
+                    request,
+                    generation.block_hashes,
+                    exclude=exclude,
+                    adapter=generation.adapter,
+                )
             self.routing_seconds = time.perf_counter() - started
             return routed
         except (NoReplicaAvailable, UnknownModel):
             # Unknown: a model can be asked for a moment before its first replica is routed to.
             return self._obstacle()
 
+    def _ask(self, request: RoutingRequest, exclude: Collection[ReplicaId]) -> RoutedRequest | Obstacle:
+        """Raises TooLate and Overloaded."""
+        holding, now = self._state.holding, self._state.clock()
+        if self._held is None:
+            self._asking = self._as_asking(request)
+            found = holding.ask(self._asking, now, self._call, exclude=exclude)
+            if isinstance(found, RoutedRequest):
+                return self._let_go(found, None)
+            self._held = found
+            self._leave_line()
+            return Obstacle.HELD
+        held = self._held
+        holding.look_at(held, now)
+        if not held.is_out:
+            return Obstacle.HELD
+        self._held = None
+        if held.error is not None:
+            raise held.error
+        assert held.routed is not None
+        return self._let_go(held.routed, held)
+
+    def _let_go(self, routed: RoutedRequest, held: Held | None) -> RoutedRequest:
+        assert self._asking is not None
+        self.charge = self._state.holding.charge(self._asking, routed, held)
+        return routed
+
+    def _withdraw(self) -> None:
+        """It is held no more."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._state.holding.withdraw(held)
+
+    def _as_asking(self, request: RoutingRequest) -> Asking:
+        generation, tenant = self._generation, self._generation.caller.tenant
+        return Asking(
+            generation.model,
+            tenant.name,
+            request,
+            generation.block_hashes,
+            generation.adapter,
+            tenant.weight,
+            generation.submit.priority,
+            self._deadline,
+            BYTES_PER_TOKEN * len(generation.token_ids),
+        )
+
     def wait(self, obstacle: Obstacle) -> float:
         """Seconds until the next try is due, unless it is called before; 0 when it has waited enough."""
         state, now = self._state, self._state.clock()
+        if obstacle is Obstacle.HELD:
+            assert self._held is not None and self._held.latest_start is not None
+            seconds = min(LONGEST_PAUSE_SECONDS, max(LEAST_PAUSE_SECONDS, self._held.latest_start - now))
+            self._trace.waits(seconds)
+            return seconds
         is_trial = obstacle in (Obstacle.TRIALS, Obstacle.OWN_TRIAL)
         is_coming = obstacle is Obstacle.NONE_READY and self._is_coming()
         if not (is_trial or is_coming or obstacle is Obstacle.LINE):
@@ -157,6 +243,9 @@ class Placement:
 
     def close(self) -> None:
         self._leave_line()
+        self._withdraw()
+        if self.charge is not None:
+            self.charge.close()
 
     def give_up(self, *, is_visible: bool) -> RouterError:
         generation, state, failure = self._generation, self._state, self.patience.failure
@@ -182,7 +271,7 @@ class Placement:
         if not suspects.has_any:
             return None
         if self._digest is None:
-            self._digest = suspects.digest(generation.model, generation.token_ids)
+            self._digest = suspects.digest(generation.model, generation.token_ids, generation.caller.owner)
         now = self._state.clock()
         standing = suspects.standing(self._digest, now)
         if standing is Standing.CONDEMNED:

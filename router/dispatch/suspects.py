@@ -131,10 +131,13 @@ class Suspects:
     def has_any(self) -> bool:
         return bool(self._records)
 
-    def digest(self, model: str, token_ids: Sequence[int]) -> PromptDigest:
-        """Of the prompt alone: the same for any sampling, any number of choices, and any salt."""
+    def digest(self, model: str, token_ids: Sequence[int], owner: str | None = None) -> PromptDigest:
+        """Of an owner's prompt: the same for any sampling, any number of choices, and any salt. What is known
+        of it is for its owner alone, since being refused would tell others that somebody has sent it."""
         digest = hashlib.blake2b(model.encode(), key=self._key, digest_size=16, person=b"kvasir-suspects")
         digest.update(array("Q", token_ids).tobytes())
+        if owner is not None:
+            digest.update(b"\0owner" + owner.encode())
         return PromptDigest(digest.digest())
 
     def standing(self, digest: PromptDigest, now: float) -> Standing:

@@ -72,7 +72,7 @@ class MirrorStatistics(NamedTuple):
     """`num_entries` are pairs of replica and hash, `num_predictions` requests whose blocks are expected:
     this router has just sent them, or their replica has announced them. `lag_seconds` is how far the
     newest change that was applied lay behind the stream's end at the last audit; 0 when the mirror was
-    level with it."""
+    level with it. `num_departures` are hashes of which it is known which replica they left."""
 
     num_entries: int
     num_predictions: int
@@ -81,6 +81,7 @@ class MirrorStatistics(NamedTuple):
     num_malformed: int
     lag_seconds: float
     is_connected: bool
+    num_departures: int = 0
 
 
 class StreamId(NamedTuple):
@@ -166,6 +167,7 @@ class IndexMirror:
             num_malformed=self._num_malformed,
             lag_seconds=self._lag_seconds,
             is_connected=self._is_connected,
+            num_departures=self._index.departures.num_hashes,
         )
 
     async def run(self) -> None:
@@ -228,6 +230,7 @@ class IndexMirror:
         )
         async with asyncio.timeout(TIMEOUT_SECONDS):
             answer = await read
+        self._index.departures.now = time.time()
         for _, entries in cast("Sequence[tuple[bytes, Entries]]", answer or ()):
             for entry_id, fields in entries:
                 self._apply(fields)

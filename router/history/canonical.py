@@ -2,13 +2,15 @@
 
 Owns what counts as the same message. Clients echo an assistant's message as they please: with other blanks
 around its text, with the arguments of its calls written out anew, without its reasoning, under ids of their
-own; none of that counts. Of other messages role, name and text count. Tools and template arguments count
+own; none of that counts. Reasoning that they do send is told apart: who knows what was generated can tell
+whether it is that. Of other messages role, name and text count. Tools and template arguments count
 whole, but not the order of their keys.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NewType
 
 import msgspec
@@ -21,6 +23,9 @@ FIRST_KEY = ConversationKey(bytes(KEY_BYTES))
 
 Digest = NewType("Digest", bytes)
 """Of one message, or of what comes before all of them; alike for everybody."""
+
+Thought = NewType("Thought", bytes)
+"""Of a message's reasoning; blanks around it do not count."""
 
 Message = Mapping[str, Any]
 """As chat templates expect it; `content` is a text, none, or a list of parts."""
@@ -36,22 +41,56 @@ def conversation_digests(
 ) -> list[Digest]:
     """Of what comes before the messages, and of each of them. Raises RecursionError for JSON nested too
     deeply to write out."""
-    head = _digest(_written([tools or None, template_arguments or None]))
-    return [head, *(message_digest(message) for message in messages)]
+    head = (
+        _digest(_written([tools or None, template_arguments or None]))
+        if tools or template_arguments
+        else _NO_HEAD
+    )
+    return [head, *[_digest(canonical(message)) for message in messages]]
 
 
 def message_digest(message: Message) -> Digest:
     return _digest(canonical(message))
 
 
-def conversation_keys(root: bytes, digests: Sequence[Digest]) -> list[ConversationKey]:
-    """One for each message, rolling."""
-    key = FIRST_KEY
+def thought_digest(reasoning: str) -> Thought:
+    return Thought(hashlib.sha256(reasoning.strip().encode("utf-8", "surrogatepass")).digest()[:KEY_BYTES])
+
+
+def thoughts_of(messages: Sequence[Message]) -> dict[int, Thought]:
+    """Of the answers that came back with their reasoning, or some reasoning, by their positions."""
+    return {
+        position: thought_digest(reasoning)
+        for position, message in enumerate(messages)
+        if message.get("role") == "assistant"
+        and isinstance(reasoning := message.get("reasoning_content"), str)
+        and reasoning.strip()
+    }
+
+
+def conversation_keys(
+    root: bytes,
+    digests: Sequence[Digest],
+    thoughts: Mapping[int, Thought] | None = None,
+    is_other: Callable[[int, ConversationKey, Thought], bool] | None = None,
+) -> list[ConversationKey]:
+    """One for each message, rolling. A message whose reasoning `is_other` than what was generated is another
+    one, and so is all that follows it."""
+    key = _first_key(root, digests[0])
     keys: list[ConversationKey] = []
-    for digest in digests:
-        key = key_after(root, key, digest)
+    for position, digest in enumerate(digests[1:]):
+        before, key = key, key_after(root, key, digest)
+        thought = thoughts.get(position) if thoughts else None
+        if thought is not None and is_other is not None and is_other(position, key, thought):
+            key = key_after(root, before, _digest(digest + thought))
         keys.append(key)
-    return keys[1:]
+    return keys
+
+
+@lru_cache(maxsize=256)
+def _first_key(root: bytes, head: Digest) -> ConversationKey:
+    """Before all messages: most conversations have no tools, and few roots."""
+    return key_after(root, FIRST_KEY, head)
 
 
 def key_after(root: bytes, key: ConversationKey, digest: Digest) -> ConversationKey:
@@ -120,3 +159,6 @@ def _written(value: Any) -> bytes:
         return _encode(value)
     except (UnicodeEncodeError, OverflowError):  # half a surrogate pair; an integer beyond 64 bits
         return json.dumps(value, sort_keys=True).encode()
+
+
+_NO_HEAD = _digest(_written([None, None]))

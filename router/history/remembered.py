@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.history.canonical import ConversationKey
+from router.history.canonical import ConversationKey, Thought
 
 RECORD_BYTES = 500
 """What a record takes besides its tokens."""
@@ -40,6 +40,7 @@ class _Record:
     added: bytes
     parent: ConversationKey | None
     parent_serial: int
+    thought: Thought | None
 
     @property
     def num_bytes(self) -> int:
@@ -96,8 +97,22 @@ class RememberedHistory:
             return Found(position, key, b"".join(added), record.serial)
         return None
 
-    def remember(self, tenant: str, key: ConversationKey, added: bytes, parent: Found | None = None) -> None:
-        """That the conversation of `key` has the packed tokens of `parent`, as it was found, and `added`."""
+    def is_other(self, key: ConversationKey, thought: Thought) -> bool:
+        """Whether the answer that the conversation of `key` ends with was generated with other reasoning. Of
+        one that is not known it is not."""
+        record = self._records.get(key)
+        return record is not None and record.thought is not None and record.thought != thought
+
+    def remember(
+        self,
+        tenant: str,
+        key: ConversationKey,
+        added: bytes,
+        parent: Found | None = None,
+        thought: Thought | None = None,
+    ) -> None:
+        """That the conversation of `key` has the packed tokens of `parent`, as it was found, and `added`,
+        which ends with an answer of that reasoning."""
         if parent is not None:
             before = self._records.get(parent.key)
             if parent.key == key or before is None or before.serial != parent.serial:
@@ -111,7 +126,7 @@ class RememberedHistory:
             return  # what went on from it stays
         self._forget(key)
         self._serial += 1
-        record = _Record(self._serial, tenant, added, parent_key, parent_serial)
+        record = _Record(self._serial, tenant, added, parent_key, parent_serial, thought)
         self._records[key] = record
         holder = self._tenants.setdefault(tenant, _Tenant())
         holder.keys[key] = None

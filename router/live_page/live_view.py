@@ -12,10 +12,11 @@ from typing import Any
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
-from router.explain import candidates_by_cost
+from router.explain.preview import candidates_by_cost
 from router.live_page.live import user_name
+from router.observation.chain_tree import ChainNode, Root
 from router.observation.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
-from router.observation.sightings import Node, Root, Uses
+from router.observation.sightings import Node, Uses
 
 MAX_REPLICAS = 256
 MAX_NODES = 240
@@ -165,7 +166,7 @@ def add_holders(row: dict[str, Any], depths: dict[int, dict[ReplicaId, int]]) ->
 def frontier(rows: Iterable[Node]) -> list[Node]:
     """Those that have no child among them."""
     nodes = list(rows)
-    parents = {node.parent.number for node in nodes if isinstance(node.parent, Node)}
+    parents = {node.parent.number for node in nodes if isinstance(node.parent, ChainNode)}
     return [node for node in nodes if node.number not in parents]
 
 
@@ -190,7 +191,7 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "ttft_ms": _milliseconds(recent.first_token_seconds),
         "status": recent.status,
         "error": recent.error,
-        "finding": found[0].kind.value if found else None,
+        "finding": found[0].cause.value if found else None,
     }
 
 
@@ -209,7 +210,7 @@ def explained_data(recent: RecentDecision) -> dict[str, Any]:
         "output_tokens": recent.num_output_tokens,
         "rank": None if decision is None else decision.rank,
         "candidates": [] if decision is None else candidates_by_cost(decision),
-        "findings": [{"kind": one.kind.value, "text": one.text} for one in recent.findings()],
+        "findings": [{"kind": one.cause.value, "text": one.text} for one in recent.findings()],
     }
 
 

@@ -6,7 +6,7 @@ parts count for themselves is exported by `part_metrics.py`.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -18,12 +18,17 @@ from replicas.protocol.events import Tier
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from router.errors import ErrorKind, HeadFault
+from router.explain.causes import Cause
 from router.keeping import GRANTED, NO_ANSWER, kept_of
 from router.observation.instruments import Distributions, HistogramSeries, Number, Numbers
 from router.observation.part_metrics import PartMetrics
 from router.observation.served import GAP_BOUNDS, ServedPrompt, ServedRequest
 from router.observation.tenant_labels import TenantLabels
+from router.observation.usage_metrics import UsageMetrics
 from router.routing.decision import Decision
+from router.tenants.amounts import Amounts
+from router.tenants.keyring import KeyFault
+from router.tenants.ratios import Cost
 
 LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -62,6 +67,7 @@ class RouterMetrics(Collector):
         self._declare_tokens()
         self._declare_tenants()
         self.parts = PartMetrics()
+        self._usage = UsageMetrics()
         self._tenant_labels = TenantLabels(MOST_TENANTS)
         self._of_model: dict[str, _ModelSeries] = {}
         self._of_tenant: dict[str, _TenantSeries] = {}
@@ -121,11 +127,19 @@ class RouterMetrics(Collector):
         if usage.broken_by is not None:
             self._evicted_early.of(name, usage.broken_by.value).value += usage.num_evicted_early_tokens
         tenant.count(usage)
+        for span in () if prompt.misses is None else prompt.misses.spans:
+            model.missed[span.cause].value += span.num_tokens
         if decision is not None:
             model.overlap_tokens.value += decision.overlap_tokens
             model.overlap_error.observe(abs(decision.overlap_tokens - usage.num_cached_tokens))
 
-    def count_refusal(self, fault: HeadFault) -> None:
+    def count_usage(self, served: ServedRequest, amounts: Amounts, cost: Cost) -> None:
+        """What a request has used, beside what `observe` takes in of it."""
+        if served.prompts:
+            tenant = self._tenant_labels.of(served.prompts[0].generation.tenant)
+            self._usage.count(tenant, amounts, cost)
+
+    def count_refusal(self, fault: HeadFault | KeyFault) -> None:
         self._refused.of(fault).value += 1
 
     def watch(self, read: Read) -> None:
@@ -157,6 +171,7 @@ class RouterMetrics(Collector):
     def families(self) -> Iterator[Numbers | Distributions]:
         """Every metric, with all its series."""
         yield from self._families
+        yield from self._usage.families
         yield from self.parts.families
 
     def _numbers(self, kind: str, name: str, help_text: str, *labels: str) -> Numbers:
@@ -185,10 +200,10 @@ class RouterMetrics(Collector):
         self._refused = number(
             "counter",
             "router_refused_requests_total",
-            "Requests refused for their headers: host, origin, content_type or content_encoding",
+            "Requests refused for their headers: host, origin, content type or encoding, or the API key",
             "fault",
         )
-        for fault in HeadFault:
+        for fault in (*HeadFault, *KeyFault):
             self._refused.of(fault)
         self._ttft = spread(
             "router_ttft_seconds",
@@ -265,6 +280,12 @@ class RouterMetrics(Collector):
             "Prompt tokens that had to be computed because leased KV went before its time, by cause",
             "cause",
         )
+        self._missed = number(
+            "router_missed_tokens_total",
+            "Prompt tokens that were not read from a cache, by cause; never_cached and below_a_block "
+            "are no loss",
+            "cause",
+        )
         self._output_tokens = number("router_output_tokens_total", "Tokens generated")
         self._overlap_tokens = number(
             "router_overlap_tokens_total", "Cached tokens that the router expected at the chosen replica"
@@ -305,6 +326,9 @@ class RouterMetrics(Collector):
             self._leases.of(name, outcome)
         for cause in LeaseBreak:
             self._evicted_early.of(name, cause.value)
+        missed: dict[Cause, Number] = {
+            cause: self._missed.of(name, cause.value) for cause in Cause if cause is not Cause.HIT
+        }
         series = self._of_model[name] = _ModelSeries(
             ttft=self._ttft.of(name),
             e2e=self._e2e.of(name),
@@ -321,6 +345,7 @@ class RouterMetrics(Collector):
             device_tokens=self._by_tier.of(name, Tier.DEVICE.value),
             host_tokens=self._by_tier.of(name, Tier.HOST.value),
             disk_tokens=self._by_tier.of(name, Tier.DISK.value),
+            missed=missed,
             output_tokens=self._output_tokens.of(name),
             overlap_tokens=self._overlap_tokens.of(name),
             overlap_error=self._overlap_error.of(name),
@@ -376,6 +401,7 @@ class _ModelSeries:
     device_tokens: Number
     host_tokens: Number
     disk_tokens: Number
+    missed: Mapping[Cause, Number]
     output_tokens: Number
     overlap_tokens: Number
     overlap_error: HistogramSeries

@@ -1,139 +1,99 @@
-"""Findings: what is known about why a prompt's tokens were, or were not, read from cache.
+"""Findings: sentences about why a prompt's tokens were, or were not, read from cache.
 
-Owns the sentences. Each states what the decision, the replica's usage and this router's sightings say, and
-no more: where they say nothing, there is none.
+Owns the sentences. What they state was found by `router/explain/causes.py`, which decides.
 """
 
-import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from replicas.protocol.frames import PromptUsage
-from router.observation.sightings import Known
+from router.explain.causes import Cause, MissedSpan, Misses
 from router.routing.decision import Candidate, Decision
-
-
-class FindingKind(enum.StrEnum):
-    CACHED = "cached"
-    """Everything that could be read from a cache was."""
-    NEW = "new"
-    """No request before had it."""
-    ELSEWHERE = "elsewhere"
-    """Another replica held it."""
-    GONE = "gone"
-    """It was served before; at the decision the index had it nowhere."""
-    STALE = "stale"
-    """The index said that it was there."""
-    LUCKY = "lucky"
-    """More was there than the index said."""
-    NAMESPACE = "namespace"
-    """It was seen under another model, adapter or salt."""
-    SHORT = "short"
-    """There is no full block that could be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    kind: FindingKind
+    cause: Cause
     text: str
 
 
 def findings(
-    usage: PromptUsage, decision: Decision | None, known: Known, block_size: int
+    usage: PromptUsage, decision: Decision | None, misses: Misses, block_size: int
 ) -> tuple[Finding, ...]:
-    """What comes first matters most."""
-    num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
-    num_cached = usage.num_cached_tokens
-    if not num_reusable:
-        return (
-            Finding(
-                FindingKind.SHORT,
-                f"The prompt does not fill a block of {block_size} tokens before its last token.",
-            ),
+    """What comes first in the prompt comes first here. What is left over at its end is not spoken of."""
+    if misses.cause is Cause.BELOW_A_BLOCK:
+        text = f"The prompt does not fill a block of {block_size} tokens before its last token."
+        return (Finding(Cause.BELOW_A_BLOCK, text),)
+    found = [
+        Finding(span.cause, f"{_tokens(span)} {sentence_of(span, decision)}")
+        for span in misses.spans
+        if span.cause is not Cause.BELOW_A_BLOCK
+    ]
+    if misses.cause is Cause.HIT:
+        found.append(Finding(Cause.HIT, "Everything that could be read from a cache was."))
+    if decision is not None and usage.num_cached_tokens > decision.overlap_tokens:
+        num_more = usage.num_cached_tokens - decision.overlap_tokens
+        text = (
+            f"{decision.replica_id} read {num_more:,} more tokens from cache than the index, which keeps only"
+            " some blocks, had promised."
         )
-    found: list[Finding] = []
-    if decision is not None:
-        found += _stale(decision, num_cached)
-    if num_cached >= num_reusable:
-        found.append(Finding(FindingKind.CACHED, "Everything that could be read from a cache was."))
-    else:
-        if decision is not None:
-            found += _elsewhere(decision, num_cached)
-            found += _gone(decision, known, num_cached, num_reusable)
-        found += _new(known, num_cached, num_reusable)
-    if decision is not None:
-        found += _lucky(decision, num_cached)
+        found.append(Finding(Cause.HIT, text))
     return tuple(found)
 
 
-def _stale(decision: Decision, num_cached: int) -> list[Finding]:
-    if num_cached >= decision.overlap_tokens:
-        return []
-    text = (
-        f"The index said that {decision.replica_id} held {decision.overlap_tokens:,} tokens; it read"
-        f" {num_cached:,} from cache."
-    )
-    return [Finding(FindingKind.STALE, text)]
+def sentence_of(span: MissedSpan, decision: Decision | None) -> str:
+    """What follows "Tokens 1 to 512"."""
+    if span.cause is Cause.HELD_ELSEWHERE:
+        return _elsewhere(span, decision)
+    return _SENTENCES[span.cause](span.replica_id or "a replica")
 
 
-def _lucky(decision: Decision, num_cached: int) -> list[Finding]:
-    if num_cached <= decision.overlap_tokens:
-        return []
-    text = (
-        f"{decision.replica_id} read {num_cached - decision.overlap_tokens:,} more tokens from cache than the"
-        f" index, which keeps only some blocks, had promised."
-    )
-    return [Finding(FindingKind.LUCKY, text)]
+_SENTENCES: Mapping[Cause, Callable[[str], str]] = {
+    Cause.HIT: lambda _: "were read from cache.",
+    Cause.NEVER_CACHED: lambda _: "are new: no request that had ended had them.",
+    Cause.BELOW_A_BLOCK: lambda _: "do not fill a block that could be read.",
+    Cause.PREFIX_CHANGED: lambda _: (
+        "follow a change: the prompt that this one is compared with goes on differently."
+    ),
+    Cause.OTHER_NAMESPACE: lambda _: (
+        "are new here: a prompt that begins alike was seen under another model, adapter or template, which"
+        " shares nothing."
+    ),
+    Cause.NOT_YET_WRITTEN: lambda at: f"were just being computed at {at}, for another request.",
+    Cause.NOT_WORTH_MOVING: lambda at: (
+        f"lay below a device at {at}; computing them was expected to be sooner."
+    ),
+    Cause.LOST_IN_TRANSFER: lambda at: f"were to be moved to the device of {at}, and did not come in time.",
+    Cause.EVICTED: lambda at: f"had been cached at {at}, and had to make room there.",
+    Cause.EXPIRED: lambda at: f"had been leased at {at}; the lease ran out, and then they went.",
+    Cause.LEASE_BROKEN: lambda at: f"had been leased at {at}, and went before their time.",
+    Cause.REPLICA_RESTARTED: lambda at: f"had been cached at {at}, in an incarnation that is gone.",
+    Cause.UNKNOWN: lambda at: f"had been seen before, at {at}; why they are not there any more is not known.",
+}
 
 
-def _elsewhere(decision: Decision, num_cached: int) -> list[Finding]:
-    chosen = _chosen(decision)
-    others = [candidate for candidate in decision.candidates if candidate is not chosen]
-    deepest = max(others, key=lambda other: other.reach.local, default=None)
-    if deepest is None or deepest.reach.local <= max(num_cached, decision.overlap_tokens):
-        return []
-    text = f"{deepest.replica_id} held {deepest.reach.local:,} tokens"
-    if chosen is not None:
-        text += (
-            f", at a cost of {_milliseconds(deepest)} with {_busy(deepest)}; {chosen.replica_id} cost"
-            f" {_milliseconds(chosen)} with {_busy(chosen)}"
-        )
-    return [Finding(FindingKind.ELSEWHERE, text + ".")]
+def _elsewhere(span: MissedSpan, decision: Decision | None) -> str:
+    text = f"were held by {span.replica_id}"
+    chosen = _candidate(decision, None if decision is None else decision.replica_id)
+    holder = _candidate(decision, span.replica_id)
+    if chosen is None:
+        return text + "."
+    if holder is None:
+        return f"{text}, which was not compared; {_price(chosen)}."
+    return f"{text}, at a cost of {_milliseconds(holder)} with {_busy(holder)}; {_price(chosen)}."
 
 
-def _gone(decision: Decision, known: Known, num_cached: int, num_reusable: int) -> list[Finding]:
-    if not decision.candidates or known.replica_id is None:
-        return []
-    start = max(num_cached, *(candidate.reach.peer for candidate in decision.candidates))
-    end = min(known.num_tokens, num_reusable)
-    if start >= end:
-        return []
-    text = (
-        f"{_tokens(start, end)} had been seen before, most recently on {known.replica_id}; the index, which"
-        f" keeps only some blocks, had them at no replica that was compared."
-    )
-    return [Finding(FindingKind.GONE, text)]
+def _price(chosen: Candidate) -> str:
+    return f"{chosen.replica_id} cost {_milliseconds(chosen)} with {_busy(chosen)}"
 
 
-def _new(known: Known, num_cached: int, num_reusable: int) -> list[Finding]:
-    start = max(known.num_tokens, num_cached)
-    if start >= num_reusable:
-        return []
-    text = f"{_tokens(start, num_reusable)} are new to this router: no request that had ended had them."
-    found = [Finding(FindingKind.NEW, text)]
-    if not known.num_tokens and known.is_elsewhere:
-        text = (
-            "A prompt that begins alike was seen under another model, adapter or salt, which shares nothing."
-        )
-        found.append(Finding(FindingKind.NAMESPACE, text))
-    return found
+def _candidate(decision: Decision | None, replica_id: str | None) -> Candidate | None:
+    candidates = () if decision is None else decision.candidates
+    return next((one for one in candidates if one.replica_id == replica_id), None)
 
 
-def _chosen(decision: Decision) -> Candidate | None:
-    return next((one for one in decision.candidates if one.replica_id == decision.replica_id), None)
-
-
-def _tokens(start: int, end: int) -> str:
-    return f"Tokens {start + 1:,} to {end:,}"
+def _tokens(span: MissedSpan) -> str:
+    return f"Tokens {span.start + 1:,} to {span.end:,}"
 
 
 def _milliseconds(candidate: Candidate) -> str:

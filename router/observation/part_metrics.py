@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from replicas.protocol.status import ReplicaId
 from router.caches.named_caches import CacheStatistics
 from router.dispatch.dispatch_state import DispatchStatistics
+from router.explain.story import StoryStatistics
 from router.fleet.index_mirror import MirrorStatistics
 from router.fleet.membership import MembershipStatistics
 from router.history.remembered import HistoryStatistics
@@ -16,11 +17,17 @@ from router.large_bodies.offload import OffloadStatistics
 from router.limits.admission import AdmissionStatistics
 from router.limits.body_budget import BodyStatistics
 from router.limits.connections import ConnectionStatistics
+from router.observation.body_recorder import RecordedBodies
 from router.observation.instruments import Distributions, Numbers
 from router.prompt.catalog import ModelCatalog
 from router.prompt.chains import ChainStatistics
+from router.queue.held import HoldingStatistics
 from router.responses.response_store import ResponseStatistics
 from router.routing.load import ReplicaLoad
+from router.tenants.keys_in_force import KeyStatistics
+from router.tenants.rate_exchange import ExchangeStatistics
+from router.tenants.rate_limits import RateStatistics
+from router.tenants.usage_store import UsageStatistics
 
 
 class PartMetrics:
@@ -60,8 +67,16 @@ class PartMetrics:
         self._dropped_spans = self._counter(
             "router_dropped_spans_total", "Spans that were dropped because no collector accepted them"
         )
+        self._recorded_bodies = self._counter(
+            "router_recorded_bodies_total",
+            "Request bodies that were appended to the file of record_bodies, or left out of it",
+            "outcome",
+        )
+        self._declare_keys()
+        self._declare_rates()
         self._declare_caches()
         self._declare_responses()
+        self._declare_usage()
         self._declare_offload()
         self._hash_bytes = self._gauge("router_hash_cache_bytes", "Memory of block hashes of earlier prompts")
         self._hash_hits = self._counter(
@@ -72,8 +87,44 @@ class PartMetrics:
         )
         self._declare_history()
         self._declare_dispatch()
+        self._declare_queue()
         self._declare_fleet()
         self._declare_models()
+
+    def _declare_keys(self) -> None:
+        self._keys = self._gauge("router_keys", "API keys in force")
+        self._key_tenants = self._gauge("router_key_tenants", "Tenants of the API keys in force")
+        self._keys_age = self._gauge(
+            "router_keys_age_seconds",
+            "Time since the API keys in force were last seen to be the newest: it grows while their file or "
+            "Redis cannot be read, and while what is there is wrong",
+        )
+        self._keys_refused = self._gauge(
+            "router_keys_refused", "1 while the newest API keys are wrong and older ones in force, else 0"
+        )
+        self._key_changes = self._counter("router_key_changes_total", "Times that API keys were read anew")
+
+    def _declare_rates(self) -> None:
+        self._rate_accounts = self._gauge(
+            "router_rate_accounts", "Tenants and keys whose use within the last minutes is remembered"
+        )
+        self._rate_sequences = self._gauge(
+            "router_rate_limited_sequences", "Sequences being served of tenants and keys that have limits"
+        )
+        self._rate_refusals = self._counter(
+            "router_rate_limit_refusals_total",
+            "Requests refused by the limits of their tenant or key, by what there was too much of",
+            "limit",
+        )
+
+        self._rate_routers = self._gauge(
+            "router_rate_exchange_routers", "Other routers that have told lately what tenants and keys use"
+        )
+        self._rate_news = self._counter(
+            "router_rate_news_total",
+            "Messages between routers of what tenants and keys use: told, heard, failed or wrong",
+            "outcome",
+        )
 
     def _declare_caches(self) -> None:
         self._caches_created = self._counter(
@@ -135,6 +186,31 @@ class PartMetrics:
             "Memory of the responses that this router has yet to store, and of questions being answered",
         )
 
+    def _declare_usage(self) -> None:
+        self._usage_entries = self._gauge(
+            "router_usage_entries", "Numbers of what was used that are in memory, by tenant, key, model, hour"
+        )
+        self._usage_unwritten = self._gauge(
+            "router_usage_unwritten", "Numbers of what was used that have changed since they were written"
+        )
+        self._usage_failed = self._counter(
+            "router_usage_write_failures_total", "Writes of what was used that Redis did not take"
+        )
+        self._usage_emptied = self._counter(
+            "router_usage_emptied_total", "Times that Redis had lost what was used"
+        )
+        self._usage_lumped = self._counter(
+            "router_usage_lumped_total",
+            "Requests that were counted under a shared name, because there were too many tenants or keys",
+        )
+        self._usage_dropped = self._counter(
+            "router_usage_dropped_total",
+            "Requests whose use was never written: Redis was away for longer than usage is kept",
+        )
+        self._usage_not_ours = self._counter(
+            "router_usage_unreadable_total", "Numbers of what was used that could not be read"
+        )
+
     def _declare_offload(self) -> None:
         self._large_working = self._gauge(
             "router_large_bodies", "Large bodies that are being prepared in a helper process"
@@ -163,6 +239,10 @@ class PartMetrics:
             "router_overdue_attempts_total",
             "Attempts that moved to another replica because theirs made no progress",
         )
+        self._late_requests = self._counter(
+            "router_late_requests_total",
+            "Generations that were stopped because their deadline passed before the first token",
+        )
         self._runs = self._gauge("router_runs", "Generations that are being dispatched")
         self._retry_budget = self._gauge("router_retry_budget", "Retries that the retry budget allows now")
         self._retries_refused = self._counter(
@@ -186,6 +266,29 @@ class PartMetrics:
             "router_waiting_refusals_total", "Generations refused because too many were waiting"
         )
         self._reservations = self._gauge("router_reservations", "Reservations of load that are open")
+
+    def _declare_queue(self) -> None:
+        self._held = self._gauge("router_queue_waiting", "Requests that are held until a replica has room")
+        self._held_bytes = self._gauge("router_queue_bytes", "Memory of the prompts of held requests")
+        self._held_oldest = self._gauge(
+            "router_queue_oldest_seconds", "Wait of the request that has been held longest"
+        )
+        self._held_tenants = self._gauge("router_queue_tenants", "Tenants of which requests are held")
+        self._counter_spread = self._gauge(
+            "router_queue_counter_spread_tokens",
+            "What the tenant of held requests that was given most had more than the one given least, in "
+            "tokens of work by weight",
+        )
+        self._held_requests = self._counter("router_queue_held_total", "Requests that have been held")
+        self._held_seconds = self._counter(
+            "router_queue_seconds_total", "Time that requests were held until they went to a replica"
+        )
+        self._queue_refusals = self._counter(
+            "router_queue_refusals_total",
+            "Requests refused because they would have waited too long (too_long), have (too_late), or too "
+            "many waited (full)",
+            "cause",
+        )
 
     def _declare_fleet(self) -> None:
         self._replicas_known = self._gauge("router_replicas_known", "Replicas that have a lease")
@@ -224,6 +327,22 @@ class PartMetrics:
         )
 
     def _declare_history(self) -> None:
+        self._explain_bytes = self._gauge(
+            "router_explain_bytes", "Memory of what is kept of requests to explain their cache misses"
+        )
+        self._explain_prompts = self._gauge(
+            "router_explain_prompts", "Prompts that can be explained and compared with"
+        )
+        self._explain_forgotten = self._counter(
+            "router_explain_forgotten_total",
+            "Prompts that made room for others and can be explained no more",
+        )
+        self._explain_places = self._counter(
+            "router_explain_places_total",
+            "Prompts that leave an earlier one, by whether the place was looked for in the client's body: "
+            "looked_for or left_out (too large, or no time)",
+            "result",
+        )
         self._history_bytes = self._gauge(
             "router_history_bytes", "Memory of the tokens of answered conversations"
         )
@@ -237,7 +356,8 @@ class PartMetrics:
             "router_history_prompts_total",
             "Prompts of conversations with an earlier answer, by how they go on from its tokens: exact (the "
             "template would have written the same), drifted (it would have written others), unknown (the "
-            "answer is not remembered), refused (what follows it cannot be told, or leaves no room)",
+            "answer is not remembered), retold (it came with other reasoning than was generated), refused "
+            "(what follows it cannot be told, or leaves no room)",
             "outcome",
         )
 
@@ -253,6 +373,9 @@ class PartMetrics:
         )
         self._entries = self._gauge(
             "router_index_entries", "Entries in the index: pairs of replica and block hash", "model"
+        )
+        self._departures = self._gauge(
+            "router_index_departures", "Block hashes of which it is known which replica they left", "model"
         )
         self._predictions = self._gauge(
             "router_index_predictions",
@@ -281,6 +404,13 @@ class PartMetrics:
         self._admitted_tokens.of().value = statistics.num_tokens
         self._admission_refusals.of().value = statistics.num_refused
 
+    def read_rate_exchange(self, statistics: ExchangeStatistics) -> None:
+        self._rate_routers.of().value = statistics.num_routers
+        self._rate_news.of("told").value = statistics.num_told
+        self._rate_news.of("heard").value = statistics.num_heard
+        self._rate_news.of("failed").value = statistics.num_failed
+        self._rate_news.of("wrong").value = statistics.num_wrong
+
     def read_connections(self, statistics: ConnectionStatistics) -> None:
         self._connections.of().value = statistics.num_open
         self._max_connections.of().value = statistics.max_open
@@ -297,10 +427,23 @@ class PartMetrics:
         ):
             self._large.of(outcome).value = number
 
+    def read_rates(self, statistics: RateStatistics) -> None:
+        self._rate_accounts.of().value = statistics.num_accounts
+        self._rate_sequences.of().value = statistics.num_sequences
+        for limit, num_refused in statistics.num_refused.items():
+            self._rate_refusals.of(limit).value = num_refused
+
     def read_bodies(self, statistics: BodyStatistics) -> None:
         self._body_bytes.of().value = statistics.num_bytes
         self._max_body_bytes.of().value = statistics.max_bytes
         self._refused_bodies.of().value = statistics.num_refused
+
+    def read_keys(self, statistics: KeyStatistics) -> None:
+        self._keys.of().value = statistics.num_keys
+        self._key_tenants.of().value = statistics.num_tenants
+        self._keys_age.of().value = statistics.age_seconds
+        self._keys_refused.of().value = int(statistics.is_newest_refused)
+        self._key_changes.of().value = statistics.num_changes
 
     def read_caches(self, statistics: CacheStatistics) -> None:
         self._caches_created.of().value = statistics.num_created
@@ -324,17 +467,31 @@ class PartMetrics:
         self._responses_remembered.of().value = statistics.num_remembered
         self._response_memory.of().value = statistics.num_bytes
 
+    def read_usage(self, statistics: UsageStatistics) -> None:
+        self._usage_entries.of().value = statistics.num_entries
+        self._usage_unwritten.of().value = statistics.num_unwritten
+        self._usage_failed.of().value = statistics.num_failed
+        self._usage_emptied.of().value = statistics.num_emptied
+        self._usage_lumped.of().value = statistics.num_lumped
+        self._usage_dropped.of().value = statistics.num_dropped
+        self._usage_not_ours.of().value = statistics.num_not_ours
+
     def read_lag(self, seconds: float) -> None:
         self._lag.of().value = seconds
 
     def read_dropped_spans(self, count: int) -> None:
         self._dropped_spans.of().value = count
 
+    def read_recorded_bodies(self, bodies: RecordedBodies) -> None:
+        self._recorded_bodies.of("written").value = bodies.num_written
+        self._recorded_bodies.of("left_out").value = bodies.num_left_out
+
     def read_dispatch(self, statistics: DispatchStatistics) -> None:
         self._retries.of().value = statistics.num_retries
         self._resumes.of().value = statistics.num_resumes
         self._lost_attempts.of().value = statistics.num_lost
         self._overdue_attempts.of().value = statistics.num_overdue
+        self._late_requests.of().value = statistics.num_late
         self._runs.of().value = statistics.num_running
         self._retry_budget.of().value = statistics.retries_left
         self._retries_refused.of().value = statistics.num_retries_refused
@@ -344,6 +501,20 @@ class PartMetrics:
         self._waiting_bytes.of().value = statistics.room.num_bytes
         self._waiting_oldest.of().value = statistics.room.oldest_seconds
         self._waiting_refusals.of().value = statistics.room.num_refused
+        self.read_queue(statistics.holding)
+
+    def read_queue(self, statistics: HoldingStatistics) -> None:
+        queue, counts = statistics
+        self._held.of().value = queue.num_waiting
+        self._held_bytes.of().value = queue.num_bytes
+        self._held_oldest.of().value = queue.oldest_seconds
+        self._held_tenants.of().value = queue.num_active_tenants
+        self._counter_spread.of().value = queue.spread
+        self._held_requests.of().value = counts.num_held
+        self._held_seconds.of().value = counts.held_seconds
+        self._queue_refusals.of("too_long").value = counts.num_refused_at_once
+        self._queue_refusals.of("too_late").value = counts.num_refused_late
+        self._queue_refusals.of("full").value = counts.num_refused_full
 
     def read_membership(self, statistics: MembershipStatistics) -> None:
         self._replicas_known.of().value = statistics.num_known
@@ -383,6 +554,13 @@ class PartMetrics:
         for outcome, count in num_prompts.items():
             self._history_prompts.of(outcome).value = count
 
+    def read_stories(self, statistics: StoryStatistics) -> None:
+        self._explain_bytes.of().value = statistics.num_bytes
+        self._explain_prompts.of().value = statistics.num_prompts
+        self._explain_forgotten.of().value = statistics.num_forgotten
+        self._explain_places.of("looked_for").value = statistics.num_places
+        self._explain_places.of("left_out").value = statistics.num_places_left_out
+
     def read_chains(self, statistics: ChainStatistics) -> None:
         self._hash_bytes.of().value = statistics.num_bytes
         self._hash_hits.of().value = statistics.num_hits
@@ -391,6 +569,7 @@ class PartMetrics:
     def read_index(self, mirrors: Mapping[str, MirrorStatistics]) -> None:
         for name, statistics in mirrors.items():
             self._entries.of(name).value = statistics.num_entries
+            self._departures.of(name).value = statistics.num_departures
             self._predictions.of(name).value = statistics.num_predictions
             self._changes.of(name).value = statistics.num_changes
             self._resyncs.of(name).value = statistics.num_resyncs

@@ -12,8 +12,8 @@ import msgspec
 
 from replicas.protocol.frames import PromptUsage, UserTag
 from replicas.protocol.status import ReplicaId
+from router.explain.causes import Misses
 from router.observation.misses import Finding, findings
-from router.observation.sightings import Known
 from router.routing.decision import Decision
 
 SLOT_SECONDS = 5
@@ -101,15 +101,15 @@ class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     usage: PromptUsage | None
     decision: Decision | None
-    known: Known | None
+    misses: Misses | None
     """None where nothing was served."""
     block_size: int
 
     def findings(self) -> tuple[Finding, ...]:
         """Sentences, made when they are asked for."""
-        if self.usage is None or self.known is None:
+        if self.usage is None or self.misses is None:
             return ()
-        return findings(self.usage, self.decision, self.known, self.block_size)
+        return findings(self.usage, self.decision, self.misses, self.block_size)
 
 
 class Recent:

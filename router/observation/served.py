@@ -11,8 +11,10 @@ import msgspec
 
 from replicas.protocol.frames import PromptUsage
 from router.errors import ErrorKind
+from router.explain.causes import Misses
 from router.generation import Generation
 from router.routing.decision import Decision
+from router.tenants.caller import OPEN_CALLER, Caller
 
 CLIENT_GONE = 499
 """Not a status that anyone receives: it stands for a client that did not wait."""
@@ -45,13 +47,21 @@ class TokenGaps:
 
 class ServedPrompt(msgspec.Struct, frozen=True):
     """`decision` is that of the replica that answered first, or of the last attempt where none did; None:
-    there was none. It took the router `decision_seconds`. `usage` is None where no token came."""
+    there was none. It took the router `decision_seconds`. `usage` is None where no token came. Of the
+    output, `num_silent_tokens` are in no answer, since only the prompt was asked for. The last
+    `num_own_leases` of the submit's are the router's own wish. `misses` say why the rest of the prompt was
+    not read from cache, where there is a usage.
+    """
 
     generation: Generation
     decision: Decision | None
     usage: PromptUsage | None
     num_output_tokens: int
     decision_seconds: float | None = None
+    num_silent_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_own_leases: int = 0
+    misses: Misses | None = None
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +91,9 @@ class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
     error_kind: ErrorKind | None = None
     token_gaps: TokenGaps | None = None
     trace_id: str | None = None
+    caller: Caller = OPEN_CALLER
+    answer_id: str | None = None
+    """What the answer's body calls itself."""
 
 
 Observer = Callable[[ServedRequest], None]

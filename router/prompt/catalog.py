@@ -4,23 +4,30 @@ Owns the cluster secret, and so every namespace root and every user's tag. Membe
 first replica is described, and says which adapters can be had.
 """
 
+import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from replicas.protocol.blocks import BlockHash, Namespace, namespace_root
+from replicas.protocol.blocks import (
+    BlockHash,
+    Namespace,
+    PublishedBeginning,
+    namespace_root,
+)
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import Adapter, ModelCard, TokenizerBundle
 from router.answers.formats import answer_format
 from router.errors import NoReplicaAvailable, UnknownModel
-from router.generation import DEFAULT_TENANT
 from router.prompt.chains import DEFAULT_CACHE_BYTES as DEFAULT_CHAIN_BYTES
 from router.prompt.chains import ChainHasher
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate, TemplateVerdict
+from router.prompt.text_model import TextModel, TextModels
 from router.prompt.tokenizer import DEFAULT_CACHE_BYTES, Tokenizer
+from router.tenants.caller import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +82,20 @@ class ServedModel:
             )
             return f"salt-{digest.hexdigest()}"
 
+        @lru_cache(maxsize=NUM_CACHED_ROOTS)
+        def within(namespace: str | None, salt: str | None) -> ServedModel:
+            view = copy.copy(self)
+            view.tokenizer = tokenizer.within((namespace, salt))
+            return view
+
+        @lru_cache(maxsize=NUM_CACHED_ROOTS)
+        def bounded(view: ServedModel, context_length: int) -> ServedModel:
+            smaller = copy.copy(view)
+            smaller.card = replace(card, context_length=context_length)
+            return smaller
+
+        self._bounded = bounded
+        self._within = within
         self._root = root
         self._tenant_label = tenant_label
 
@@ -99,17 +120,38 @@ class ServedModel:
             self._adapted[adapter] = known
         return known
 
+    def within(self, namespace: str | None, salt: str | None = None) -> "ServedModel":
+        """The same for prompts of this namespace and salt: how soon they are encoded tells nothing of what
+        others have sent. The same one each time."""
+        if namespace is None and salt is None:
+            return self
+        return self._within(namespace, salt)
+
+    def bounded(self, max_context: int | None) -> "ServedModel":
+        """The same with room for at most so many tokens. The same one each time."""
+        if max_context is None or max_context >= self.card.context_length:
+            return self
+        return self._bounded(self, max_context)
+
     def tenant_label(self, salt: str | None) -> str:
-        """Names the tenant of this salt without revealing it; alike for all models and routers."""
+        """Where there are no keys: names the tenant of this salt without revealing it; alike for all models
+        and routers."""
         return DEFAULT_TENANT if salt is None else self._tenant_label(salt)
 
-    def root(self, tenant: str | None = None, salt: str | None = None) -> BlockHash:
-        """The root of every chain of this tenant and salt; it takes the secret to compute it."""
-        return self._root(tenant, salt)
+    def root(self, namespace: str | None = None, salt: str | None = None) -> BlockHash:
+        """The root of every chain of this namespace and salt; it takes the secret to compute it."""
+        return self._root(namespace, salt)
 
-    def block_hashes(self, root: BlockHash, packed_tokens: bytes) -> list[BlockHash]:
-        """Of the prompt's full blocks, under a root of this model's."""
-        return self._chains.hash_packed(root, packed_tokens, self.card.block_size)
+    def block_hashes(
+        self, root: BlockHash, packed_tokens: bytes, published: PublishedBeginning | None = None
+    ) -> list[BlockHash]:
+        """Of the prompt's full blocks, under a root of this model's, as `hash_blocks` makes them."""
+        block_size = self.card.block_size
+        if published is None:
+            return self._chains.hash_packed(root, packed_tokens, block_size)
+        cut = published.num_blocks * block_size * 4
+        hashes = self._chains.hash_packed(published.root, packed_tokens[:cut], block_size)
+        return hashes + self._chains.hash_packed(root, packed_tokens[cut:], block_size, parent=hashes[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +261,49 @@ class ModelCatalog:
     def adapter_names(self) -> Sequence[str]:
         return sorted(self._adapters.keys() - self._models.keys())
 
-    def user_tag(self, user: str | None) -> UserTag:
-        """How replicas tell users apart without learning who they are; alike for all routers of a cluster."""
+    def within(self, namespace: str | None) -> TextModels:
+        """The models for texts of this namespace."""
+        return _Within(self, namespace)
+
+    def user_tag(self, user: str | None, owner: str | None = None) -> UserTag:
+        """How replicas tell users apart without learning who they are; alike for all routers of a cluster.
+        Equal names of users of two owners are two users."""
         if not user:
             return NO_USER
         name = user.encode("utf-8", "surrogatepass")
+        if owner is not None:
+            name = len(name).to_bytes(4, "little") + name + owner.encode()
         digest = hashlib.blake2b(name, key=self._secret, digest_size=USER_TAG_BYTES, person=b"kvasir-user-v1")
         return UserTag(digest.digest())
+
+    def tenant_tag(self, owner: str | None) -> bytes:
+        """How replicas tell tenants apart, in the same way; empty where there are no keys."""
+        if owner is None:
+            return b""
+        digest = hashlib.blake2b(
+            owner.encode(), key=self._secret, digest_size=USER_TAG_BYTES, person=b"kvasir-owner-v1"
+        )
+        return digest.digest()
 
     def _complain(self, complaint: str) -> None:
         """Once: what the replicas say, they say again with every heartbeat."""
         if complaint not in self._complaints:
             self._complaints.add(complaint)
             logger.warning("%s", complaint)
+
+
+class _Within:
+    """The catalog's models for one namespace's texts."""
+
+    def __init__(self, catalog: ModelCatalog, namespace: str | None) -> None:
+        self._catalog = catalog
+        self._namespace = namespace
+
+    def get(self, name: str) -> TextModel:
+        return self._catalog.get(name).within(self._namespace)
+
+    def names(self) -> Sequence[str]:
+        return self._catalog.names()
 
 
 def bundle_digest(bundle: TokenizerBundle) -> bytes:

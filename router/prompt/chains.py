@@ -48,13 +48,15 @@ class ChainHasher:
         self._num_hits = 0
         self._num_misses = 0
 
-    def hash_packed(self, root: BlockHash, packed: bytes, block_size: int) -> list[BlockHash]:
-        """What `hash_packed(root, packed, block_size)` says: a prompt of text alone."""
+    def hash_packed(
+        self, root: BlockHash, packed: bytes, block_size: int, *, parent: BlockHash | None = None
+    ) -> list[BlockHash]:
+        """What `hash_packed` of `blocks.py` says of text: a prompt, or what of one is behind `parent`."""
         run_bytes = BLOCKS_PER_RUN * block_size * 4
         num_full_runs = len(packed) // run_bytes
         hashes: list[BlockHash] = []
         keys: list[bytes] = []
-        parent: BlockHash | None = None
+        before = parent
         for start in range(0, num_full_runs * run_bytes, run_bytes):
             key = _key(root, parent, packed[start : start + run_bytes])
             known = self._runs.get(key)
@@ -68,7 +70,7 @@ class ChainHasher:
         self._num_hits += num_known * BLOCKS_PER_RUN
         self._num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
         for run in range(num_known, min(num_full_runs, 2 * num_known + 1)):
-            parent = hashes[run * BLOCKS_PER_RUN - 1] if run else None
+            parent = hashes[run * BLOCKS_PER_RUN - 1] if run else before
             keys.append(_key(root, parent, packed[run * run_bytes : (run + 1) * run_bytes]))
         self._remember(keys, num_known, hashes)
         return hashes

@@ -8,6 +8,7 @@ to an end. To try one out, or to `render`, is for a process that can be ended; w
 `render_bounded`.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -82,6 +83,8 @@ class ChatTemplate:
         self._complaint = MISSING if verdict is None or verdict.complaint is None else verdict.complaint
         self._templates: dict[str, _CompiledTemplate] = {}
         self.sources = tuple(sources.values())
+        self.tag = _tag(sources)
+        """Tells it from others: a digest of its sources."""
         self.knows_developers = any("developer" in source for source in self.sources)
         """Whether it has words of its own for messages with the role `developer`."""
         if verdict is not None and verdict.complaint is not None:
@@ -204,6 +207,15 @@ def _tokenizer_config(bundle: TokenizerBundle) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def _tag(sources: Mapping[str, str]) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, source in sources.items():
+        for text in (name, source):
+            data = text.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
 
 
 def _sources(bundle: TokenizerBundle, config: Mapping[str, Any]) -> dict[str, str]:

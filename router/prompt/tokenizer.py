@@ -10,11 +10,13 @@ is text and nothing else: no special token comes of it, even if a quoted text sp
 """
 
 import asyncio
+import codecs
+import copy
 import json
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from router.prompt.detokenizer import Detokenizer, TokenBytes, token_bytes_of
 from router.prompt.literals import longest_of
 from router.prompt.quoting import unquote
 from router.prompt.segments import SegmentCache
+from router.prompt.token_places import num_characters, stands_before
 
 REFERENCE_INLINE_CHARACTERS = 8_000
 FAST_INLINE_CHARACTERS = 32_000
@@ -86,16 +89,25 @@ class Tokenizer:
             FAST_INLINE_CHARACTERS if self.backend == "fastokens" else REFERENCE_INLINE_CHARACTERS
         )
         self.special_tokens = _special_tokens(self._reference)
+        self._special_ids = frozenset(self.special_tokens.values())
         added = self._reference.get_added_tokens_decoder().values()
         self.added_tokens = frozenset(token.content for token in added)
         self._token_bytes: TokenBytes | None = token_bytes_of(self._reference)
         self._tables: dict[frozenset[str], _Showing] = {}
         self.vocab_size: int = self._reference.get_vocab_size(with_added_tokens=True)
         self.cache = SegmentCache(cache_bytes)
+        self._owner: Hashable = None
+        """Whose texts these are, for the cache."""
         self._splitter = _splitter(self._reference, backend, self.special_tokens)
         self._affixes = _affixes(self._reference)
         self.longest_token = _longest_token(self._reference, backend, self._token_bytes)
         """No token stands for more characters of a text; None where that is not known."""
+
+    def within(self, owner: Hashable) -> "Tokenizer":
+        """The same, that finds no text of another owner's in its cache."""
+        view = copy.copy(self)
+        view._owner = owner
+        return view
 
     @property
     def caches_segments(self) -> bool:
@@ -116,7 +128,7 @@ class Tokenizer:
         if self._splitter is None:  # what was quoted cannot be encoded apart: it is kept broken by a space
             return self._encode_plain(unquote(text, gap=" ") if is_quoted else text)
         token_ids: list[int] = []
-        cached, put = self.cache.get, self.cache.put
+        cached, put, owner = self.cache.get, self.cache.put, self._owner
         special_tokens = self.special_tokens
         for position, piece in enumerate(self._splitter.split(text)):
             if position % 2:
@@ -124,10 +136,10 @@ class Tokenizer:
             elif piece:
                 if is_quoted:
                     piece = unquote(piece)
-                known = cached(piece)
+                known = cached(piece, owner)
                 if known is None:
                     known = tuple(self._encode_text(piece))
-                    put(piece, known)
+                    put(piece, known, owner)
                 token_ids += known
         return token_ids
 
@@ -186,6 +198,38 @@ class Tokenizer:
         ends = accumulate([len(token_bytes[token_id]) for token_id in token_ids])
         return num_tokens + bisect_right(list(ends), num_bytes)
 
+    def characters_before(
+        self, text: str, token_ids: Sequence[int], num_tokens: int, *, is_quoted: bool = False
+    ) -> int:
+        """How many characters of `text`, unquoted, its first `num_tokens` tokens stand for."""
+        if self._splitter is None or self._token_bytes is None:
+            return min(len(self.decode(token_ids[:num_tokens])), len(unquote(text) if is_quoted else text))
+        marks = [(mark.start(), mark.end()) for mark in self._splitter.finditer(text)]
+        stands = stands_before(token_ids, num_tokens, marks, self._special_ids, len(text))
+        head, piece = text[: stands.start], text[stands.start : stands.stop]
+        if is_quoted:
+            head, piece = unquote(head), unquote(piece)
+        token_bytes = self._token_bytes.with_special
+        lengths = [len(token_bytes[token_id]) for token_id in token_ids[stands.first : stands.last]]
+        return len(head) + num_characters(piece, sum(lengths[: num_tokens - stands.first]), sum(lengths))
+
+    def text_around(self, token_ids: Sequence[int], number: int) -> tuple[str, int, int]:
+        """What the tokens say, and from which of its characters to which token `number` stands; beyond the
+        last, its end twice. Bytes that are no text stand for U+FFFD there."""
+        if self._token_bytes is None:
+            ends = [len(self.decode(token_ids[:end])) for end in (number, number + 1)]
+            return self.decode(token_ids), ends[0], ends[1]
+        table = self._token_bytes.with_special
+        try:
+            pieces = [table[token_id] for token_id in token_ids]
+        except IndexError:  # models have made tokens that their vocabulary does not know
+            pieces = [table[token_id] if token_id < len(table) else b"" for token_id in token_ids]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        before = decoder.decode(b"".join(pieces[:number]))
+        own = decoder.decode(b"".join(pieces[number : number + 1]))
+        text = before + own + decoder.decode(b"".join(pieces[number + 1 :]), final=True)
+        return text, len(before), len(before) + len(own)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._reference.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -240,7 +284,7 @@ class Tokenizer:
         if self._splitter is None or len(text) > LOOK_CHARACTERS:
             return True
         pieces = self._splitter.split(text)[::2]
-        new = sum(len(piece) for piece in pieces if piece and piece not in self.cache)
+        new = sum(len(piece) for piece in pieces if piece and not self.cache.has(piece, self._owner))
         return new > self.inline_characters
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from replicas.protocol.affinity import AffinityOrder, AffinityRanking
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import Reach
-from router.routing.bucket import AffinityOrder, AffinityRanking
 from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
-from router.routing.levels import Depths, Overlaps, Slots
+from router.routing.levels import Depths, Held, Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
@@ -106,6 +106,13 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
             self._peer_masks[layout] = mask
         return mask
 
+    def seen_as(self, load_of: Callable[[ReplicaId], ReplicaLoad]) -> "Replicas":
+        """The same, as busy as this says."""
+        seen = Replicas.__new__(Replicas)
+        seen.ranking, seen._layouts, seen._load_of = self.ranking, self._layouts, load_of
+        seen._slots, seen._mask, seen._peer_masks = self._slots, self._mask, self._peer_masks
+        return seen
+
     def without(self, excluded: Collection[ReplicaId]) -> "Replicas":
         """Neither to serve nor to be pulled from."""
         replica_ids = (replica_id for replica_id in self if replica_id not in excluded)
@@ -128,7 +135,9 @@ class Candidate(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`pull_from` is the peer from which the replica should pull what it lacks of the overlap."""
+    """`pull_from` is the peer from which the replica should pull what it lacks of the overlap. `held` is what
+    the index said of all replicas, None if it had nothing.
+    """
 
     replica_id: ReplicaId
     overlap_tokens: int
@@ -136,6 +145,7 @@ class Decision(msgspec.Struct, frozen=True):
     rank: int
     candidates: tuple[Candidate, ...]
     pull_from: ReplicaId | None = None
+    held: Held | None = None
 
 
 def decide(

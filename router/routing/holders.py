@@ -15,12 +15,13 @@ a look at the tiers of a chain that was just walked finds everything in the proc
 The table is split by the hashes' first byte, so that neither its growth nor a slice takes long.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeAlias
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
+from router.routing.departures import Departure
 
 NUM_SHARDS = 256
 HASHES_PER_SLICE = 256
@@ -47,10 +48,15 @@ def replicas_of(marks: int) -> int:
 class Holders:
     """`shards` have the bits of those that hold a hash, and of slots given back.
 
-    `has_tiers` is False until anything lay below a device.
+    `has_tiers` is False until anything lay below a device. A slot that is given back may be *mourned*:
+    `bereaved` is told which hashes had it, when they have it no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bereaved: Callable[[Departure, Sequence[BlockHash]], None] | None = None) -> None:
+        self._bereaved = bereaved
+        self._mourned: dict[int, Departure] = {}
+        """By the bit, which may still be in the table."""
+        self._all_mourned = 0
         self.shards: Shards = [{} for _ in range(NUM_SHARDS)]
         self.has_tiers = False
         self._num_slots = 0
@@ -70,12 +76,24 @@ class Holders:
             self._num_slots += 1
         return bit
 
-    def give_back(self, bit: int, *, is_clean: bool) -> None:
+    def give_back(self, bit: int, *, is_clean: bool, mourned: Departure | None = None) -> None:
         """No replica has this bit any more; `is_clean` if it is nowhere in the table."""
         if is_clean:
             self._free |= bit
-        else:
-            self._dead |= bit
+            return
+        self._dead |= bit
+        if mourned is not None:
+            self._mourned[bit] = mourned
+            self._all_mourned |= bit
+
+    @property
+    def has_mourned(self) -> bool:
+        return self._all_mourned != 0
+
+    def mourned_at(self, block_hash: BlockHash) -> Departure | None:
+        """Whose slot the hash still has that was given back and is mourned."""
+        mourned = self.shards[block_hash[0]].get(block_hash, 0) & self._all_mourned
+        return self._mourned[mourned & -mourned] if mourned else None
 
     def stage(self) -> "StagedHashes":
         return StagedHashes(self)
@@ -123,9 +141,26 @@ class Holders:
         for shard in self.shards:
             block_hashes = list(shard)
             for start in range(0, len(block_hashes), HASHES_PER_SLICE):
-                _clear(shard, block_hashes[start : start + HASHES_PER_SLICE], dead * _ALL)
+                some = block_hashes[start : start + HASHES_PER_SLICE]
+                if dead & self._all_mourned:
+                    self._mourn(shard, some, dead & self._all_mourned)
+                _clear(shard, some, dead * _ALL)
                 yield
         self._free |= dead
+        for bit in [bit for bit in self._mourned if bit & dead]:
+            del self._mourned[bit]
+        self._all_mourned &= ~dead
+
+    def _mourn(self, shard: dict[BlockHash, int], block_hashes: Sequence[BlockHash], dead: int) -> None:
+        """Tell what is about to be cleared. Of several slots of a hash, one."""
+        of_bit: dict[int, list[BlockHash]] = {}
+        for block_hash in block_hashes:
+            held = shard.get(block_hash, 0) & dead
+            if held:
+                of_bit.setdefault(held & -held, []).append(block_hash)
+        if self._bereaved is not None:
+            for bit, had in of_bit.items():
+                self._bereaved(self._mourned[bit], had)
 
 
 class StagedHashes:

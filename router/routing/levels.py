@@ -28,6 +28,11 @@ class Slots:
         self._replica_ids = {bit.bit_length() - 1: replica_id for replica_id, bit in bits.items()}
         self.everyone = self.mask(bits)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slots) and self._bits == other._bits
+
+    __hash__ = None  # type: ignore[assignment]
+
     def bit(self, replica_id: ReplicaId) -> int:
         """0 if it has none."""
         return self._bits.get(replica_id, 0)
@@ -80,6 +85,38 @@ Depth: TypeAlias = tuple[int, int]
 """A number of leading blocks, and the bits of the replicas that have just that many."""
 
 
+class Held(NamedTuple):
+    """Who had how much of a prompt when it was decided where to serve it, as plain data.
+
+    `levels` are deepest first, each replica once, with what was only predicted; `stored` are the same without
+    it. `gone` are replicas whose engine was dead although the index still had them.
+    """
+
+    slots: Slots
+    levels: Sequence[Depth]
+    stored: Sequence[Depth]
+    gone: frozenset[ReplicaId] = frozenset()
+
+    def depth(self, replica_id: ReplicaId) -> int:
+        """Leading blocks that it had stored or was about to."""
+        return _depth(self.levels, self.slots.bit(replica_id))
+
+    def stored_depth(self, replica_id: ReplicaId) -> int:
+        return _depth(self.stored, self.slots.bit(replica_id))
+
+    def deepest(
+        self, levels: Sequence[Depth], without: Iterable[ReplicaId] = (), prefer: Iterable[ReplicaId] = ()
+    ) -> tuple[ReplicaId, int] | None:
+        """One of those that are deepest there, and its leading blocks. Those in `prefer` come first."""
+        among = ~self.slots.mask(without)
+        for depth, mask in levels:
+            left = mask & among
+            if left:
+                left = left & self.slots.mask(prefer) or left
+                return self.slots.of(left & -left)[0], depth
+        return None
+
+
 class View(enum.Enum):
     """What of an index counts."""
 
@@ -96,15 +133,18 @@ class Overlaps(Mapping[ReplicaId, int]):
     on the device.
     """
 
-    __slots__ = ("_levels", "_look", "_seen", "slots")
+    __slots__ = ("_has_foretold", "_levels", "_look", "_seen", "slots")
 
     def __init__(
         self,
         slots: Slots,
         levels: Sequence[Depth],
         look: Callable[[View], Sequence[Depth]] | None = None,
+        *,
+        has_foretold: bool = False,
     ) -> None:
         self.slots = slots
+        self._has_foretold = has_foretold
         self._levels = levels
         self._look = look
         self._seen: dict[View, Sequence[Depth]] = {}
@@ -121,6 +161,13 @@ class Overlaps(Mapping[ReplicaId, int]):
         return Depths(
             _depth(self._view(View.ON_DEVICE), bit), _depth(self._view(View.IN_HOST), bit), anywhere
         )
+
+    def held(self, gone: frozenset[ReplicaId]) -> Held | None:
+        """All that there is to remember of it; None if no replica has anything."""
+        if not self._levels:
+            return None
+        stored = self._view(View.STORED) if self._has_foretold else self._levels
+        return Held(self.slots, self._levels, stored, gone)
 
     def levels(self, among: int) -> Iterator[Level]:
         """Deepest first, with those alone that are in the mask `among`."""

@@ -21,6 +21,9 @@ A prediction names blocks that a replica is about to compute, and stands on one 
 * *own*: this router has just sent the request there; until `end_prediction`;
 * *announced*: the replica has said so in the stream, to every router; until it says that this is over.
 
+What leaves a replica, or with it, is remembered for a while (`departures.py`): so who misses a block can be
+told where it was and how it went.
+
 The router's announcement comes back under the id of its prediction and is the same one. What a replica
 announced is dropped when its words were missed (a gap, another read of its set, a lost stream), for the
 end may have been among them. A removal cancels a predicted block, whichever router predicted it.
@@ -37,6 +40,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange, blocks_per_stride, indexed_positions
 from replicas.protocol.status import Epoch, ReplicaId
+from router.routing.departures import Departure, Departures
 from router.routing.holders import IN_HOST, ON_DISK, Holders, StagedHashes, replicas_of
 from router.routing.levels import Depth, Overlaps, Slots, View
 
@@ -115,7 +119,8 @@ class PrefixIndex:
     ) -> None:
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
         self._max_predicted_blocks = max_predicted_blocks
-        self._holders = Holders()
+        self.departures = Departures()
+        self._holders = Holders(self._bereaved)
         self._predicted: dict[BlockHash, int] = {}
         """The bits of the replicas that have a prediction with this hash."""
         self._replicas: dict[ReplicaId, _Replica] = {}
@@ -127,6 +132,11 @@ class PrefixIndex:
     def thin(self, block_size: int, index_stride: int) -> None:
         """From now on the index is thinned like this: for a model whose replicas were all replaced."""
         self._blocks_per_stride = blocks_per_stride(block_size, index_stride)
+
+    @property
+    def blocks_per_stride(self) -> int:
+        """Of each chain the index has every so many'th block, and the last full ones of prompts."""
+        return self._blocks_per_stride
 
     @property
     def has_tiers(self) -> bool:
@@ -188,7 +198,8 @@ class PrefixIndex:
         levels, foretold = self._levels(block_hashes, slots.everyone, self._predicted)
         if not levels or not (foretold or self._holders.has_tiers):
             return Overlaps(slots, levels)
-        return Overlaps(slots, levels, _Look(self, block_hashes, levels, foretold))
+        look = _Look(self, block_hashes, levels, foretold)
+        return Overlaps(slots, levels, look, has_foretold=foretold != 0)
 
     def levels_stored(self, block_hashes: Sequence[BlockHash], among: int) -> list[Depth]:
         """Of those in the mask, by what is stored in any tier and not only predicted."""
@@ -309,6 +320,35 @@ class PrefixIndex:
             levels.append((depth, mask))
         return foretold
 
+    def departed(self, block_hashes: Sequence[BlockHash], first: int) -> list[tuple[int, Departure]]:
+        """The latest departures of this chain's blocks from `first` on, as far as they are known: those on
+        the stride, and up to a stride past the last of them, where a shorter prompt may have ended. Each with
+        its block's place.
+        """
+        stride = self._blocks_per_stride
+        at_first = range(first, min(first + stride, len(block_hashes)))
+        on_stride = range(at_first.stop + (stride - 1 - at_first.stop) % stride, len(block_hashes), stride)
+        found = self._departed_at(block_hashes, [*at_first, *on_stride])
+        if not found or (found[-1][0] + 1) % stride:
+            return found
+        end = found[-1][0] + 1
+        return found + self._departed_at(block_hashes, range(end, min(end + stride - 1, len(block_hashes))))
+
+    def _departed_at(
+        self, block_hashes: Sequence[BlockHash], positions: Sequence[int]
+    ) -> list[tuple[int, Departure]]:
+        hashes = [block_hashes[position] for position in positions]
+        left = self.departures.of(hashes)
+        if self._holders.has_mourned:
+            left = [self._holders.mourned_at(each) or one for each, one in zip(hashes, left, strict=True)]
+        return [(position, one) for position, one in zip(positions, left, strict=True) if one is not None]
+
+    def _bereaved(self, mourned: Departure, block_hashes: Sequence[BlockHash]) -> None:
+        """A replica that is gone had these, which the table has no more."""
+        self.departures.left(
+            mourned.replica_id, mourned.epoch, block_hashes, is_replica_gone=True, at=mourned.at
+        )
+
     def stage(self) -> StagedHashes:
         """For `replace`: a set that is read bit by bit, while everybody else goes on."""
         return self._holders.stage()
@@ -330,12 +370,14 @@ class PrefixIndex:
             staged.add(hashes)
             hashes = staged
         replica = self._replica(replica_id)
+        mourned = None
         if replica.epoch not in (None, epoch):
             self._drop_all(replica)
+            mourned = self._mourned(replica_id, replica)
         self._drop_announced(replica)
         replica.epoch = epoch
         replica.last_change = last_change
-        self._become(replica, *hashes.take())
+        self._become(replica, *hashes.take(), mourned=mourned)
 
     def apply(self, change: IndexChange) -> ChangeOutcome:
         replica = self._replicas.get(change.replica_id)
@@ -354,6 +396,8 @@ class PrefixIndex:
         if replica.predicted:
             for block_hash in change.removed:
                 self._cancel(replica, block_hash)
+        if change.removed:
+            self.departures.left(change.replica_id, change.epoch, change.removed)
         replica.num_stored -= self._holders.remove(replica.bit, change.removed)
         replica.num_stored += self._holders.add(replica.bit, change.added)
         replica.num_stored += self._holders.add(replica.bit, change.in_host, Tier.HOST)
@@ -378,8 +422,13 @@ class PrefixIndex:
         if replica is None:
             return
         self._drop_all(replica)
-        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0)
+        mourned = self._mourned(replica_id, replica)
+        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, mourned=mourned)
         self._slots = None
+
+    def _mourned(self, replica_id: ReplicaId, replica: _Replica) -> Departure | None:
+        epoch = replica.epoch
+        return None if epoch is None else Departure(replica_id, epoch, True, self.departures.now)
 
     def forget_announcements(self) -> None:
         """No event will say when they are over."""
@@ -483,11 +532,13 @@ class PrefixIndex:
         else:
             del self._predicted[block_hash]
 
-    def _become(self, replica: _Replica, bit: int, num_stored: int) -> None:
-        """From now on the replica is this bit, and has stored what has it."""
+    def _become(
+        self, replica: _Replica, bit: int, num_stored: int, *, mourned: Departure | None = None
+    ) -> None:
+        """From now on the replica is this bit, and has stored what has it. What it had is `mourned`."""
         for block_hash in replica.predicted:
             self._predicted[block_hash] ^= replica.bit | bit
-        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0)
+        self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, mourned=mourned)
         replica.bit, replica.num_stored = bit, num_stored
         self._slots = None
 

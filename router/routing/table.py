@@ -56,6 +56,13 @@ class Preview(NamedTuple):
     affinity_order: tuple[ReplicaId, ...]
 
 
+class Choice(NamedTuple):
+    """A decision that has not been acted upon. It holds while nothing else is decided: `act` at once."""
+
+    decision: Decision
+    act: Callable[[], "RoutedRequest"]
+
+
 class RoutedRequest:
     """A decision that has been acted upon. Leaving it gives everything back, whatever happened.
 
@@ -128,8 +135,10 @@ class RoutingTable:
         self._first_id = rng.getrandbits(64)  # so that no two routers use the same ids
         self._lingering: deque[tuple[float, PrefixIndex, int]] = deque()
         self.loads = LoadBook()
-        self.on_change: Callable[[str], None] = _ignore
-        """Told the model whenever a replica has come, and when one says how busy it is."""
+        self.on_change: Callable[[str, ReplicaId], None] = _ignore
+        """Told the model and the replica whenever one has come, and when one says how busy it is."""
+        self.on_absence: Callable[[str, ReplicaId], None] = _ignore
+        """Told the same when one may not be chosen any more."""
 
     @property
     def models(self) -> list[str]:
@@ -169,7 +178,7 @@ class RoutingTable:
         model.stalled.discard(replica_id)
         model.ready.clear()
         self._model_of[replica_id] = card.name
-        self.on_change(card.name)
+        self.on_change(card.name, replica_id)
 
     def remove_replica(self, replica_id: ReplicaId) -> None:
         """The replica is gone, with its load, its index and its predictions. Unknown ones are ignored."""
@@ -184,6 +193,7 @@ class RoutingTable:
         model.ready.clear()
         model.index.forget(replica_id)
         self.loads.forget(replica_id)
+        self.on_absence(name, replica_id)
 
     def set_draining(self, replica_id: ReplicaId) -> None:
         """The replica takes nothing new, and may be pulled from until it leaves. Unknown ones are ignored."""
@@ -191,6 +201,7 @@ class RoutingTable:
         if name is not None:
             self._models[name].draining.add(replica_id)
             self._models[name].ready.clear()
+            self.on_absence(name, replica_id)
 
     def set_dead(self, replica_id: ReplicaId) -> None:
         """Its engine is gone: it takes nothing and gives nothing. Unknown ones are ignored."""
@@ -206,7 +217,9 @@ class RoutingTable:
             model = self._models[name]
             (model.stalled.add if is_stalled else model.stalled.discard)(replica_id)
             model.ready.clear()
-            self.on_change(name)
+            self.on_change(name, replica_id)
+            if is_stalled:
+                self.on_absence(name, replica_id)
 
     def update_load(
         self, replica_id: ReplicaId, snapshot: LoadSnapshot, num_counted_submits: int = 0
@@ -218,7 +231,7 @@ class RoutingTable:
         model = self._model_of.get(replica_id)
         if model is not None:
             self.loads.update(replica_id, snapshot, num_counted_submits)
-            self.on_change(model)
+            self.on_change(model, replica_id)
 
     def update_load_from_registry(self, replica_id: ReplicaId, snapshot: LoadSnapshot) -> None:
         """A snapshot from the replica's heartbeat, which counts while its stream is silent."""
@@ -297,9 +310,31 @@ class RoutingTable:
 
         Raises UnknownModel or NoReplicaAvailable.
         """
+        return self.choose(model, request, block_hashes, exclude=exclude, adapter=adapter).act()
+
+    def choose(
+        self,
+        model: str,
+        request: RoutingRequest,
+        block_hashes: Sequence[BlockHash],
+        *,
+        exclude: Collection[ReplicaId] = (),
+        adapter: Adapter | None = None,
+        load_of: Callable[[ReplicaId], ReplicaLoad] | None = None,
+    ) -> Choice:
+        """Decide, and leave it to the caller whether to act. `load_of` says how busy each is, where that is
+        not what this table knows.
+
+        Raises UnknownModel or NoReplicaAvailable.
+        """
         fleet = self._model(model)
-        decision, _ = self._decide(fleet, request, block_hashes, exclude, adapter)
-        return self._act(fleet.index, request, block_hashes, decision)
+        decision, _ = self._decide(fleet, request, block_hashes, exclude, adapter, load_of)
+        return Choice(decision, lambda: self._act(fleet.index, request, block_hashes, decision))
+
+    def is_ready(self, replica_id: ReplicaId, *, adapter: Adapter | None = None) -> bool:
+        """Whether it may be chosen."""
+        name = self._model_of.get(replica_id)
+        return name is not None and replica_id in self._ready(self._models[name], adapter)
 
     def preview(
         self,
@@ -327,16 +362,23 @@ class RoutingTable:
         block_hashes: Sequence[BlockHash],
         exclude: Collection[ReplicaId],
         adapter: Adapter | None,
+        load_of: Callable[[ReplicaId], ReplicaLoad] | None = None,
     ) -> tuple[Decision, Replicas]:
         self.end_lingering()
         replicas = self._ready(fleet, adapter)
         if exclude:
             replicas = replicas.without(exclude)
+        if load_of is not None:
+            replicas = replicas.seen_as(load_of)
         if not len(replicas):
             raise NoReplicaAvailable("no replica is ready at the moment")
         request = msgspec.structs.replace(request, sequence=self._num_routed)
         overlaps = fleet.index.overlaps(block_hashes)
-        return self._policy(request, replicas, overlaps, self._parameters, self._rng), replicas
+        decision = self._policy(request, replicas, overlaps, self._parameters, self._rng)
+        held = overlaps.held(frozenset(fleet.gone))
+        if held is not None:
+            decision = msgspec.structs.replace(decision, held=held)
+        return decision, replicas
 
     def _act(
         self,
@@ -398,5 +440,5 @@ class RoutingTable:
         return model
 
 
-def _ignore(model: str) -> None:
+def _ignore(model: str, replica_id: ReplicaId) -> None:
     """No listener was set."""

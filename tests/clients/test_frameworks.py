@@ -1,4 +1,4 @@
-"""LiteLLM, LangChain, openai-agents and pydantic-ai on OpenAI's routes."""
+"""LiteLLM, LangChain, openai-agents, pydantic-ai and instructor on OpenAI's routes."""
 
 import pytest
 
@@ -116,3 +116,8 @@ def test_agents_run_on_responses_as_is_their_default(agents: Seen) -> None:
 def test_pydantic_ai_runs_tools_and_reads_formats(agents: Seen) -> None:
     assert agents["pydantic_tools"] == WARM
     assert agents["pydantic_structured"] == [ADA, ADA, ADA]
+
+
+def test_instructor_reads_objects_in_each_of_its_ways(talking_cluster: LocalStack) -> None:
+    seen = act("instructor", "instructor_chat.py", talking_cluster)
+    assert seen == dict.fromkeys(("tools", "json", "json_schema", "responses_tools"), ADA)

@@ -108,7 +108,9 @@ class PartitionedFleet:
     def start_router(self, machine: Machine) -> None:
         (machine.folder / "secret").write_text("5e" * 32)
         words = ["--host", machine.address, "--port", "8000", "--redis-url", self.redis_url]
-        self._start(machine, sys.executable, "-m", "router", *words, "--secret-file", "secret")
+        self._start(
+            machine, sys.executable, "-m", "router", *words, "--secret-file", "secret", "--open", "true"
+        )
 
     def _start(self, machine: Machine, *words: str) -> "subprocess.Popen[bytes]":
         return machine.start(*words, log=self._log, environment=self.environment)

@@ -160,6 +160,11 @@ TOGGLES: dict[str, Values] = {
         },
     },
     "mTLS, KubeRay": {"mtls": {"enabled": True}, "fleet": {"mode": "kuberay"}},
+    "open to everyone": {"router": {"keys": {"open": True}}},
+    "keys in a Secret": {
+        "router": {"keys": {"existingSecret": "mine", "key": "tenants"}},
+        "test": {"apiKeySecret": "for-tests", "apiKeyKey": "token"},
+    },
     "placed": {
         "router": {
             "nodeSelector": {"a": "b"},
@@ -172,9 +177,14 @@ TOGGLES: dict[str, Values] = {
 CASES = [*EXAMPLES, *TOGGLES]
 
 
+def with_keys(values: Values) -> Values:
+    """The chart demands that something is said of API keys; here it is said unless the values do."""
+    return {**values, "router": {"keys": {"existingSecret": "keys"}, **values.get("router", {})}}
+
+
 def values_of(case: str) -> Values:
     if case in TOGGLES:
-        return TOGGLES[case]
+        return with_keys(TOGGLES[case])
     loaded: Values = yaml.safe_load((FOLDER / "ci" / f"{case}.yaml").read_text(encoding="utf-8"))
     return loaded
 
@@ -186,7 +196,7 @@ def chart() -> helm_python.Chart:
 
 def render(values: Values) -> list[Object]:
     """All objects, hooks included. Raises HelmValuesError or HelmRenderError."""
-    return objects_in(chart().render(dict(values), name="demo", namespace="llm", is_install=True))
+    return objects_in(chart().render(dict(with_keys(values)), name="demo", namespace="llm", is_install=True))
 
 
 def objects_in(files: Mapping[str, str]) -> list[Object]:

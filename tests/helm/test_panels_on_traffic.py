@@ -66,6 +66,8 @@ MAY_STAY_ZERO = {
     "router_large_bodies_waiting": "as above",
     'outcome!="done"': "no large body is too much work, or one of too many",
     "ALERTS": "no rule fires before it has held for a minute",
+    "router_queue_counter_spread_tokens": "there are no keys, so all are one tenant",
+    "router_queue_refusals_total": "nobody waits for long enough here, nor do many wait",
     "fleet_reconcile_errors_total": "only a broken Ray refuses to make an actor",
 }
 """What need not happen here, and why."""

@@ -25,7 +25,7 @@ def test_every_example_is_installed_upgraded_and_gone(name: str, capsys: pytest.
 
 def test_later_values_win_key_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("pools: {one: {replicas: 2}, two: {}}\n")
+    first.write_text("router: {keys: {open: true}}\npools: {one: {replicas: 2}, two: {}}\n")
     second.write_text("pools: {one: {replicas: 3}}\n")
     assert rehearsal.main([str(first), str(second)]) == 0
     said = capsys.readouterr().out

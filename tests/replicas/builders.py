@@ -20,6 +20,7 @@ from replicas.scheduling.scheduler import Scheduler
 
 ROOT = BlockHash(b"one namespace !!")
 OTHER_ROOT = BlockHash(b"another one  !!!")
+ANOTHER_ROOT = BlockHash(b"of everyone   !!")
 EOS = 2
 SUBMIT_FIELDS = Submit.__struct_fields__
 

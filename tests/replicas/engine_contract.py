@@ -11,7 +11,7 @@ import pytest
 
 from replicas.engine import RequestRefused
 from replicas.proof import prove_hashes
-from replicas.protocol.blocks import MediaSpan, hash_blocks
+from replicas.protocol.blocks import MediaSpan, PublishedBeginning, hash_blocks
 from replicas.protocol.events import BlockStored
 from replicas.protocol.frames import (
     FinishReason,
@@ -20,7 +20,7 @@ from replicas.protocol.frames import (
     RequestKey,
     TokenLogprobs,
 )
-from tests.replicas.builders import OTHER_ROOT, ROOT
+from tests.replicas.builders import ANOTHER_ROOT, OTHER_ROOT, ROOT
 from tests.replicas.cross_user_contract import CrossUserContract
 from tests.replicas.engine_run import EngineRun, prompt_of, run
 
@@ -194,6 +194,20 @@ class EngineContract(CrossUserContract):
         other = run.generate(prompt, max_tokens=1, root=OTHER_ROOT)
         assert run.usage(other).num_cached_tokens == 0
         assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens > 0
+
+    def test_published_blocks_are_shared_and_nothing_behind_them(self, run: EngineRun) -> None:
+        block = run.engine.card.block_size
+        prompt = prompt_of(run.engine, 4 * block + 1)
+        everyones = PublishedBeginning(ANOTHER_ROOT, 2)
+        run.generate(prompt, max_tokens=1, published=everyones)
+        other = run.generate(prompt, max_tokens=1, root=OTHER_ROOT, published=everyones)
+        assert run.usage(other).num_cached_tokens == 2 * block
+        for root in (ROOT, OTHER_ROOT):
+            again = run.generate(prompt, max_tokens=1, root=root, published=everyones)
+            assert run.usage(again).num_cached_tokens == 4 * block
+        assert run.usage(run.generate(prompt, max_tokens=1)).num_cached_tokens == 0
+        shorter = run.generate(prompt, max_tokens=1, published=PublishedBeginning(ANOTHER_ROOT, 1))
+        assert run.usage(shorter).num_cached_tokens == block
 
     def test_stored_blocks_bear_the_hashes_that_routers_compute(self, run: EngineRun) -> None:
         """Of the prompt and of what was decoded, with their positions, and the prompt's end marked."""

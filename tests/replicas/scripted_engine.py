@@ -17,6 +17,7 @@ from replicas.protocol.frames import (
     StepFrame,
     TokenDelta,
 )
+from replicas.protocol.hand_overs import StoreQuestion
 from replicas.protocol.status import ModelCard
 
 BLOCK_SIZE = 4
@@ -77,6 +78,9 @@ class ScriptedEngine:
         self.aborted.append(key)
         self._running.pop(key, None)
 
+    def ask_store(self, question: StoreQuestion) -> None:
+        """It has none."""
+
     def has_work(self) -> bool:
         return bool(self._running or self._events)
 
@@ -133,7 +137,8 @@ class ScriptedEngine:
         )
 
     def _prefill(self, request: EngineRequest) -> PromptUsage:
-        hashes = hash_blocks(request.submit.root, request.token_ids, self.card.block_size)
+        submit = request.submit
+        hashes = hash_blocks(submit.root, request.token_ids, self.card.block_size, published=submit.published)
         num_cached = 0
         while num_cached < len(hashes) and self._held[hashes[num_cached]]:
             num_cached += 1

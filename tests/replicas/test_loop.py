@@ -123,6 +123,8 @@ def test_an_engine_that_raises_ends_every_request_and_the_loop() -> None:
     assert harness.died.wait(30)
     assert isinstance(harness.deaths[0], RuntimeError)
     assert harness.loop.submit(*asked(3)) is False
+    time.sleep(0.1)
+    assert not harness.engine.is_closed  # its owner has time to say that it died
     harness.loop.stop()
     assert harness.engine.is_closed
 

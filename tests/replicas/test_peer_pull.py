@@ -126,7 +126,7 @@ async def test_what_a_peer_computed_is_pulled_and_gives_the_same_tokens(
 
 
 async def test_a_replica_that_drains_is_pulled_from_until_its_last_request_has_ended(redis_url: str) -> None:
-    async with two(redis_url) as (there, here):
+    async with two(redis_url, drain_seconds=60.0) as (there, here):
         expected, _ = await there.ask(0)
         await there.client.send(submit(70, prompt(1)[:40], max_tokens=600))
         draining = asyncio.create_task(there.host.drain())

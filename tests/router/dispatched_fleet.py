@@ -19,6 +19,7 @@ from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.replica_client import ReplicaClient
 from router.generation import Generation
+from router.queue.holding import Holding
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
 from tests.router.scripted_replica import CARD, ScriptedReplica, token_at
@@ -60,7 +61,11 @@ class DispatchedFleet:
         self.dispatcher = self.new_dispatcher()
 
     def new_dispatcher(
-        self, room: WaitingRoom | None = None, *, retry: RetryPolicy = IMPATIENT
+        self,
+        room: WaitingRoom | None = None,
+        *,
+        retry: RetryPolicy = IMPATIENT,
+        holding: Holding | None = None,
     ) -> Dispatcher:
         return Dispatcher(
             self.table,
@@ -69,6 +74,7 @@ class DispatchedFleet:
             retry=retry,
             room=room,
             outlook=lambda model: self.outlook,
+            holding=holding,
         )
 
     async def add(
@@ -103,6 +109,8 @@ class DispatchedFleet:
         statistics = self.dispatcher.statistics()
         assert statistics.num_running == statistics.room.num_waiting == statistics.room.num_bytes == 0
         assert statistics.suspects.num_on_trial == 0
+        assert statistics.holding.queue.num_waiting == statistics.holding.queue.num_bytes == 0
+        assert statistics.holding.queue.num_active_tenants == 0
         assert all(client.num_inflight == 0 for client in self.clients.values())
 
     async def close(self) -> None:

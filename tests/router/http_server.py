@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from replicas.process.settings import build
 from router.api.context import ApiContext
+from router.api.gate import FindsCallers
 from router.api.live import LiveFleet
 from router.api.prepared import Bounds
 from router.app import create_apps
@@ -24,6 +25,7 @@ from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
+from router.tenants.usage_store import UsageStore
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
 
@@ -66,6 +68,8 @@ async def http_server(
     bounds: Bounds | None = None,
     caches: NamedCaches | None = None,
     responses: ResponseStore | None = None,
+    keys: FindsCallers | None = None,
+    usage: UsageStore | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
@@ -79,6 +83,8 @@ async def http_server(
         bounds=bounds or Bounds(),
         caches=caches,
         responses=responses,
+        keys=keys,
+        usage=usage,
     )
     apps = create_apps(context, fleet)
     try:

@@ -181,6 +181,10 @@ class ScriptedReplica:
     async def pull(self, request: bytes, context: Any) -> None:
         """It has nothing to pull."""
 
+    async def take_over(self, request: bytes, context: Any) -> None:
+        """It takes nothing over: no replica asks it to."""
+        raise NotImplementedError
+
     async def begin_drain(self, request: bytes, context: object) -> Nothing:
         raise NotImplementedError
 

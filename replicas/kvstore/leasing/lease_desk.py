@@ -15,6 +15,7 @@ from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
 from replicas.kvstore.leasing.leases import LeaseRecord, Leases
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import LeaseTotals, PrefixLease
 from replicas.protocol.tier_figures import WriteStop
@@ -71,13 +72,15 @@ class LeaseDesk:
         self._told = LeaseTotals()
 
     def ask(
-        self, names: Sequence[ChunkName], leases: Sequence[PrefixLease], num_device_blocks: int
+        self,
+        names: Sequence[ChunkName],
+        leases: Sequence[PrefixLease],
+        num_device_blocks: int,
+        tenancy: Tenancy = NOBODYS,
+        bucket: bytes = b"",
     ) -> LeaseOutcome:
         """For a request with these chunks in its prompt, of whose blocks so many are on the device."""
-        journal = self._journal
-        takes_nothing = journal is not None and (journal.is_off or journal.write_stop is not None)
-        self._directory.leases.is_disk_off = takes_nothing
-        self._directory.pass_time(self._clock())
+        self.look()
         return ask_for_leases(
             self._directory,
             names,
@@ -85,7 +88,16 @@ class LeaseDesk:
             blocks_per_chunk=self._blocks_per_chunk,
             chunk_tokens=self._chunk_tokens,
             num_device_blocks=num_device_blocks,
+            tenancy=tenancy,
+            bucket=bucket,
         )
+
+    def look(self) -> None:
+        """What time it is, and whether the disk takes anything."""
+        journal = self._journal
+        takes_nothing = journal is not None and (journal.is_off or journal.write_stop is not None)
+        self._directory.leases.is_disk_off = takes_nothing
+        self._directory.pass_time(self._clock())
 
     def poll(self) -> None:
         """Let time pass, and note in the journal what has changed."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory
+from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.protocol.prefix_leases import (
     LeaseAnswer,
     LeaseBreak,
@@ -23,6 +24,7 @@ class LeaseOutcome(NamedTuple):
     answers: tuple[LeaseAnswer, ...] = ()
     num_evicted_early_tokens: int = 0
     broken_by: LeaseBreak | None = None
+    num_expired_tokens: int = 0
 
 
 NO_OUTCOME = LeaseOutcome()
@@ -40,21 +42,24 @@ def ask_for_leases(
     blocks_per_chunk: int,
     chunk_tokens: int,
     num_device_blocks: int,
+    tenancy: Tenancy = NOBODYS,
+    bucket: bytes = b"",
 ) -> LeaseOutcome:
     """For a prompt of these whole chunks, whose first blocks the device has. A lease covers the whole chunks
     before its end, of which there may be none.
     """
     lacking = [name.key for name in names[num_device_blocks // blocks_per_chunk :]]
     num_broken, broken_by = directory.broken(lacking)
+    num_expired = directory.num_expired(lacking)
     answers: list[LeaseAnswer] = []
     for lease in leases:
         keys = [name.key for name in names[: lease.end_block // blocks_per_chunk]]
-        refusal = directory.grant(keys, lease.seconds)
+        refusal = directory.grant(keys, lease.seconds, tenancy, bucket)
         if refusal is None:
             answers.append(LeaseAnswer(lease.seconds, len(keys) * chunk_tokens))
         else:
             answers.append(LeaseAnswer(refusal=refusal))
-    return LeaseOutcome(tuple(answers), num_broken * chunk_tokens, broken_by)
+    return LeaseOutcome(tuple(answers), num_broken * chunk_tokens, broken_by, num_expired * chunk_tokens)
 
 
 def lease_totals(directory: Directory, chunk_tokens: int) -> LeaseTotals:

@@ -12,6 +12,9 @@ has its file. So neither tier ever owes more than its budget, whatever is writte
        │                  └─────its last copy went───────> broken, a tombstone
        └────never stored, STORE_SECONDS are over─────────> broken, a tombstone
 
+A chunk that was *kept* may go from then on. That its lease ran out first is remembered of the last
+`MAX_KEPT`, until it is stored or leased again.
+
 A *tombstone* stays until the lease would have ended or the chunk is stored again: so who misses the chunk
 can be told that it went before its time, and why. There are `MAX_TOMBSTONES`; more forget the oldest.
 
@@ -37,6 +40,7 @@ STORE_SECONDS = 600.0
 """A leased chunk is stored this long after it was leased, or its lease is broken."""
 
 MAX_TOMBSTONES = 1 << 15
+MAX_KEPT = 1 << 15
 
 _SPARE_ENTRIES = 64
 
@@ -54,12 +58,16 @@ class Wish(NamedTuple):
 
 
 class LeaseRecord(NamedTuple):
-    """A lease as it outlives a process: `seconds_left` of `seconds`, for the bytes of `tenant`."""
+    """A lease as it outlives a process: `seconds_left` of `seconds`, for the bytes of `tenant`, whose share
+    may be its own, and in whose `bucket` it was asked for.
+    """
 
     key: BlockHash
     seconds: int
     seconds_left: float
     tenant: TenantTag = EVERYBODY
+    tenant_share: float = 0.0
+    bucket: bytes = b""
 
 
 class Charge(NamedTuple):
@@ -102,6 +110,7 @@ class _Lease:
     store_by: float | None
     """Until it is stored."""
     broken_by: LeaseBreak | None = None
+    bucket: bytes = b""
 
     @property
     def charge(self) -> Charge:
@@ -132,10 +141,15 @@ class Leases:
         self.now = 0.0
         self._leases: dict[BlockHash, _Lease] = {}
         self._tombstones: OrderedDict[BlockHash, _Lease] = OrderedDict()
+        self._kept: OrderedDict[BlockHash, bool] = OrderedDict()
+        """Chunks whose leases ran out while they were there, and whether they have gone since."""
         self._due: list[tuple[float, int, _Lease]] = []
         """A heap with one entry for each lease and tombstone, whose time may be too early."""
         self._num_entries = 0
         self._charged: dict[TenantTag, Charge] = {}
+        self._budgets: dict[TenantTag, Charge] = {}
+        self._shares: dict[TenantTag, float] = {}
+        """Of tenants that have a share of their own, as long as something is charged to them."""
 
     @property
     def num_leased(self) -> int:
@@ -162,13 +176,21 @@ class Leases:
         lease = self._tombstones.get(key)
         return None if lease is None else lease.broken_by
 
+    def has_expired(self, key: BlockHash) -> bool:
+        """Whether a chunk went after its lease had run out."""
+        return self._kept.get(key, False)
+
     def records(self, keys: Iterable[BlockHash]) -> list[LeaseRecord]:
         """The leases among these chunks."""
-        return [
-            LeaseRecord(key, lease.seconds, lease.end - self.now, lease.tenant)
-            for key in keys
-            if (lease := self._leases.get(key)) is not None
-        ]
+        return [self._record(lease) for key in keys if (lease := self._leases.get(key)) is not None]
+
+    def all_records(self) -> list[LeaseRecord]:
+        """Of all that is leased, stored or not."""
+        return [*map(self._record, self._leases.values())]
+
+    def _record(self, lease: _Lease) -> LeaseRecord:
+        share = self._shares.get(lease.tenant, 0.0)
+        return LeaseRecord(lease.key, lease.seconds, lease.end - self.now, lease.tenant, share, lease.bucket)
 
     # What time does.
 
@@ -194,6 +216,10 @@ class Leases:
                 ended.append(key)
                 self._end(lease)
                 self.counts.kept += 1
+                self._kept[key] = False
+                self._kept.move_to_end(key)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
         return ended
 
     def _bury_or_wait(self, lease: _Lease) -> None:
@@ -205,18 +231,63 @@ class Leases:
     # What is asked for.
 
     def grant(
-        self, wishes: Sequence[Wish], seconds: int, tenant: TenantTag = EVERYBODY
+        self,
+        wishes: Sequence[Wish],
+        seconds: int,
+        tenant: TenantTag = EVERYBODY,
+        tenant_share: float = 0.0,
+        bucket: bytes = b"",
     ) -> LeaseRefusal | None:
-        """Lease all of these chunks, or none and say why. Leases that are there already begin anew."""
-        refusal = self._refusal(wishes, seconds, tenant)
+        """Lease all of these chunks, or none and say why. Leases that are there already begin anew. Of a
+        tenant with a share of its own that bounds them; 0 is none.
+        """
+        refusal = self._refusal_within(tenant_share, wishes, seconds, tenant)
         if refusal is not None:
             self.counts.refused[refusal] += 1
             return refusal
         self.counts.granted += 1
         for wish in wishes:
-            self._lease(wish, seconds, tenant, seconds)
+            self._lease(wish, seconds, tenant, seconds, bucket)
             self.use(wish.key)
         return None
+
+    def take_over(self, record: LeaseRecord, *, has_file: bool) -> LeaseRefusal | None:
+        """Lease as another replica had, for the time that is left. None if it is leased now."""
+        wish, seconds = Wish(record.key, has_file), min(record.seconds, MAX_LEASE_SECONDS)
+        left = min(record.seconds_left, float(seconds))
+        if not left > 0:
+            return LeaseRefusal.NO_TIME
+        # What its own requests have said here is newer than what it was when the record was made.
+        share = self._shares.get(record.tenant, record.tenant_share)
+        refusal = self._refusal_within(share, [wish], seconds, record.tenant)
+        if refusal is None:
+            self._lease(wish, seconds, record.tenant, left, record.bucket)
+            lease = self._leases[record.key]
+            lease.end = max(lease.end, self.now + left)
+        return refusal
+
+    def withdraw(self, key: BlockHash) -> None:
+        """What was to be taken over did not come: as if it had never been leased here."""
+        lease = self._leases.get(key)
+        if lease is not None and lease.store_by is not None:
+            self._end(lease)
+            self.counts.leased -= 1
+
+    def lost_elsewhere(self, record: LeaseRecord, *, is_broken: bool) -> None:
+        """Its replica has left, and nobody keeps it: a tombstone, of what is not leased here. One whose copy
+        may come back with that replica is not counted as broken.
+        """
+        left = min(record.seconds_left, float(MAX_LEASE_SECONDS))
+        if record.key in self._leases or record.key in self._tombstones or not left > 0:
+            return
+        end = self.now + left
+        lease = _Lease(record.key, record.seconds, end, record.tenant, False, False, None, LeaseBreak.LEFT)
+        if is_broken:
+            self.counts.leased += 1
+            self.counts.broken[LeaseBreak.LEFT] += 1
+        self._kept.pop(record.key, None)
+        self._bury(lease)
+        self._note_due(lease)
 
     def restore(self, records: Iterable[LeaseRecord]) -> None:
         """What an earlier process had leased of chunks that are on disk. Those for which there is no time or
@@ -245,8 +316,10 @@ class Leases:
         lease = self._leases.get(key)
         if lease is not None:
             lease.store_by = None
-        else:
-            self._tombstones.pop(key, None)
+            return
+        self._tombstones.pop(key, None)
+        if self._kept.get(key):
+            del self._kept[key]
 
     def has_file(self, key: BlockHash) -> None:
         lease = self._leases.get(key)
@@ -272,15 +345,18 @@ class Leases:
         lease = self._leases.get(key)
         if lease is not None and lease.store_by is None:
             self._broke(lease, cause)
+        elif key in self._kept:
+            self._kept[key] = True
 
     def clear(self) -> None:
         """All copies went at once."""
         for lease in [*self._leases.values()]:
             self._broke(lease, LeaseBreak.CLEARED)
+        self._kept = OrderedDict.fromkeys(self._kept, True)
 
     # Promises.
 
-    def _lease(self, wish: Wish, seconds: int, tenant: TenantTag, left: float) -> None:
+    def _lease(self, wish: Wish, seconds: int, tenant: TenantTag, left: float, bucket: bytes = b"") -> None:
         lease = self._leases.get(wish.key)
         if lease is None:
             lease = _Lease(
@@ -291,8 +367,10 @@ class Leases:
                 is_on_disks_bill=self._is_on_disks_bill(wish, seconds),
                 has_file=wish.has_file,
                 store_by=self.now + STORE_SECONDS,
+                bucket=bucket,
             )
             self._tombstones.pop(wish.key, None)
+            self._kept.pop(wish.key, None)
             self._leases[wish.key] = lease
             self._charge(tenant, lease.charge)
             self.counts.leased += 1
@@ -302,7 +380,7 @@ class Leases:
             lease.store_by = self.now + STORE_SECONDS
         if seconds > lease.seconds:
             self._charge(lease.tenant, Charge().less(lease.charge))
-            lease.seconds, lease.tenant = seconds, tenant
+            lease.seconds, lease.tenant, lease.bucket = seconds, tenant, bucket
             lease.is_on_disks_bill |= self._is_on_disks_bill(wish, seconds)
             self._charge(tenant, lease.charge)
 
@@ -314,6 +392,9 @@ class Leases:
         self._end(lease)
         lease.broken_by = cause
         self.counts.broken[cause] += 1
+        self._bury(lease)
+
+    def _bury(self, lease: _Lease) -> None:
         self._tombstones[lease.key] = lease
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
@@ -328,8 +409,28 @@ class Leases:
 
     # The budget.
 
+    def _set_share(self, tenant: TenantTag, share: float) -> None:
+        if share > 0 and tenant != EVERYBODY:
+            self._budgets[tenant] = Charge(int(self.budget.host * share), int(self.budget.disk * share))
+            self._shares[tenant] = share
+        else:
+            self._forget_share(tenant)
+
+    def _forget_share(self, tenant: TenantTag) -> None:
+        self._budgets.pop(tenant, None)
+        self._shares.pop(tenant, None)
+
     def _is_on_disks_bill(self, wish: Wish, seconds: int) -> bool:
         return self.budget.disk > 0 and (wish.has_file or seconds >= HOUR_SECONDS)
+
+    def _refusal_within(
+        self, share: float, wishes: Sequence[Wish], seconds: int, tenant: TenantTag
+    ) -> LeaseRefusal | None:
+        self._set_share(tenant, share)
+        refusal = self._refusal(wishes, seconds, tenant)
+        if tenant not in self._charged and refusal is not None:
+            self._forget_share(tenant)
+        return refusal
 
     def _refusal(self, wishes: Sequence[Wish], seconds: int, tenant: TenantTag) -> LeaseRefusal | None:
         if seconds < 1:
@@ -359,8 +460,9 @@ class Leases:
         total = self.charged
         for tenant, charge in more.items():
             total = total.plus(charge)
-            if not self.charged_to(tenant).plus(charge).is_within(self.tenant_budget):
-                return LeaseRefusal.BUDGET if self.tenant_budget == self.budget else LeaseRefusal.TENANT_SHARE
+            budget = self._budgets.get(tenant, self.tenant_budget)
+            if not self.charged_to(tenant).plus(charge).is_within(budget):
+                return LeaseRefusal.BUDGET if budget == self.budget else LeaseRefusal.TENANT_SHARE
         return None if total.is_within(self.budget) else LeaseRefusal.BUDGET
 
     def _set_file(self, lease: _Lease, *, has_file: bool) -> None:
@@ -373,6 +475,7 @@ class Leases:
         self._charged[tenant] = self.charged_to(tenant).plus(more)
         if self._charged[tenant] == Charge():
             del self._charged[tenant]
+            self._forget_share(tenant)
 
 
 def _charge(is_on_disks_bill: bool, has_file: bool) -> Charge:

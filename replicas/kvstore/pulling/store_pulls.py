@@ -12,6 +12,7 @@ from replicas.kvstore.directory import Directory
 from replicas.kvstore.pulling.incoming import Ending, Wanted
 from replicas.kvstore.slot_books import SlotBooks
 from replicas.kvstore.tally import MoveTally
+from replicas.kvstore.tenant_shares import Tenancy
 from replicas.protocol.pulls import MAX_PULLED_CHUNKS, PullHint
 
 if TYPE_CHECKING:
@@ -49,12 +50,16 @@ class StorePulls:
         """Leading chunks of a prompt that the peer has and that may be pulled now."""
         return peer.num_tokens // self._puller.kind.num_tokens if self._puller.may_pull(peer) else 0
 
-    def begin(self, peer: PullHint, names: Sequence[ChunkName]) -> int | None:
-        """Pull as many of them as there is room for. The transfer's number; None if it is none of them."""
+    def may_pull(self, peer: PullHint) -> bool:
+        """Whether another transfer from this peer may begin now."""
+        return self._puller.may_pull(peer)
+
+    def begin(self, peer: PullHint, wanted: Sequence[tuple[ChunkName, Tenancy]]) -> int | None:
+        """Pull as many as there is room for, each for its tenant. The transfer's number; None if none is."""
         most = int(self._arena.num_slots * MAX_HOST_SHARE) - self._num_slots
         chunks: list[Wanted] = []
-        for name in names[: max(0, min(most, MAX_PULLED_CHUNKS))]:
-            slot = self._directory.offer(name)
+        for name, tenancy in wanted[: max(0, min(most, MAX_PULLED_CHUNKS))]:
+            slot = self._directory.offer(name, tenancy)
             if slot is None:
                 break
             self._books.taken(slot)

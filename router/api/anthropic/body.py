@@ -28,6 +28,12 @@ MIN_THINKING_TOKENS = 1024
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
+class Diagnostics(msgspec.Struct):
+    """None as the id asks for nothing yet: it is the first turn."""
+
+    previous_message_id: str | None = None
+
+
 class MessagesBody(GenerationFields, kw_only=True):
     """With the fields of our own that OpenAI's routes have as well."""
 
@@ -44,6 +50,7 @@ class MessagesBody(GenerationFields, kw_only=True):
     cache_control: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     thread: Any = None
+    diagnostics: Diagnostics | None = None
 
 
 class ShownAnswer(msgspec.Struct, frozen=True):
@@ -52,6 +59,7 @@ class ShownAnswer(msgspec.Struct, frozen=True):
 
     num_marks: int
     omits_thinking: bool
+    has_diagnostics: bool = False
 
 
 _OTHERS = (
@@ -126,8 +134,13 @@ def _request(asked: MessagesBody) -> ChatRequest:
         continue_final_message=is_begun,
         keeps=keeps,
         answers=msgspec.to_builtins(
-            ShownAnswer(num_marks, (asked.thinking or {}).get("display") == "omitted")
+            ShownAnswer(
+                num_marks,
+                (asked.thinking or {}).get("display") == "omitted",
+                asked.diagnostics is not None,
+            )
         ),
+        compared_id=None if asked.diagnostics is None else asked.diagnostics.previous_message_id,
     )
 
 

@@ -18,6 +18,7 @@ from router.api.api_request import Prompt
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput, Said, ToolCall
 from router.api.json_body import encode_json
+from router.explain.diagnosis import anthropic_diagnostics
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 _NO_TEXT = {"type": "text", "text": ""}
@@ -42,7 +43,7 @@ class _MessageWriter:
         self._prompt = chat.prompt
         self._block_size = chat.model.card.block_size
         self._shown = msgspec.convert(chat.request.answers, ShownAnswer)
-        self._id = chat.context.new_id("msg_")
+        self.answer_id = chat.context.new_id("msg_")
         self._model = chat.model.name
         self._block = -1
         self._kind: type[Said] | None = None
@@ -85,7 +86,7 @@ class _MessageWriter:
         self, content: list[Any], reason: str | None, sequence: str | None, usage: dict[str, Any]
     ) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.answer_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -93,7 +94,15 @@ class _MessageWriter:
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": usage,
+            **self._diagnostics(),
         }
+
+    def _diagnostics(self) -> dict[str, Any]:
+        if not self._shown.has_diagnostics:
+            return {}
+        if self._request.compared_id is None:
+            return {"diagnostics": None}
+        return {"diagnostics": anthropic_diagnostics(self._prompt.diagnosis)}
 
     def _whole_block(self, said: Said) -> dict[str, Any]:
         match said:
@@ -101,7 +110,7 @@ class _MessageWriter:
                 return {"type": "text", "text": text}
             case Reasoning(text):
                 thinking = "" if self._shown.omits_thinking else text
-                return {"type": "thinking", "thinking": thinking, "signature": self._id}
+                return {"type": "thinking", "thinking": thinking, "signature": self.answer_id}
             case ToolCall(name, arguments):
                 return self._tool_use(name, _object(arguments))
 
@@ -122,7 +131,7 @@ class _MessageWriter:
         ended = b""
         if self._kind is Reasoning:  # clients send it back with its signature, which means nothing here
             head = _delta_head(self._block, b'"signature_delta","signature":')
-            ended = head + encode_json(self._id) + _DELTA_END
+            ended = head + encode_json(self.answer_id) + _DELTA_END
         self._kind = None
         return ended + _event("content_block_stop", {"index": self._block})
 

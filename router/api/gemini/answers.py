@@ -54,7 +54,8 @@ class _GeminiWriter:
         self._prompt = chat.prompt
         self._with_thoughts = bool((request.answers or {}).get("thoughts"))
         self._with_logprobs = request.num_logprobs is not None
-        self._tail = {"modelVersion": model.name, "responseId": context.new_id("gen-")}
+        self.answer_id = context.new_id("gen-")
+        self._tail = {"modelVersion": model.name, "responseId": self.answer_id}
         self._candidates = [_Candidate() for _ in chat.prompt.outputs]
         closing = b"," + encode_json(self._tail)[1:] + b"\n\n"
         self._text_closing = [

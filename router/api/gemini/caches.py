@@ -14,7 +14,7 @@ from starlette.routing import Route
 from router.api.api_request import ApiRequest
 from router.api.asked import Asked
 from router.api.cache_making import CacheMaker, CacheWish
-from router.api.cached_requests import TENANT, keep_beginning, open_caches
+from router.api.cached_requests import keep_beginning, open_caches
 from router.api.context import ApiContext
 from router.api.gemini.answers import prepare_gemini, with_path
 from router.api.gemini.body import MODELS
@@ -33,6 +33,7 @@ from router.caches.bounds import DEFAULT_PAGE, MAX_PAGE
 from router.caches.record import CacheKind, CacheRecord, gone_words, moment
 from router.errors import CacheGone, InvalidRequest, about_model
 from router.limits.connections import address_of
+from router.tenants.caller import tenant_of
 
 
 async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
@@ -46,7 +47,7 @@ async def prepare_content(context: ApiContext, asked: Asked) -> ApiRequest:
         assert use.cached_content is not None
         try:
             cache_id = use.cached_content.removeprefix(CACHED_CONTENTS)
-            record, content = await open_caches(context).use(cache_id, TENANT)
+            record, content = await open_caches(context).use(cache_id, asked.caller.tenant.name)
         except CacheGone as error:
             error.parameter = PARAMETER
             raise
@@ -80,7 +81,7 @@ class GeminiCacheRoutes:
             case "DELETE":
                 return await self._delete(request, cache_id)
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            return _json(_object(await self._look(cache_id)))
+            return _json(_object(await self._look(request, cache_id)))
 
     async def _create(self, request: Request) -> Response:
         context = self._context
@@ -98,7 +99,9 @@ class GeminiCacheRoutes:
         query = request.query_params
         limit, after = _page_size(query.get("pageSize")), query.get("pageToken") or None
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            page = await open_caches(self._context).page(TENANT, limit, after, CacheKind.GEMINI)
+            page = await open_caches(self._context).page(
+                tenant_of(request.scope), limit, after, CacheKind.GEMINI
+            )
         answer: dict[str, Any] = {"cachedContents": [_object(record) for record in page.records]}
         if page.has_more:
             answer["nextPageToken"] = page.records[-1].cache_id
@@ -108,21 +111,21 @@ class GeminiCacheRoutes:
         context = self._context
         async with context.body(request.scope, request.receive) as body:
             ttl = cached_content_change(body, context.wall_clock())
-            await self._look(cache_id)
+            await self._look(request, cache_id)
             asked = Asked(body, address_of(request.scope.get("client")), request.scope)
             record = await self._maker.change(cache_id, ttl, None, asked)
         return _json(_object(record))
 
     async def _delete(self, request: Request, cache_id: str) -> Response:
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            await self._look(cache_id)
-            await open_caches(self._context).delete(cache_id, TENANT)
+            await self._look(request, cache_id)
+            await open_caches(self._context).delete(cache_id, tenant_of(request.scope))
         return _json({})
 
-    async def _look(self, cache_id: str) -> CacheRecord:
+    async def _look(self, request: Request, cache_id: str) -> CacheRecord:
         """Raises CacheGone, also for a cache in another dialect's words, and CachesUnavailable."""
         try:
-            record = await open_caches(self._context).look(cache_id, TENANT)
+            record = await open_caches(self._context).look(cache_id, tenant_of(request.scope))
             if record.kind is not CacheKind.GEMINI:
                 why, words = gone_words(cache_id, None, self._context.wall_clock())
                 raise CacheGone(words, f"cache_{why.value}")

@@ -20,7 +20,9 @@ GENERATING_PATHS = tuple(
 )
 
 _METHOD = re.compile(rf"/v1(?:beta)?/models/(.+):({GENERATE}|{STREAM}|{COUNT})", re.DOTALL)
+MODELS_PATHS = ("/v1/models/", "/v1beta/models/")
 _SHARED = "/v1/models"
+_PREFIXES = ("/v1beta/", "/v1/models", "/v1/cachedContents")
 _CACHES = re.compile(r"/v1(?:beta)?/cachedContents(?:/|$)")
 
 
@@ -40,6 +42,8 @@ def model_method(path: str) -> ModelMethod | None:
 def speaks_gemini(scope: Scope) -> bool:
     """Told from the path, and where other dialects share it, from the header that has Gemini's key."""
     path: str = scope["path"]
+    if ":" not in path and not path.startswith(_PREFIXES):
+        return False
     if path.startswith("/v1beta/") or _CACHES.match(path) or model_method(path) is not None:
         return True
     return path.startswith(_SHARED) and header(scope, b"x-goog-api-key") is not None

@@ -40,7 +40,7 @@ _SECONDS = re.compile("([0-9]{1,6})s")
 class PromptCacheOptions(msgspec.Struct):
     """Where `mode` is explicit, only what breakpoints name is kept; else all of the prompt is, too, if a time
     is given. `prewarm` asks for the prompt to be computed and kept, and for no answer.
-    `comparison_response_id` asks for a diagnosis that these routes have no field for.
+    `comparison_response_id` asks for a diagnosis: beside the prompt of which answer to tell what was missed.
     """
 
     mode: str | None = None
@@ -51,6 +51,10 @@ class PromptCacheOptions(msgspec.Struct):
     @property
     def is_explicit(self) -> bool:
         return self.mode == EXPLICIT
+
+
+def compared_id(options: PromptCacheOptions | None) -> str | None:
+    return None if options is None else options.comparison_response_id
 
 
 def check_caching(retention: str | None, options: PromptCacheOptions | None) -> None:
@@ -86,6 +90,8 @@ def keeps_of(
 ) -> list[tuple[int, int | None]]:
     """What is to be kept: for so many seconds, through which message, or all of the prompt for None.
     `breakpoints` are positions of messages, in their order; the latest of them count."""
+    if retention is None and options is None and not breakpoints:  # nearly always
+        return []
     seconds = keep_seconds(retention, options)
     if options is not None and options.is_explicit:
         whole, most = [], MAX_BREAKPOINTS
@@ -106,10 +112,13 @@ def _ttl_seconds(ttl: str) -> int | None:
 def lease_details(asked: Sequence[tuple[Sequence[PrefixLease], PromptUsage]]) -> dict[str, Any]:
     """What `usage.prompt_tokens_details` says beside OpenAI's own fields, for the prompts of one request."""
     details: dict[str, Any] = {}
-    leases = [_lease(kept) for wishes, usage in asked for kept in kept_of(wishes, usage)]
+    leases: list[dict[str, Any]] = []
+    num_early = 0
+    for wishes, usage in asked:
+        leases += [_lease(kept) for kept in kept_of(wishes, usage)]
+        num_early += usage.num_evicted_early_tokens
     if leases:
         details["cache_leases"] = leases
-    num_early = sum(usage.num_evicted_early_tokens for _, usage in asked)
     if num_early:
         causes = [usage.broken_by for _, usage in asked if usage.broken_by is not None]
         details["evicted_early_tokens"] = num_early

@@ -17,6 +17,7 @@ from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
 from router.api.openai.logprobs import logprobs_of
 from router.api.openai.usage import usage_of
 from router.api.sse import COMMENT, DONE, ChunkWriter
+from router.explain.diagnosis import openai_diagnostics
 
 FUNCTION_CALL = "function_call"
 """Why an answer has ended that calls a function, as those say it who still ask for `functions`."""
@@ -34,8 +35,9 @@ class _ChatWriter:
         self._with_logprobs = request.num_logprobs is not None
         self._with_reasoning = bool(request.answers["reasoning"])
         self._with_functions = bool(request.answers["functions"])
+        self.answer_id = context.new_id("chatcmpl-")
         self._head = {
-            "id": context.new_id("chatcmpl-"),
+            "id": self.answer_id,
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(context.wall_clock()),
             "model": model.name,
@@ -43,11 +45,11 @@ class _ChatWriter:
         }
         if request.stream:
             options = request.stream_options
-            with_usage = options is not None and bool(options.include_usage)
+            self._with_usage = options is not None and bool(options.include_usage)
             self._writer = ChunkWriter(
-                self._head, text_open=b'"delta":{"content":', text_close=b"}", with_usage=with_usage
+                self._head, text_open=b'"delta":{"content":', text_close=b"}", with_usage=self._with_usage
             )
-            self._counts = with_usage and options is not None and bool(options.continuous_usage_stats)
+            self._counts = self._with_usage and options is not None and bool(options.continuous_usage_stats)
             num_choices = len(chat.prompt.outputs)
             self._prefixes = [self._writer.prefix(choice) for choice in range(num_choices)]
             self._token_ids = TokenIds(num_choices) if request.return_token_ids else None
@@ -55,15 +57,17 @@ class _ChatWriter:
 
     def open(self, prompt: Prompt, choice: int) -> bytes:
         closing = None
+        more = None
         if self._token_ids is not None and choice == 0:
             more = {"prompt_token_ids": prompt.generation.token_ids}
-            closing = self._writer.closing(more, self._usage_so_far())
+        if self._counts or more is not None:
+            closing = self._writer.closing(more, self._usage_so_far(prompt.outputs[choice].num_said_tokens))
         return self._delta(choice, {"role": "assistant", "content": ""}, closing=closing)
 
     def part(self, prompt: Prompt, choice: int, part: Part, logprobs: Sequence[TokenLogprobs]) -> bytes:
         if type(part) is Text:  # nearly all of them
             if self._is_plain:
-                return self._writer.text(self._prefixes[choice], part.text)
+                return self._writer.plain(self._prefixes[choice], part.text)
             return self._writer.text(
                 self._prefixes[choice],
                 part.text,
@@ -93,20 +97,29 @@ class _ChatWriter:
         }
         if self._token_ids is not None:
             ended["token_ids"] = self._new_ids(choice)
-        return self._writer.choice(ended, closing=self._closing() if self._counts else None)
+        more = None
+        if not self._with_usage and all(each.has_finished() for each in prompt.outputs):
+            more = self._diagnostics()
+        return self._writer.choice(ended, closing=self._closing(more) if self._counts or more else None)
 
     def end(self, usage: AnswerUsage) -> bytes:
-        return self._writer.usage(usage_of(usage)) + DONE
+        return self._writer.usage(usage_of(usage), self._diagnostics()) + DONE
 
     def whole(self, usage: AnswerUsage) -> bytes:
         answer: dict[str, Any] = {
             **self._head,
             "choices": [self._choice(index, output) for index, output in enumerate(self._prompt.outputs)],
             "usage": usage_of(usage),
+            **self._diagnostics(),
         }
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = self._prompt.generation.token_ids
         return encode_json(answer)
+
+    def _diagnostics(self) -> dict[str, Any]:
+        if self._request.compared_id is None:
+            return {}
+        return {"prompt_cache_diagnostics": openai_diagnostics(self._prompt.diagnosis)}
 
     def _choice(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
         choice = {
@@ -121,14 +134,14 @@ class _ChatWriter:
         return choice
 
     def _message(self, output: ChoiceOutput) -> dict[str, Any]:
-        text = output.text
+        text, reasoning, calls = output.text, output.reasoning, output.calls
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if output.reasoning and self._with_reasoning:
-            message["reasoning_content"] = output.reasoning
-        if not output.calls:
+        if reasoning and self._with_reasoning:
+            message["reasoning_content"] = reasoning
+        if not calls:
             return message
         message["content"] = text or None
-        functions = [{"name": call.name, "arguments": call.arguments} for call in output.calls]
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
         if self._with_functions:
             message["function_call"] = functions[0]
         else:
@@ -175,11 +188,13 @@ class _ChatWriter:
         assert self._token_ids is not None
         return self._token_ids.new(choice, self._prompt.outputs[choice])
 
-    def _usage_so_far(self) -> dict[str, Any] | None:
-        return usage_so_far([self._prompt]) if self._counts else None
+    def _usage_so_far(self, num_unsaid_tokens: int = 0) -> dict[str, Any] | None:
+        if not self._counts:
+            return None
+        return usage_so_far([self._prompt], num_unsaid_tokens=num_unsaid_tokens)
 
-    def _closing(self) -> bytes:
-        return self._writer.closing(usage=self._usage_so_far())
+    def _closing(self, more: dict[str, Any] | None = None) -> bytes:
+        return self._writer.closing(more, self._usage_so_far())
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         as_ids = bool(self._request.return_tokens_as_token_ids)

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from router.answers.wishes import ToolChoice
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body, unsupported
-from router.api.openai.caching import keeps_of
+from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.messages import read_messages
 from router.api.openai.peer_fields import PeerFields, check_peer_fields
 from router.api.openai.structured_outputs import output_format_of
@@ -31,6 +32,7 @@ class ChatBody(PeerFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     include_reasoning: bool | None = None
     modalities: list[str] | None = None
@@ -69,14 +71,7 @@ def read_tokenized_chat(body: bytes) -> ChatRequest:
 
 
 def _request(chat: ChatBody) -> ChatRequest:
-    asked = ToolFields(
-        chat.tools,
-        chat.functions,
-        chat.tool_choice,
-        chat.function_call,
-        chat.parallel_tool_calls is not False,
-    )
-    tools = tools_of(asked)
+    tools, tool_choice = _tools(chat)
     messages, breakpoints = read_messages(chat.messages)
     keeps = keeps_of(chat.prompt_cache_retention, chat.prompt_cache_options, breakpoints)
     given: dict[str, Any] = dict(zip(_FIELDS, msgspec.structs.astuple(chat), strict=False))
@@ -85,7 +80,7 @@ def _request(chat: ChatBody) -> ChatRequest:
         **given,
         messages=messages,
         tools=tools,
-        tool_choice=tool_choice_of(asked, tools),
+        tool_choice=tool_choice,
         output_format=output_format_of(chat, chat.response_format),
         template_arguments=_template_arguments(chat),
         add_generation_prompt=_adds_generation_prompt(chat),
@@ -94,8 +89,19 @@ def _request(chat: ChatBody) -> ChatRequest:
         keeps=[KeepThrough(seconds, position) for seconds, position in keeps],
         only_prompt=chat.prompt_cache_options is not None and bool(chat.prompt_cache_options.prewarm),
         tool_parameter="functions[{}].parameters" if chat.functions else "tools[{}].function.parameters",
+        compared_id=compared_id(chat.prompt_cache_options),
         answers={"functions": bool(chat.functions), "reasoning": chat.include_reasoning is not False},
     )
+
+
+def _tools(chat: ChatBody) -> tuple[list[dict[str, Any]], ToolChoice]:
+    parallel = chat.parallel_tool_calls is not False
+    has_tools = chat.tools or chat.functions
+    if not has_tools and chat.tool_choice is None and chat.function_call is None:
+        return [], ToolChoice(parallel=parallel)
+    asked = ToolFields(chat.tools, chat.functions, chat.tool_choice, chat.function_call, parallel)
+    tools = tools_of(asked)
+    return tools, tool_choice_of(asked, tools)
 
 
 def _adds_generation_prompt(chat: ChatBody) -> bool:
@@ -111,6 +117,8 @@ def _adds_generation_prompt(chat: ChatBody) -> bool:
 
 def _template_arguments(chat: ChatBody) -> dict[str, Any]:
     """What the client says of them itself goes first."""
+    if chat.reasoning_effort is None:
+        return chat.chat_template_kwargs or {}
     arguments = reasoning_arguments("reasoning_effort", chat.reasoning_effort)
     return {**arguments, **(chat.chat_template_kwargs or {})}
 
@@ -120,6 +128,8 @@ def _check(chat: ChatBody, max_choices: int) -> None:
     check_peer_fields(chat)
     if chat.echo:
         raise unsupported("echo", "'echo' is not supported in chats; 'continue_final_message' is.")
+    if chat.add_special_tokens:
+        raise unsupported("add_special_tokens", "Chats have the special tokens that their template writes.")
     if chat.modalities is not None and chat.modalities != ["text"]:
         raise unsupported("modalities", "Answers are text: 'modalities' can only be ['text'].")
     check_range("top_logprobs", chat.top_logprobs, 0, MAX_TOP_LOGPROBS)

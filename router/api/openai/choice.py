@@ -31,9 +31,11 @@ class TokenIds:
         return output.token_ids[start:]
 
 
-def usage_so_far(prompts: Sequence[Prompt]) -> dict[str, Any]:
+def usage_so_far(prompts: Sequence[Prompt], *, num_unsaid_tokens: int = 0) -> dict[str, Any]:
+    """`num_unsaid_tokens` have come, and no chunk has shown them yet."""
     num_prompt_tokens = sum(prompt.usage_or_bare().num_prompt_tokens for prompt in prompts)
     num_output_tokens = sum(output.num_said_tokens for prompt in prompts for output in prompt.outputs)
+    num_output_tokens -= num_unsaid_tokens
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,

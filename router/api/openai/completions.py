@@ -34,12 +34,13 @@ from router.api.openai.logprobs import finite, token_name
 from router.api.openai.structured_outputs import output_format_of
 from router.api.openai.usage import usage_of
 from router.api.prepared import EncodedPrompt, PreparedRequest
-from router.api.sampling import TokenRules, kept_end, sampling_params
+from router.api.sampling import TokenRules, kept_tokens, sampling_params
 from router.api.sse import COMMENT, DONE, ChunkWriter
 from router.errors import about_model
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
+from router.tenants.caller import Caller
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 _fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
@@ -57,9 +58,9 @@ class _Read(NamedTuple):
 async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
     request, encoded, grammar = await _read(context, asked)
-    model = context.catalog.get(request.model)
+    model = context.catalog.get(request.model).bounded(asked.caller.max_context)
     with about_model(request.model):
-        prompts = await _make_prompts(context, request, model, encoded, grammar)
+        prompts = await _make_prompts(context, asked.caller, request, model, encoded, grammar)
     writer = _CompletionWriter(context, request, model, prompts)
     return ApiRequest(model, prompts, bool(request.stream), writer)
 
@@ -67,11 +68,12 @@ async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
 async def _read(context: ApiContext, asked: Asked) -> _Read:
     if is_light_completion(asked.body):
         request = decode_body(_decoder, asked.body)
-        model = context.catalog.get(request.model)
+        owner = asked.caller.namespace, request.cache_salt
+        model = context.catalog.get(request.model).within(*owner).bounded(asked.caller.max_context)
         with about_model(request.model), contextlib.suppress(TooMuchWork):
             check_completion(request, context.config.max_choices)
-            wished = text_grammar(output_format_of(request, request.response_format), request.cache_salt)
-            grammar = await context.grammars.checked(wished)
+            wished = text_grammar(output_format_of(request, request.response_format))
+            grammar = await context.grammars.checked(wished, owner)
             prompts = prompts_of(request.prompt, context.config.max_prompts)
             return _Read(request, _encode(model, request, prompts), grammar)
     prepared = await context.offload.prepare("completion", asked.body, asked.address)
@@ -91,7 +93,7 @@ async def _encode(
         else:
             token_ids = prompt
         check_tokens(token_ids)
-        yield kept_end(request, model, token_ids), echo_of(model, request, prompt)
+        yield kept_tokens(request, model, token_ids), echo_of(model, request, prompt)
 
 
 async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
@@ -101,6 +103,7 @@ async def _unpack(prompts: list[EncodedPrompt]) -> AsyncIterator[_Encoded]:
 
 async def _make_prompts(
     context: ApiContext,
+    caller: Caller,
     request: CompletionRequest,
     model: ServedModel,
     encoded: AsyncIterator[_Encoded],
@@ -130,7 +133,15 @@ async def _make_prompts(
             grammar=grammar,
         )
         prompt = make_prompt(
-            context, model, request, token_ids, sampling, wishes, keeps=keeps, first_index=first_index
+            context,
+            caller,
+            model,
+            request,
+            token_ids,
+            sampling,
+            wishes,
+            keeps=keeps,
+            first_index=first_index,
         )
         prompt.echo = echo
         prompts.append(prompt)
@@ -157,8 +168,9 @@ class _CompletionWriter:
         self._request = request
         self._prompts = prompts
         self._with_logprobs = request.logprobs is not None
+        self.answer_id = context.new_id("cmpl-")
         self._head = {
-            "id": context.new_id("cmpl-"),
+            "id": self.answer_id,
             "object": "text_completion",
             "created": int(context.wall_clock()),
             "model": model.name,

@@ -13,6 +13,8 @@ from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
 
 ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
+PLAIN_ROLES = ("user", "system", "developer")
+"""Of messages that are a text, and stay as they came."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _LEGACY_CALL_ID = "call_{}"
@@ -32,8 +34,11 @@ def read_messages(sent: Sequence[dict[str, Any]]) -> Messages:
     breakpoints: list[int] = []
     call_ids: set[str] = set()
     for position, message in enumerate(sent):
-        path = f"messages[{position}]"
         role = message.get("role")
+        if len(message) == 2 and role in PLAIN_ROLES and isinstance(message.get("content"), str):
+            messages.append(message)
+            continue
+        path = f"messages[{position}]"
         if not isinstance(role, str) or role not in ROLES:
             raise _wrong_role(path, role)
         read = {key: value for key, value in message.items() if value is not None and key not in _CONVERTED}

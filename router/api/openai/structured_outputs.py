@@ -4,6 +4,7 @@ Owns these fields and their forms. Whether a schema or a grammar can be followed
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,8 @@ _Read = Callable[[str, Any], OutputFormat]
 
 def output_format_of(request: PeerFields, response_format: Any = None) -> OutputFormat | None:
     """Raises InvalidRequest, also for two of these fields at once."""
+    if response_format is None and _sent(request) == _NOTHING:  # nearly always
+        return None
     found = list(_formats(request, response_format))
     if len(found) > 1:
         raise InvalidRequest(
@@ -145,3 +148,6 @@ _FIELDS: Mapping[str, _Read] = {
     "regex": _regex,
     "ebnf": _grammar,
 }
+
+_sent = attrgetter("structured_outputs", *_FIELDS)
+_NOTHING = (None,) * (1 + len(_FIELDS))

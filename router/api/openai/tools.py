@@ -85,17 +85,38 @@ def tool_choice_of(fields: ToolFields, tools: Sequence[dict[str, Any]]) -> ToolC
         if isinstance(asked, dict):
             asked = {"type": "function", "function": asked}
     parallel = fields.parallel and not fields.functions
-    choice = _tool_choice(parameter, asked, parallel)
-    if choice.mode is ToolMode.REQUIRED and not tools:
-        raise InvalidRequest(
-            f"Invalid value for '{parameter}': a tool can only be called where 'tools' are given.",
-            parameter=parameter,
-        )
-    check_named(parameter, choice, tools)
+    choice = simple_choice(asked, parallel=parallel) or _tool_choice(parameter, asked, parallel)
+    check_choice(parameter, choice, tools, "are given")
     return choice
 
 
-def check_named(parameter: str, choice: ToolChoice, tools: Sequence[dict[str, Any]]) -> None:
+def simple_choice(asked: Any, *, parallel: bool) -> ToolChoice | None:
+    """What is asked for in one word, as all of OpenAI's routes know it; None for anything else."""
+    match asked:
+        case None | "auto":
+            return ToolChoice(parallel=parallel)
+        case "none":
+            return ToolChoice(ToolMode.NONE)
+        case "required":
+            return ToolChoice(ToolMode.REQUIRED, parallel=parallel)
+    return None
+
+
+def wrong_choice(parameter: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid value for '{parameter}': it is 'none', 'auto', 'required', a function to call or the tools"
+        " that are allowed.",
+        parameter=parameter,
+    )
+
+
+def check_choice(parameter: str, choice: ToolChoice, tools: Sequence[dict[str, Any]], lacking: str) -> None:
+    """`lacking` says of 'tools' what is needed for a call. Raises InvalidRequest."""
+    if choice.mode is ToolMode.REQUIRED and not tools:
+        raise InvalidRequest(
+            f"Invalid value for '{parameter}': a tool can only be called where 'tools' {lacking}.",
+            parameter=parameter,
+        )
     known = {tool["function"]["name"] for tool in tools}
     for name in choice.names:
         if name not in known:
@@ -121,12 +142,6 @@ def _check_tool(path: str, tool: Any) -> None:
 
 def _tool_choice(parameter: str, asked: Any, parallel: bool) -> ToolChoice:
     match asked:
-        case None | "auto":
-            return ToolChoice(parallel=parallel)
-        case "none":
-            return ToolChoice(ToolMode.NONE)
-        case "required":
-            return ToolChoice(ToolMode.REQUIRED, parallel=parallel)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice(ToolMode.REQUIRED, (name,), parallel=parallel)
         case {
@@ -134,11 +149,7 @@ def _tool_choice(parameter: str, asked: Any, parallel: bool) -> ToolChoice:
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)},
         }:
             return ToolChoice(ToolMode(mode), _allowed_names(tools), parallel=parallel)
-    raise InvalidRequest(
-        f"Invalid value for '{parameter}': it is 'none', 'auto', 'required', a function to call or the tools"
-        " that are allowed.",
-        parameter=parameter,
-    )
+    raise wrong_choice(parameter)
 
 
 def _allowed_names(tools: list[Any]) -> tuple[str, ...]:

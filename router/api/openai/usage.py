@@ -10,10 +10,11 @@ from router.api.openai.caching import lease_details
 
 
 def usage_of(usage: AnswerUsage) -> dict[str, Any]:
+    num_prompt_tokens = usage.num_prompt_tokens
     return {
-        "prompt_tokens": usage.num_prompt_tokens,
+        "prompt_tokens": num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "total_tokens": num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": prompt_details(usage),
         "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
@@ -21,16 +22,14 @@ def usage_of(usage: AnswerUsage) -> dict[str, Any]:
 
 def prompt_details(usage: AnswerUsage) -> dict[str, Any]:
     """The cache's share of it is always there, and exact."""
-    num_cached_tokens = usage.num_cached_tokens
-    num_host_tokens = sum(prompt.num_host_tokens for prompt in usage.prompts)
-    num_disk_tokens = sum(prompt.num_disk_tokens for prompt in usage.prompts)
+    total = usage.total()
     return {
-        "cached_tokens": num_cached_tokens,
-        "cache_write_tokens": usage.num_written_tokens,
-        "cross_user_cached_tokens": sum(prompt.num_cross_user_tokens for prompt in usage.prompts),
-        "device_cached_tokens": num_cached_tokens - num_host_tokens - num_disk_tokens,
-        "host_cached_tokens": num_host_tokens,
-        "disk_cached_tokens": num_disk_tokens,
-        "pulled_cached_tokens": sum(prompt.num_pulled_tokens for prompt in usage.prompts),
+        "cached_tokens": total.num_cached_tokens,
+        "cache_write_tokens": total.num_written_tokens,
+        "cross_user_cached_tokens": total.num_cross_user_tokens,
+        "device_cached_tokens": total.num_device_tokens,
+        "host_cached_tokens": total.num_host_tokens,
+        "disk_cached_tokens": total.num_disk_tokens,
+        "pulled_cached_tokens": total.num_pulled_tokens,
         **lease_details(list(zip(usage.leases, usage.prompts, strict=True))),
     }

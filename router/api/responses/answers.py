@@ -26,6 +26,7 @@ from router.api.openai.usage import prompt_details
 from router.api.responses.body import Echo
 from router.api.responses.items import COMPLETED, IN_PROGRESS, INCOMPLETE, AnswerItems, Event, ItemKind
 from router.api.sse import COMMENT
+from router.explain.diagnosis import openai_diagnostics
 
 FAILED = "failed"
 TOLD_APART = ("context_length_exceeded", "rate_limit_exceeded")
@@ -42,18 +43,18 @@ class ResponseWriter:
         self._prompt = chat.prompt
         self._only_prompt = request.only_prompt
         self._created = int(context.wall_clock())
-        self.response_id = context.new_id("resp_")
+        self.answer_id = context.new_id("resp_")
         tokenizer = chat.model.tokenizer
         wants_logprobs = request.num_logprobs is not None
         self._items = AnswerItems(
-            self.response_id,
+            self.answer_id,
             new_call_id=lambda: context.new_id("call_"),
             spaces=self._echo.spaces,
             packs_reasoning=self._echo.packs_reasoning,
             write_logprobs=(lambda logprobs: logprobs_of(tokenizer, logprobs)) if wants_logprobs else None,
         )
         self._head = {
-            "id": self.response_id,
+            "id": self.answer_id,
             "object": "response",
             "created_at": self._created,
             "model": chat.model.name,
@@ -147,7 +148,7 @@ class ResponseWriter:
             "usage": None if usage is None else self._usage(usage),
         }
         if self._echo.wants_diagnostics and usage is not None:
-            fields["prompt_cache_diagnostics"] = {"type": "unavailable"}
+            fields["prompt_cache_diagnostics"] = openai_diagnostics(self._prompt.diagnosis)
         return encode_json(fields)[:-1] + b"," + self._echo.fields + b"}"
 
     def _usage(self, usage: AnswerUsage) -> dict[str, Any]:

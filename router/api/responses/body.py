@@ -11,7 +11,7 @@ import msgspec
 from router.answers.wishes import FormatKind, OutputFormat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body, encode_json, missing, unsupported
-from router.api.openai.caching import keeps_of
+from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.peer_fields import PeerFields, check_peer_fields
 from router.api.openai.structured_outputs import output_format_of
 from router.api.reasoning_effort import reasoning_arguments
@@ -61,6 +61,7 @@ MOVED = {
 REFUSED = {
     "conversation": "There are no stored conversations here; 'previous_response_id' continues a response.",
     "prompt": "There are no prompt templates here; send 'instructions' and 'input'.",
+    "previous_input_messages": "'previous_response_id' continues a response.",
 }
 
 
@@ -95,6 +96,9 @@ class ResponsesBody(PeerFields, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
+    previous_input_messages: Any = None
+    enable_response_messages: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Any = None
     response_format: Any = None
@@ -155,6 +159,7 @@ def _request(asked: ResponsesBody) -> ChatRequest:
         num_logprobs=(asked.top_logprobs or 0) if LOGPROBS in include else None,
         keeps=[KeepThrough(seconds, position) for seconds, position in keeps],
         only_prompt=options is not None and bool(options.prewarm),
+        compared_id=compared_id(options),
         messages_field="input",
         tool_parameter="tools",  # those of other kinds are among them, so their numbers are others
         answers=Echo(
@@ -180,6 +185,12 @@ def _check(asked: ResponsesBody) -> None:
             raise unsupported(name, why)
     if asked.cache is not None:
         raise unsupported("cache", "Named caches are beginnings of chats and completions, not of responses.")
+    if asked.enable_response_messages:
+        raise unsupported(
+            "enable_response_messages", "Responses do not tell the tokens of their prompts; '/tokenize' does."
+        )
+    if asked.include_reasoning is False:
+        raise unsupported("include_reasoning", "Responses always have their reasoning.")
     if asked.background:
         raise unsupported("background", "Responses in the background are not supported.")
     if asked.previous_response_id is not None:  # it has been looked up, and the input is all there

@@ -36,13 +36,10 @@ from router.api.responses.splicing import (
     with_items,
 )
 from router.errors import InvalidRequest, ResponseGone, about_model
-from router.generation import DEFAULT_TENANT
 from router.limits.connections import address_of
 from router.responses.record import StoredResponse
 from router.responses.response_store import ResponseStore
-
-TENANT = DEFAULT_TENANT
-"""Whose responses a client sees: there is one tenant."""
+from router.tenants.caller import tenant_of
 
 
 async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
@@ -63,7 +60,7 @@ async def prepare_response(context: ApiContext, asked: Asked) -> ApiRequest:
     writer.previous_response_id = None if sent is None else sent.previous_response_id
     store, body = context.responses, asked.body
     if store is not None and writer.wants_storing and len(body) <= store.bounds.bytes_per_response:
-        request.during = _stored(context, store, writer, body)
+        request.during = _stored(context, store, writer, asked)
     return request
 
 
@@ -79,19 +76,19 @@ async def _with_what_came_before(context: ApiContext, asked: Asked, sent: Sent) 
     before: list[bytes] = []
     if previous_id is not None:
         try:
-            before.append(conversation_of(await store.find(previous_id, TENANT)))
+            before.append(conversation_of(await store.find(previous_id, asked.caller.tenant.name)))
         except ResponseGone as error:
             raise InvalidRequest(
                 f"Previous response with id '{previous_id[:60]}' not found.",
                 parameter="previous_response_id",
                 code="previous_response_not_found",
             ) from error
-    found = await _find_items(store, referred)
+    found = await _find_items(store, asked.caller.tenant.name, referred)
     body = spliced(asked.body, before, with_items(items, found), context.config.max_body_bytes)
     return dataclasses.replace(asked, body=body)
 
 
-async def _find_items(store: ResponseStore, referred: Mapping[int, str]) -> dict[int, bytes]:
+async def _find_items(store: ResponseStore, tenant: str, referred: Mapping[int, str]) -> dict[int, bytes]:
     """Items of the outputs of stored responses, by their positions in the input. Raises InvalidRequest."""
     found: dict[int, bytes] = {}
     known: dict[str, dict[str, bytes]] = {}
@@ -99,7 +96,7 @@ async def _find_items(store: ResponseStore, referred: Mapping[int, str]) -> dict
         response_id = response_of(item_id)
         if response_id not in known:
             try:
-                known[response_id] = output_items(await store.find(response_id, TENANT))
+                known[response_id] = output_items(await store.find(response_id, tenant))
             except ResponseGone:
                 known[response_id] = {}
         item = known[response_id].get(item_id)
@@ -114,12 +111,16 @@ async def _find_items(store: ResponseStore, referred: Mapping[int, str]) -> dict
 
 
 @contextlib.contextmanager
-def _stored(context: ApiContext, store: ResponseStore, writer: ResponseWriter, body: bytes) -> Iterator[None]:
+def _stored(
+    context: ApiContext, store: ResponseStore, writer: ResponseWriter, asked: Asked
+) -> Iterator[None]:
     """While it is answered there is room for the question; once it is, nobody waits for the storing."""
+
+    tenant, body = asked.caller.tenant.name, asked.body
 
     def keep(response: bytes) -> None:
         now = context.wall_clock()
-        store.keep(StoredResponse(writer.response_id, TENANT, now, request_items(body), response))
+        store.keep(StoredResponse(writer.answer_id, tenant, now, request_items(body), response))
 
     with store.hold(len(body)) as has_room:
         if has_room:
@@ -154,12 +155,12 @@ class ResponseRoutes:
         response_id = request.path_params["response_id"]
         if request.method == "DELETE":
             with self._in_flight(request):
-                await self._store().delete(response_id, TENANT)
+                await self._store().delete(response_id, tenant_of(request.scope))
             return _json({"id": response_id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise unsupported("stream", "Only responses in the background can be streamed again.")
         with self._in_flight(request):
-            stored = await self._store().find(response_id, TENANT)
+            stored = await self._store().find(response_id, tenant_of(request.scope))
         return Response(stored.response, media_type="application/json")
 
     async def _items(self, request: Request) -> Response:
@@ -167,7 +168,7 @@ class ResponseRoutes:
         limit, is_ascending = page_limit(query.get("limit")), query.get("order") == "asc"
         response_id = request.path_params["response_id"]
         with self._in_flight(request):
-            stored = await self._store().find(response_id, TENANT)
+            stored = await self._store().find(response_id, tenant_of(request.scope))
         data, has_more = page_of(
             stored.items, response_id, limit=limit, is_ascending=is_ascending, after=query.get("after")
         )
@@ -187,7 +188,7 @@ class ResponseRoutes:
 
     async def _cancel(self, request: Request) -> Response:
         raise InvalidRequest(
-            "Only responses in the background can be cancelled, and there are none; close the connection.",
+            "Cannot cancel a synchronous response. Close its connection; none runs in the background.",
             code="response_not_cancellable",
         )
 

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 from router.answers.wishes import ToolChoice, ToolMode
 from router.api.json_body import missing, unsupported, wrong_type
-from router.api.openai.tools import check_function, check_named, check_number
+from router.api.openai.tools import (
+    check_choice,
+    check_function,
+    check_number,
+    simple_choice,
+    wrong_choice,
+)
 from router.api.responses.input import SpacedName
 from router.errors import InvalidRequest
 
@@ -76,24 +82,13 @@ def _kind(path: str, tool: Any) -> str:
 
 def tool_choice(asked: Any, offered: OfferedTools, *, parallel: bool) -> ToolChoice:
     """Raises InvalidRequest for a tool that is not offered."""
-    choice = _choice(asked, offered, parallel)
-    if choice.mode is ToolMode.REQUIRED and not offered.tools:
-        raise InvalidRequest(
-            "Invalid value for 'tool_choice': a tool can only be called where 'tools' has a function.",
-            parameter="tool_choice",
-        )
-    check_named("tool_choice", choice, offered.tools)
+    choice = simple_choice(asked, parallel=parallel) or _choice(asked, offered, parallel)
+    check_choice("tool_choice", choice, offered.tools, "has a function")
     return choice
 
 
 def _choice(asked: Any, offered: OfferedTools, parallel: bool) -> ToolChoice:
     match asked:
-        case None | "auto":
-            return ToolChoice(parallel=parallel)
-        case "none":
-            return ToolChoice(ToolMode.NONE)
-        case "required":
-            return ToolChoice(ToolMode.REQUIRED, parallel=parallel)
         case {"type": "function", "name": str()}:
             return ToolChoice(ToolMode.REQUIRED, (_name(asked, offered),), parallel=parallel)
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
@@ -104,11 +99,7 @@ def _choice(asked: Any, offered: OfferedTools, parallel: bool) -> ToolChoice:
             return ToolChoice(ToolMode(mode), names, parallel=parallel)
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             raise unsupported("tool_choice", f"Only functions can be chosen, not a tool '{kind[:40]}'.")
-    raise InvalidRequest(
-        "Invalid value for 'tool_choice': it is 'none', 'auto', 'required', a function to call or the tools"
-        " that are allowed.",
-        parameter="tool_choice",
-    )
+    raise wrong_choice("tool_choice")
 
 
 def _is_function(tool: Any) -> bool:

@@ -13,12 +13,19 @@ const REASONS = {
 };
 
 const REMARKS = {
-  new: "not seen before",
-  elsewhere: "held by another replica",
-  gone: "seen before, no longer in the index",
-  stale: "index was out of date",
-  namespace: "other namespace",
-  short: "less than a block",
+  never_cached: "not seen before",
+  below_a_block: "less than a block",
+  prefix_changed: "prompt changed",
+  other_namespace: "other namespace",
+  not_yet_written: "being computed just then",
+  held_elsewhere: "held by another replica",
+  not_worth_moving: "sooner computed than moved",
+  lost_in_transfer: "lost on its way to the device",
+  evicted: "evicted",
+  expired: "lease ran out",
+  lease_broken: "lease broken",
+  replica_restarted: "replica restarted",
+  unknown: "gone, not known why",
 };
 
 const rows = document.getElementById("decisions");

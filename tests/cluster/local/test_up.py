@@ -249,10 +249,11 @@ def test_kv_on_disk_is_found_by_the_next_cluster_in_the_same_directory(tmp_path:
     text = "A prompt that is long enough to make some chunks of KV. " * 30
     body = {"model": "toy_model", "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
     words = ("--engine", "torch", "--replicas", "1", "--ram", "16MiB", "--disk", "64MiB")
+    said = "16 MiB of memory and 64 MiB of disk in "
     cached = []
     for _ in range(2):
         with command.up(*words):
-            assert "16 MiB of memory and 64 MiB of disk in " in output(command)
+            wait_until(lambda: said in output(command), lambda: output(command), 30)
             url = f"{command.state().router_url}/v1/chat/completions"
             usage = httpx.post(url, json=body, trust_env=False, timeout=60).json()["usage"]
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])

@@ -22,7 +22,7 @@ def trace(tmp_path: Path) -> str:
 
 def plan(*words: str) -> LoadtestPlan:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_arguments(parser, {})
     return make_plan(parser.parse_args(words))
 
 

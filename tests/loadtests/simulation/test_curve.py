@@ -62,6 +62,26 @@ def test_a_fleet_never_has_more_than_what_was_not_lost_and_pulls_bring_nearly_al
     assert missing[PULLING] < missing[BIG] / 2
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_what_replicas_that_drain_have_leased_is_lost_no_more(seed: int) -> None:
+    workload = random_workload(seed, num_requests=300, qps=4.0)
+    leased = dataclasses.replace(PULLING, lease_seconds=600)
+    lost = {}
+    for tiers, drain_seconds in ((PULLING, 20.0), (leased, 0.0), (leased, 20.0)):
+        kills = tuple(
+            Kill(number, 30.0 - drain_seconds, 1.0, keeps_disk=False, drain_seconds=drain_seconds)
+            for number in range(2)
+        )
+        shape = small_shape(80, tiers=tiers)
+        options = FleetOptions(shape, num_replicas=4, num_routers=2, index_stride=16, kills=kills)
+        result = serve(workload, options)
+        windows = curve(workload, result.records, result.losses, 10.0)
+        after = [window for window in windows if window.start >= 30]
+        lost[tiers, drain_seconds] = sum(window.num_ideal_hits - window.num_left_hits for window in after)
+    assert min(lost[PULLING, 20.0], lost[leased, 0.0]) > 0
+    assert lost[leased, 20.0] < 0.2 * min(lost[PULLING, 20.0], lost[leased, 0.0])
+
+
 @pytest.mark.parametrize(
     ("hits", "seconds"),
     [

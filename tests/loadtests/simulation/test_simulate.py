@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli import main
 from loadtests.simulation.command import TIMED_HARDWARE, _job, add_arguments
-from loadtests.simulation.options import Kill, Outage, parse_kill, parse_outage
+from loadtests.simulation.options import DRAIN_SECONDS, Kill, Outage, parse_kill, parse_outage
 from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -115,4 +115,8 @@ def test_what_makes_no_sense_gets_a_sentence(
 def test_accidents_are_read_as_they_are_written() -> None:
     assert parse_kill("2@30") == Kill(2, 30.0)
     assert parse_kill("0@1.5:10") == Kill(0, 1.5, 10.0)
+    assert parse_kill("0@9:5:new") == Kill(0, 9.0, 5.0, keeps_disk=False)
+    assert parse_kill("0@9:5:drained") == Kill(0, 9.0, 5.0, keeps_disk=False, drain_seconds=DRAIN_SECONDS)
+    with pytest.raises(ValueError, match="a kill reads"):
+        parse_kill("0@9:5:soon")
     assert parse_outage("10-20.5") == Outage(10.0, 20.5)

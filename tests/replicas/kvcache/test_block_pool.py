@@ -131,3 +131,52 @@ def test_misuse_by_its_owner_is_caught() -> None:
         pool.store([1], [B], first_block_index=0)
     with pytest.raises(AssertionError, match="not cached"):
         pool.acquire([2])
+
+
+def _hash(tenant: bytes, number: int) -> BlockHash:
+    return BlockHash(tenant.ljust(12) + number.to_bytes(4, "big"))
+
+
+def _fill(pool: BlockPool, tenant: bytes, numbers: range) -> None:
+    """Prompts of one block each, one after the other."""
+    for number in numbers:
+        [block_id] = pool.allocate(1, tenant)
+        pool.store([block_id], [_hash(tenant, number)], first_block_index=0)
+        pool.release([block_id])
+
+
+def _num_kept(pool: BlockPool, tenant: bytes, numbers: range) -> int:
+    return sum(pool.find(_hash(tenant, number)) is not None for number in numbers)
+
+
+def test_a_tenant_that_floods_evicts_itself_and_one_that_is_alone_fills_the_pool() -> None:
+    pool = BlockPool(101)
+    _fill(pool, b"flood", range(100))
+    assert _num_kept(pool, b"flood", range(100)) == 100
+    _fill(pool, b"calm", range(40))
+    for burst in range(20):
+        _fill(pool, b"flood", range(100 + 50 * burst, 150 + 50 * burst))
+        _fill(pool, b"calm", range(40 + burst, 41 + burst))  # it is still about
+    assert _num_kept(pool, b"calm", range(22, 60)) == 38  # the flood has 1.25 times its half
+    pool.check()
+
+
+def test_a_tenant_that_came_last_a_turnover_ago_keeps_nothing_for_later() -> None:
+    pool = BlockPool(101)
+    _fill(pool, b"gone", range(40))
+    _fill(pool, b"stays", range(201))
+    assert _num_kept(pool, b"gone", range(40)) == 0
+    assert _num_kept(pool, b"stays", range(101, 201)) == 100
+    pool.check()
+
+
+def test_what_several_share_belongs_to_the_one_that_used_it_last() -> None:
+    pool = BlockPool(11)
+    pool.store(pool.allocate(1, b"first"), [A], first_block_index=0)
+    pool.release([1])
+    for number in range(30):
+        _fill(pool, b"other", range(number, number + 1))
+        pool.acquire(pool.find_prefix([A]), b"other")
+        pool.release(pool.find_prefix([A]))
+    assert pool.find(A) is not None
+    pool.check()

@@ -19,11 +19,62 @@ from tests.replicas.builders import OTHER_ROOT, ROOT, EventBalance, admit, decod
 
 Prefix = tuple[object, ...]
 
+TENANTS = [b"", b"red", b"blue", b"green"]
+
 USERS = [UserTag(b"ann"), UserTag(b"bob"), NO_USER]
 
 
 def is_cross_user(reader: UserTag, writer: UserTag) -> bool:
     return NO_USER not in (reader, writer) and reader != writer
+
+
+@dataclass
+class NaiveShares:
+    """Whose block goes next, by the rules and nothing else. Without a second tenant there are none."""
+
+    num_usable: int
+    first: bytes | None = None
+    seen: dict[bytes, int] = field(default_factory=dict)
+    """When each tenant came last, those that came longest ago first."""
+    gone: list[bytes] = field(default_factory=list)
+    holder: dict[int, bytes] = field(default_factory=dict)
+    handed_out: int = 0
+    begun: bool = False
+
+    def comes(self, tenant: bytes) -> None:
+        if not self.begun:
+            if self.first in (None, tenant):
+                self.first = tenant
+                return
+            self.begun = True
+            self.seen[self.first] = 0
+        self.seen.pop(tenant, None)
+        self.seen[tenant] = self.handed_out
+        self.gone = [each for each in self.gone if each != tenant]
+
+    def took(self, count: int) -> None:
+        self.handed_out += count if self.begun else 0
+
+    def about(self) -> list[bytes]:
+        return [each for each, when in self.seen.items() if when >= self.handed_out - self.num_usable]
+
+    def look(self, free_cached: list[int]) -> None:
+        """Who is not about, and has something that can go."""
+        owners = {self.holder[block] for block in free_cached}
+        left = [each for each in self.seen if each not in self.about() and each in owners]
+        self.gone = [each for each in self.gone if each in left]
+        self.gone += [each for each in left if each not in self.gone]
+
+    def victim(self, free_cached: list[int]) -> int:
+        if not self.begun:
+            return free_cached[0]
+        self.look(free_cached)
+        held = Counter(self.holder.values())
+        owners = {self.holder[block] for block in free_cached}
+        tenant = self.gone[0] if self.gone else min(owners, key=lambda each: (-held[each], each))
+        if not self.gone and held[tenant] * len(self.about()) <= 1.25 * self.num_usable:
+            return free_cached[0]
+        return next(block for block in free_cached if self.holder[block] == tenant)
 
 
 @dataclass
@@ -38,6 +89,12 @@ class NaiveCache:
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
+        self.shares = NaiveShares(self.num_blocks - 1)
+
+    @property
+    def free_cached(self) -> list[int]:
+        cached = {block for block, _ in self.stored}
+        return [block for block in self.free if block in cached]
 
     def find(self, prefix: Prefix) -> int | None:
         return next((block for block, held in self.stored if held == prefix), None)
@@ -52,24 +109,36 @@ class NaiveCache:
         return hits
 
     def extend(
-        self, table: list[int], tokens: Prefix, hits: list[int], start: int, end: int, user: UserTag
+        self, table: list[int], tokens: Prefix, hits: list[int], start: int, end: int, whose: Request
     ) -> bool:
         """Grow a block table to hold `end` tokens; `tokens[0]` is the namespace."""
         missing = -(-end // self.block_size) - len(table) - len(hits)
         if missing > len([block for block in self.free if block not in hits]):
             return False
+        shares, tenant = self.shares, whose.submit.tenant
+        if hits or missing > 0:
+            shares.comes(tenant)
         for block in hits:
             if block in self.free:
                 self.free.remove(block)
+                shares.holder[block] = tenant
         table += hits
         for _ in range(missing):
-            block = self.free.pop(0)
+            block = self.free[0]
+            if block in self.free_cached:
+                block = shares.victim(self.free_cached)
+            self.free.remove(block)
+            shares.holder.pop(block, None)
             self.stored = [(other, held) for other, held in self.stored if other != block]
             table.append(block)
+        if missing > 0:
+            shares.holder.update(dict.fromkeys(table[-missing:], tenant))
+            shares.took(missing)
+            shares.look(self.free_cached)
         for block in table[len(table) - missing - len(hits) :]:
             self.users[block] += 1
         for index in range(start // self.block_size, end // self.block_size):
-            self.store(table[index], tokens[: (index + 1) * self.block_size + 1], user)
+            self.store(table[index], tokens[: (index + 1) * self.block_size + 1], whose.submit.user)
         return True
 
     def store(self, block: int, prefix: Prefix, user: UserTag) -> None:
@@ -93,6 +162,9 @@ class NaiveCache:
                     self.free.append(block)
                 else:
                     self.free.insert(0, block)
+                    del self.shares.holder[block]
+                if self.shares.begun:
+                    self.shares.look(self.free_cached)
 
 
 @dataclass
@@ -105,10 +177,6 @@ class Pair:
     @property
     def tokens(self) -> Prefix:
         return (self.request.submit.root, *self.request.token_ids)
-
-    @property
-    def user(self) -> UserTag:
-        return self.request.submit.user
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -128,12 +196,20 @@ class BlockPoolMachine(RuleBasedStateMachine):
         share=st.floats(0, 1),
         output_share=st.sampled_from([0, 0, 0.3, 0.7]),
         user=st.sampled_from(USERS),
+        tenant=st.sampled_from(TENANTS),
     )
     def admit(
-        self, root: BlockHash, tokens: list[int], share: float, output_share: float, user: UserTag
+        self,
+        root: BlockHash,
+        tokens: list[int],
+        share: float,
+        output_share: float,
+        user: UserTag,
+        tenant: bytes,
     ) -> None:
         num_output = int(len(tokens) * output_share)
-        pair = Pair(request(tokens, root=root, user=user, num_output_tokens=num_output), [])
+        fields = {"root": root, "user": user, "tenant": tenant, "num_output_tokens": num_output}
+        pair = Pair(request(tokens, **fields), [])
         hits = self.twin.hits(pair.tokens)
         assert self.manager.find_cached(pair.request) == hits
         num_cached = len(hits) * self.manager.block_size
@@ -142,7 +218,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         )
         end = num_cached + max(1, int((len(tokens) - num_cached) * share))
         admitted = admit(self.manager, pair.request, end) is not None
-        assert admitted == self.twin.extend(pair.table, pair.tokens, hits, num_cached, end, user)
+        assert admitted == self.twin.extend(pair.table, pair.tokens, hits, num_cached, end, pair.request)
         if admitted:
             self.live.append(pair)
         else:
@@ -158,11 +234,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
             end = data.draw(st.integers(start + 1, pair.request.num_tokens))
             grown = self.manager.allocate(pair.request, end - start)
             pair.request.num_computed_tokens = end if grown else start
-            assert grown == self.twin.extend(pair.table, pair.tokens, [], start, end, pair.user)
+            assert grown == self.twin.extend(pair.table, pair.tokens, [], start, end, pair.request)
         else:
             grown = decode(self.manager, pair.request, token_id)
             tokens = pair.tokens if grown else (*pair.tokens, token_id)
-            assert grown == self.twin.extend(pair.table, tokens, [], start, start + 1, pair.user)
+            assert grown == self.twin.extend(pair.table, tokens, [], start, start + 1, pair.request)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -176,6 +252,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.manager.reset() == (not self.live)
         if not self.live:
             self.twin.stored.clear()
+            self.twin.shares.holder.clear()
+            self.twin.shares.gone.clear()
 
     @invariant()
     def agrees_with_the_twin(self) -> None:

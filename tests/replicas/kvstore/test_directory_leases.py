@@ -1,5 +1,7 @@
 """What the directory does for leases: what it keeps, what goes first, what is written at once, in one day."""
 
+from unittest.mock import patch
+
 import pytest
 
 from replicas.kvstore.directory import Directory, Place
@@ -27,6 +29,40 @@ def test_what_is_leased_stays_in_host_memory_while_all_else_goes() -> None:
     put(directory, "1", "2")
     assert directory.find(chain("ab")) == []
     assert directory.leases.counts.kept == 2 and directory.broken(chain("ab")) == (0, None)
+    assert directory.num_expired(chain("ab")) == 2
+
+
+def test_that_a_lease_ran_out_is_told_of_what_went_after_it_and_of_nothing_else() -> None:
+    directory = leasing(4)
+    put(directory, "a", "b", "c")
+    directory.grant([key("a")], 60)
+    directory.grant([key("b")], 120)
+    directory.pass_time(60.0)
+    assert directory.num_expired(chain("a")) == 0, "it is there"
+    put(directory, *"uvwxyz")
+    assert directory.place(key("a")) is directory.place(key("c")) is None
+    assert [directory.num_expired([key(each)]) for each in "abc"] == [1, 0, 0]
+    put(directory, "a")
+    assert directory.num_expired(chain("a")) == 0
+    put(directory, *"uvwxyz")
+    assert directory.place(key("a")) is None and directory.num_expired(chain("a")) == 0, "not leased again"
+    directory.pass_time(120.0)
+    directory.grant([key("b")], 60)
+    put(directory, *"uvwxyz")
+    assert directory.place(key("b")) is Place.HOST and directory.num_expired([key("b")]) == 0
+    assert directory.clear()
+    assert directory.num_expired([key("b")]) == 0 and directory.broken([key("b")]) == (1, LeaseBreak.CLEARED)
+
+
+def test_what_ran_out_is_remembered_of_a_bounded_number() -> None:
+    directory = leasing(6)
+    put(directory, "a", "b", "c")
+    for each in "abc":
+        directory.grant([key(each)], 60)
+    with patch("replicas.kvstore.leasing.leases.MAX_KEPT", 2):
+        directory.pass_time(60.0)
+    put(directory, *"uvwxyz")
+    assert [directory.num_expired([key(each)]) for each in "abc"] == [0, 1, 1]
 
 
 def test_expiry_deletes_nothing_and_makes_the_end_of_a_chain_the_oldest() -> None:

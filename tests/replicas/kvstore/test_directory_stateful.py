@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replicas.kvstore.directory import Directory, Place, Write
 from replicas.kvstore.leasing.leases import STORE_SECONDS, Leases, TenantTag
+from replicas.kvstore.tenant_shares import Tenancy
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
@@ -63,10 +64,22 @@ class Tiers(RuleBasedStateMachine):
         restored=st.lists(st.sampled_from(PATHS), unique=True),
         lease_share=st.sampled_from([0.0, 0.5, 1.0]),
         tenant_share=st.sampled_from([0.5, 1.0]),
+        store_shares=st.sampled_from([(0.0, 0.0), (0.5, 0.0), (0.25, 0.5), (1.0, 1.0)]),
     )
     def begin(
-        self, host: int, disk: int, restored: list[str], lease_share: float, tenant_share: float
+        self,
+        host: int,
+        disk: int,
+        restored: list[str],
+        lease_share: float,
+        tenant_share: float,
+        store_shares: tuple[float, float],
     ) -> None:
+        self.tenancies = {
+            first: Tenancy(TenantTag(first.encode()), 0.0, share)
+            for first, share in zip("ab", store_shares, strict=True)
+        }
+        self.has_shares = any(store_shares)
         self.directory = Directory(
             host_chunks=host,
             disk_chunks=disk,
@@ -87,7 +100,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(path=st.sampled_from(PATHS))
     def offer(self, path: str) -> None:
         with self.only_the_last_leased_one_goes():
-            slot = self.directory.offer(name(path))
+            slot = self.directory.offer(name(path), self.tenancies[path[0]])
         if slot is not None:
             self.begin_filling(key(path), slot)
 
@@ -122,7 +135,8 @@ class Tiers(RuleBasedStateMachine):
         may_not_go = {chunk for chunk in could_go - on_disk if chunk in self.promises}
         yield
         gone = [chunk for chunk in may_not_go if directory.place(chunk) is None]
-        assert not gone or (len(gone) == 1 and not has_free and could_go == may_not_go)
+        assert not gone or (len(gone) == 1 and not has_free)
+        assert not gone or could_go == may_not_go or self.has_shares
         for chunk in gone:
             self.break_promise(chunk, LeaseBreak.HOST_FULL)
 
@@ -139,7 +153,7 @@ class Tiers(RuleBasedStateMachine):
     )
     def lease(self, path: str, seconds: int, tenant: TenantTag) -> None:
         directory = self.directory
-        refusal = directory.grant(chain(path), seconds, tenant)
+        refusal = directory.grant(chain(path), seconds, Tenancy(tenant))
         new = [chunk for chunk in chain(path) if chunk not in self.promises]
         if not 0 < seconds <= MAX_LEASE_SECONDS:
             assert refusal is (LeaseRefusal.TOO_LONG if seconds else LeaseRefusal.NO_TIME)
@@ -194,7 +208,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS))
     def use(self, path: str) -> None:
-        self.directory.use(chain(path))
+        self.directory.use(chain(path), self.tenancies[path[0]])
         for chunk in chain(path):
             if chunk in self.promises:
                 self.promises[chunk].end = self.now + self.promises[chunk].seconds
@@ -322,6 +336,23 @@ class Tiers(RuleBasedStateMachine):
             assert at[0] not in self.stuck
         assert self.told[Tier.DISK] == self.files.keys()
         assert all(self.files[chunk] == chunk for chunk in self.files)
+
+    @invariant()
+    def what_tenants_hold_is_counted(self) -> None:
+        directory = self.directory
+        for shares in (directory._host_shares, directory._disk_shares):
+            for order in shares.orders:
+                whose: dict[object, list[BlockHash]] = {}
+                for chunk in order:
+                    whose.setdefault(chunk.tenant, []).append(chunk.name.key)
+                if self.has_shares and order._parts is not None:
+                    parts = {tenant: [*order.of(tenant)] for tenant in order._parts}
+                    assert {
+                        tenant: [chunk.name.key for chunk in part] for tenant, part in parts.items() if part
+                    } == whose
+            held = Counter(chunk.tenant for order in shares.orders for chunk in order if chunk.tenant)
+            assert shares._held == held
+            assert set(shares._over) == {each for each in held if held[each] > shares.room_of(each)}
 
     @invariant()
     def promises_are_held_and_counted(self) -> None:

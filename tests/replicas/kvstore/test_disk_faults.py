@@ -382,7 +382,7 @@ def test_speeds_are_measured_before_anything_has_moved(tmp_path: Path) -> None:
 
 
 def test_a_disk_too_small_for_a_probe_has_none(tmp_path: Path) -> None:
-    with opened(tmp_path, probe_bytes=64 << 20, max_bytes=15 << 20) as at:
+    with opened(tmp_path, probe_bytes=64 << 20, max_bytes=(1 << 20) - 1) as at:
         at.write("a")
         assert at.disk.speeds().read_seconds_per_byte is None
 

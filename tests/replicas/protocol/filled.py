@@ -47,7 +47,9 @@ def _bounded(kind: Any, special: Special) -> st.SearchStrategy[Any]:
     if base is int:
         return st.integers(max(1, least or 1), min(2**31 - 1, 2**31 - 1 if most is None else most))
     if base is float:
-        return st.floats(least, most, allow_nan=False)
+        above = max([note.gt for note in notes if note.gt is not None], default=None)
+        lowest = least if above is None else above
+        return st.floats(lowest, most, exclude_min=above is not None, allow_nan=False)
     return filled(base, special)
 
 

@@ -19,6 +19,7 @@ from replicas.protocol.blocks import (
     BlockHash,
     MediaSpan,
     Namespace,
+    PublishedBeginning,
     hash_blocks,
     namespace_root,
     pack_token_ids,
@@ -30,6 +31,8 @@ GOLDEN: list[dict[str, Any]] = json.loads(
 )
 SECRET = b"a secret of the cluster"
 PLAIN = Namespace(b"weights and tokenizer", 4)
+
+OTHER_ROOT = BlockHash(b"of everyone   !!")
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 block_sizes = st.integers(1, 9)
@@ -212,3 +215,26 @@ def test_a_token_id_that_is_no_unsigned_32_bit_integer_is_refused(token_id: int)
 def test_packed_token_ids_of_a_broken_length_are_refused() -> None:
     with pytest.raises(ValueError):
         unpack_token_ids(b"abc")
+
+
+@given(token_lists, block_sizes, st.integers(1, 6), st.integers(0, 5))
+def test_published_blocks_have_their_own_root_and_the_chain_goes_on_behind_them(
+    token_ids: list[int], block_size: int, num_blocks: int, num_known: int
+) -> None:
+    cut = num_blocks * block_size
+    expected = hash_blocks(OTHER_ROOT, token_ids[:cut], block_size)
+    if len(token_ids) > cut:
+        expected += hash_blocks(ROOT, token_ids[cut:], block_size, parent=expected[-1])
+    published = PublishedBeginning(OTHER_ROOT, num_blocks)
+    assert hash_blocks(ROOT, token_ids, block_size, published=published) == expected
+    known = expected[:num_known]
+    start = len(known) * block_size
+    rest = hash_blocks(
+        ROOT,
+        token_ids[start:],
+        block_size,
+        parent=known[-1] if known else None,
+        start=start,
+        published=published,
+    )
+    assert known + rest == expected

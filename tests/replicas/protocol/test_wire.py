@@ -92,19 +92,23 @@ def usages(least: int) -> st.SearchStrategy[frames.PromptUsage]:
     """The whole is the sum of its parts, each of them at least so large."""
     counts = st.integers(least, 2**16)
     return st.builds(
-        lambda computed, written, of_others, own, host, disk, pulled, early, **leases: frames.PromptUsage(
+        lambda computed, written, of_others, own, host, disk, pulled, missed, **leases: frames.PromptUsage(
             *(
-                computed + early + of_others + own + host + disk + pulled,
+                computed + sum(missed) + of_others + own + host + disk + pulled,
                 of_others + own + host + disk + pulled,
             ),
             *(written, of_others, own),
             num_slower_tier_tokens=host + disk + pulled,
             num_disk_tokens=disk,
             num_pulled_tokens=pulled,
-            num_evicted_early_tokens=early,
+            num_evicted_early_tokens=missed[0],
+            num_unmoved_tokens=missed[1],
+            num_lost_tokens=missed[2],
+            num_expired_tokens=missed[3],
             **leases,
         ),
-        *[counts] * 8,
+        *[counts] * 7,
+        st.tuples(*[counts] * 4),
         leases=st.lists(filled(LeaseAnswer), min_size=min(1, least), max_size=2).map(tuple),
         broken_by=st.sampled_from(LeaseBreak),
     )

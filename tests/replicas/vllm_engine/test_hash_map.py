@@ -23,7 +23,7 @@ def stored(
     return hashes.stored(
         names,
         parent=parent,
-        root=ROOT if parent is None else None,
+        roots=[ROOT] if parent is None else [],
         token_ids=TOKENS[first * 4 : (first + len(names)) * 4],
         num_prompt_tokens=num_prompt_tokens,
     )
@@ -152,7 +152,7 @@ def test_what_cannot_be_named_changes_nothing() -> None:
     with pytest.raises(UnknownBlock, match="parent"):
         stored(hashes, [B], 1, parent=A)
     with pytest.raises(UnknownBlock, match="without a namespace"):
-        hashes.stored([A], parent=None, root=None, token_ids=TOKENS[:4], num_prompt_tokens=None)
+        hashes.stored([A], parent=None, roots=[], token_ids=TOKENS[:4], num_prompt_tokens=None)
     with pytest.raises(UnknownBlock, match="cannot hold"):
-        hashes.stored([A], parent=None, root=OTHER_ROOT, token_ids=TOKENS[:5], num_prompt_tokens=None)
+        hashes.stored([A], parent=None, roots=[OTHER_ROOT], token_ids=TOKENS[:5], num_prompt_tokens=None)
     assert len(hashes) == 0

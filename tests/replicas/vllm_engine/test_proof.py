@@ -27,7 +27,7 @@ def engine(adapted_engine: "VllmEngine") -> "VllmEngine":
 def test_a_translation_with_another_root_is_refused(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from replicas.vllm_engine import translation
 
-    monkeypatch.setattr(translation, "_root", lambda extra_keys: OTHER_ROOT)
+    monkeypatch.setattr(translation, "root_in", lambda keys: OTHER_ROOT if keys else None)
     with pytest.raises(StartupError, match="reports another hash for block 0"):
         prove_hashes(run.engine, random.Random(1))
 
@@ -64,14 +64,14 @@ def test_the_proof_runs_with_every_adapter(run: EngineRun, monkeypatch: pytest.M
 
     monkeypatch.setattr(run.engine, "add", listening)
     prove_hashes(run.engine, random.Random(1))
-    assert asked == [None, *(adapter.name for adapter in run.engine.card.adapters)]
+    assert asked == [None, *(adapter.name for adapter in run.engine.card.adapters), None]
     assert not run.engine.has_work()
 
 
 @pytest.mark.parametrize(
     ("root", "sentence"),
     [
-        (lambda keys: OTHER_ROOT if len(keys[0] or ()) > 1 else None, "reports another hash for block 0"),
+        (lambda keys: OTHER_ROOT, "reports another hash for block 0"),
         (lambda keys: None, "did not report block 0"),
     ],
 )
@@ -80,11 +80,24 @@ def test_a_mapping_that_is_broken_for_adapters_alone_is_refused_by_the_proof(
 ) -> None:
     from replicas.vllm_engine import translation
 
-    right = translation._root
+    right = translation.root_in
 
     def broken(keys: Any) -> BlockHash | None:
-        return root(keys) if keys and keys[0] and len(keys[0]) > 1 else right(keys)
+        return root(keys) if keys and len(keys) > 1 else right(keys)
 
-    monkeypatch.setattr(translation, "_root", broken)
+    monkeypatch.setattr(translation, "root_in", broken)
     with pytest.raises(StartupError, match=f"{sentence} of the probe prompt with adapter fine-tuned"):
+        prove_hashes(run.engine, random.Random(1))
+
+
+def test_an_own_root_that_vllm_does_not_hash_is_refused(
+    run: EngineRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replicas.vllm_engine import core_view
+
+    class AnotherSalt(str):
+        """What no salt is."""
+
+    monkeypatch.setattr(core_view, "PublishedSalt", AnotherSalt)
+    with pytest.raises(StartupError, match="reports another hash for block 1 of the probe prompt"):
         prove_hashes(run.engine, random.Random(1))

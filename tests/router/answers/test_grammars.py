@@ -208,6 +208,13 @@ def test_names_and_texts_of_clients_are_only_themselves(name: str, choices: list
         (OutputFormat(FormatKind.JSON_OBJECT), ['{"a": [1, {}]}', "{}"], ["[]", "1", '{"a"}']),
         (OutputFormat(FormatKind.JSON_SCHEMA, schema=True), ["1", '{"a":null}'], ["", "a"]),
         (OutputFormat(FormatKind.REGEX, text=r"a/b\/[\n]?" + "\n\\d"), ["a/b/\n\n7", "a/b/\n7"], ["a/b/7"]),
+        (
+            OutputFormat(FormatKind.REGEX, text=r"\d[\w.]\s"),
+            ["7a ", "7.\t", "7_\n"],
+            ["٣a ", "7é ", "7a\u2003"],
+        ),
+        (OutputFormat(FormatKind.REGEX, text=r"\D[^\W\d]\S"), ["٣a٣", "xyz"], ["7a ", "x3z", "xéz", "xy "]),
+        (OutputFormat(FormatKind.REGEX, text=r"(?x) \s \\d # words"), [" \\d"], ["\\d", " 7"]),
         (OutputFormat(FormatKind.CHOICE, choices=("yes", "no", 'a "é"\\')), ["no", 'a "é"\\'], ["", "yesno"]),
         (OutputFormat(FormatKind.GRAMMAR, text='root ::= "a"+ b\nb ::= [0-9]'), ["aa1"], ["a", "1"]),
         (OutputFormat(FormatKind.GRAMMAR, text='start: "a"+ B\nB: /[0-9]/\n%ignore " "'), ["a a 1"], ["1"]),

@@ -113,7 +113,7 @@ async def answers(server: HttpServer, **headers: str) -> set[tuple[int, str | No
 
 
 async def test_over_a_socket_loopback_gets_in_unless_it_goes_by_another_name() -> None:
-    async with http_server(QuietFleet(), host="0.0.0.0") as server:
+    async with http_server(QuietFleet(), host="0.0.0.0", open=True) as server:
         # The bodies of explanations are empty, so that these are refused for another reason.
         assert await answers(server) == {(200, None), (400, "missing_required_parameter")}
         assert await answers(server, host="evil.example") == {(403, "admin_access")}
@@ -138,7 +138,7 @@ async def test_switched_off_it_is_shut_to_loopback_too_and_says_how_to_open_it()
 
 
 async def test_open_to_everyone_it_asks_for_no_name() -> None:
-    async with http_server(QuietFleet(), host="0.0.0.0", admin_access="everyone") as server:
+    async with http_server(QuietFleet(), host="0.0.0.0", open=True, admin_access="everyone") as server:
         assert (403, "admin_access") not in await answers(server, host="kvasir.example")
 
 

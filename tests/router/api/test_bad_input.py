@@ -304,3 +304,12 @@ async def test_a_request_that_no_waiting_would_help_is_a_bad_request() -> None:
         assert answer.status_code == 400
         assert "48 sequences" in answer.json()["error"]["message"]
         assert "retry-after" not in answer.headers
+
+
+async def test_all_wrong_keys_of_logit_bias_are_named(http: httpx.AsyncClient) -> None:
+    body = CHAT | {
+        "logit_bias": {"bad1": 1, "5": 1, "bad2": 1} | {f"worse{number}": 1 for number in range(50)}
+    }
+    error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert "'bad1', 'bad2', 'worse0'" in error["message"]
+    assert "'5'" not in error["message"] and len(error["message"]) < 200

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -11,16 +12,19 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from replicas.protocol.frames import TokenDelta
+from replicas.protocol.frames import PromptUsage, RequestKey, TokenDelta
 from replicas.protocol.prefix_leases import LeaseAnswer, LeaseRefusal, PrefixLease
+from router.api import cache_making
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
-from router.errors import NoReplicaAvailable
+from router.errors import ErrorKind, GenerationFailed, NoReplicaAvailable
 from router.generation import Generation
+from router.observation.served import ServedRequest
+from router.tenants.amounts import Amount, amounts_of
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
-from tests.router.scripted_dispatch import Script, Step, says
+from tests.router.scripted_dispatch import NEVER, Script, Step, says
 
 END = tiny_model.END_OF_TURN
 SECRET = ClusterSecret(tiny_model.SECRET)
@@ -359,3 +363,57 @@ async def test_openais_client_hears_of_a_mistake(http: httpx.AsyncClient, openai
         await openai.chat.completions.create(
             model="tiny", messages=[QUESTION], extra_body={"cache": made["id"]}
         )
+
+
+@pytest.fixture
+async def served(server: HttpServer) -> list[ServedRequest]:
+    """What those who watch were told."""
+    told: list[ServedRequest] = []
+    server.context.observers += (told.append,)
+    return told
+
+
+def one_token(generation: Generation) -> TokenDelta:
+    """As a replica says it that has computed the prompt and has not ended."""
+    usage = PromptUsage(len(generation.token_ids), 16, 32)
+    return TokenDelta(RequestKey(1, 0), (5,), usage=usage)
+
+
+async def test_what_a_replica_computed_of_a_warming_that_failed_is_accounted(
+    server: HttpServer, http: httpx.AsyncClient, served: list[ServedRequest]
+) -> None:
+    server.dispatcher.script = lambda asked: [[one_token(asked)], GenerationFailed("It died.")]
+    made = await create(http, messages=BEGINNING)
+    assert made["lease"] == {"status": "refused", "reason": "not_warmed"}
+    (told,) = served
+    (prompt,) = told.prompts
+    assert (told.status, told.error, told.error_kind) == (500, "GenerationFailed", ErrorKind.FAILED)
+    assert prompt.usage == PromptUsage(made["tokens"], 16, 32) and prompt.decision is not None
+    assert prompt.num_output_tokens == prompt.num_silent_tokens == 1
+    assert amounts_of(told)[Amount.WRITTEN] == 32 and amounts_of(told)[Amount.ERRORS] == 1
+
+
+async def test_a_warming_that_takes_too_long_is_accounted_as_far_as_it_came(
+    server: HttpServer, http: httpx.AsyncClient, served: list[ServedRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_making, "WARM_SECONDS", 0.05)
+    server.dispatcher.script = lambda asked: [[one_token(asked)], NEVER]
+    made = await create(http, messages=BEGINNING)
+    assert made["lease"] == {"status": "refused", "reason": "not_warmed"}
+    (told,) = served
+    assert (told.status, told.error) == (504, "TimeoutError") and told.prompts[0].usage is not None
+    assert server.is_idle
+
+
+async def test_a_warming_is_stamped_when_it_begins(
+    server: HttpServer, http: httpx.AsyncClient, served: list[ServedRequest]
+) -> None:
+    slow = asyncio.Event()
+    server.dispatcher.script = lambda asked: [slow, *keeps(LeaseAnswer(60, 32))(asked)]
+    creating = asyncio.create_task(create(http, messages=BEGINNING))
+    await server.dispatcher.has_started.wait()
+    has_begun = time.time()
+    slow.set()
+    await creating
+    (told,) = served
+    assert told.arrived_at <= has_begun

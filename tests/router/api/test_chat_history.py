@@ -14,6 +14,7 @@ from router.api.chat_history import Outcome
 from router.api.chat_prompt import encode_chat, encoded_prompt, render_chat
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.conversation import encoded_history, encoded_tail
+from router.tenants.caller import OPEN_CALLER
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -227,7 +228,9 @@ async def test_a_wish_to_keep_reaches_through_the_same_message(
     chat = render_chat(model, request)
     plain = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
     plain = msgspec.structs.replace(plain, history=encoded_history(request))
-    encoded, _ = server.context.history.go_on(model, request, plain, partial(encoded_tail, model, chat))
+    encoded, _ = server.context.history.go_on(
+        model, OPEN_CALLER, request, plain, partial(encoded_tail, model, chat)
+    )
     first, last, whole = [keep.num_tokens for keep in encoded.keeps]
     assert first is not None and last is not None and whole is None
     assert len(encoded.ids()) > len(plain.ids())
@@ -255,3 +258,39 @@ async def test_what_becomes_of_conversations_is_counted(server: HttpServer, http
     assert 'router_history_prompts_total{outcome="drifted"} 1' in shown
     assert 'router_history_prompts_total{outcome="unknown"} 0' in shown
     assert "router_history_conversations 2" in shown
+
+
+def shown_prompt(server: HttpServer) -> str:
+    return catalog().get(MODEL).tokenizer.decode(server.dispatcher.generations[-1].token_ids)
+
+
+@pytest.mark.parametrize("fields", [{}, {"metadata": {"padding": PADDING}}], ids=["small", "large"])
+async def test_other_reasoning_than_was_generated_has_its_way(
+    server: HttpServer, http: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    answer = await said(http, asked, tools=None, **fields)
+    then = {"role": "user", "content": "And now?"}
+    for reasoning, stays in ((" Hm\n", True), ("", True), ("Aha", False)):
+        told = {**answer, "reasoning_content": reasoning}
+        await said(http, [*asked, told, then], tools=None, **fields)
+        assert ("Hm" in shown_prompt(server)) is stays
+    assert outcomes(server) == {Outcome.DRIFTED: 2, Outcome.RETOLD: 1}
+
+
+async def test_a_conversation_that_was_retold_goes_on_from_what_came_of_that(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    before: list[int] = []
+    for turn, reasoning in enumerate(("Aha", "Second")):
+        output = token_ids(f"<think>{('First', 'Second')[turn]}</think>Fine {turn}.")
+        server.dispatcher.script = says(output)
+        answer = await said(http, messages)
+        before = [*server.dispatcher.generations[-1].token_ids, *output]
+        messages += [{**answer, "reasoning_content": reasoning}, {"role": "user", "content": f"Then {turn}?"}]
+    await said(http, messages)
+    assert server.dispatcher.generations[-1].token_ids[: len(before)] == before
+    assert "First" not in shown_prompt(server) and "Second" in shown_prompt(server)
+    assert outcomes(server) == {Outcome.RETOLD: 1, Outcome.DRIFTED: 1}

@@ -67,12 +67,9 @@ async def test_on_loopback_every_route_answers_to_loopbacks_names_only() -> None
         assert {answer.status_code for answer in answers} == {403}
         assert {answer.json()["error"]["code"] for answer in answers} == {"host_not_allowed"}
         assert "allowed_hosts" in answers[0].json()["error"]["message"]
-        assert refused(server) == {
-            "host": len(answers),
-            "origin": 0,
-            "content_type": 0,
-            "content_encoding": 0,
-        }
+        counted = refused(server)
+        assert {"origin", "content_type", "content_encoding", "key_missing"} < counted.keys()
+        assert counted == dict.fromkeys(counted, 0) | {"host": len(answers)}
         assert server.dispatcher.generations == []
 
 
@@ -100,7 +97,7 @@ async def test_a_proxy_on_this_machine_may_pass_on_a_name_that_is_allowed() -> N
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 async def test_a_router_that_others_reach_has_any_name(host: str) -> None:
-    async with http_server(host=host) as server:
+    async with http_server(host=host, open=True) as server:
         assert (await status_of(server, {"host": "kvasir-router.llm.svc", **JSON}))[0] == 200
 
 
@@ -131,7 +128,7 @@ async def test_pages_of_other_origins_post_nothing_on_loopback(headers: dict[str
 async def test_under_a_public_name_only_what_a_browser_would_have_asked_leave_for_gets_in(
     headers: dict[str, str],
 ) -> None:
-    async with http_server(host="0.0.0.0") as server:
+    async with http_server(host="0.0.0.0", open=True) as server:
         host = {"host": "llm.example"}
         assert (await status_of(server, {**host, **headers, **JSON}))[0] == 200
         assert (await status_of(server, {**host, **headers}))[0] == 403

@@ -107,6 +107,8 @@ async def test_a_checked_grammar_is_remembered_and_only_so_many_are(monkeypatch:
     for text in ("a", "b", "a", "c", "a", "b"):
         assert text in await checks.checked(_wished(text))
     assert checked == [_wished(text).text for text in ("a", "b", "c", "b")]
+    await checks.checked(_wished("b"), owner=("tenant:acme", None))
+    assert len(checked) == 5, "whose it is counts"
     checks.close()
 
 

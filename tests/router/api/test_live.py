@@ -185,7 +185,7 @@ async def test_a_decision_can_be_looked_up_with_its_findings(http: httpx.AsyncCl
     assert [one["number"] for one in (await live(http, "decisions?after=1"))["decisions"]] == [2]
     explained = await live(http, "decisions/1")
     assert explained["key"] == "k" * 23 + "…"
-    assert explained["findings"][0]["kind"] == "new"
+    assert explained["findings"][0]["kind"] == "never_cached"
     assert explained["candidates"] == []
 
 

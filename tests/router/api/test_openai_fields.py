@@ -50,6 +50,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True}, "use_beam_search"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"stop_regex": "a+"}, "stop_regex"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection"),
+    ({"vllm_xargs": {"x": 1}}, "vllm_xargs"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
 ]
@@ -74,6 +77,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True}, "echo", "unsupported_value"),
+    ({"add_special_tokens": True}, "add_special_tokens", "unsupported_value"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_value"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "unsupported_value"),
     (
@@ -194,6 +198,8 @@ async def test_every_chunk_counts_where_it_is_asked_to(
     streamed = await chunks(http, route, body | {"stream_options": options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in streamed]
     assert counts == sorted(counts) and counts[-1] == len(answer)
+    if "messages" in body:  # a chat's first chunk says who speaks, and nothing of the answer
+        assert counts[0] == 0
     assert len({chunk["usage"]["prompt_tokens"] for chunk in streamed}) == 1
     assert all(chunk["usage"] is not None for chunk in streamed)
     plain = await chunks(http, route, body | {"stream_options": {"include_usage": True}})
@@ -260,7 +266,7 @@ async def test_a_chat_that_is_prewarmed_says_nothing(server: HttpServer, http: h
     assert [chunk["choices"][0]["finish_reason"] for chunk in streamed] == [None, "length"]
 
 
-async def test_only_the_end_of_a_prompt_is_taken_where_that_is_asked(
+async def test_only_a_part_of_a_prompt_is_taken_where_that_is_asked(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:
     server.dispatcher.script = says([END])
@@ -268,6 +274,9 @@ async def test_only_the_end_of_a_prompt_is_taken_where_that_is_asked(
     for prompt, fields, kept in (
         ([5, 6, 7, 8], {"truncate_prompt_tokens": 2}, [7, 8]),
         ([5, 6, 7, 8], {"truncate_prompt_tokens": 9}, [5, 6, 7, 8]),
+        ([5, 6, 7, 8], {"truncate_prompt_tokens": 2, "truncation_side": "left"}, [7, 8]),
+        ([5, 6, 7, 8], {"truncate_prompt_tokens": 2, "truncation_side": "right"}, [5, 6]),
+        ([5, 6, 7, 8], {"truncation_side": "right"}, [5, 6, 7, 8]),
         (long, {"truncate_prompt_tokens": -1, "max_tokens": 12}, long[-500:]),
     ):
         await whole(http, "/v1/completions", PLAIN | {"prompt": prompt} | fields)
@@ -278,6 +287,8 @@ async def test_only_the_end_of_a_prompt_is_taken_where_that_is_asked(
     for fields in (large | {"unknown": None}, large):
         await whole(http, "/v1/chat/completions", CHAT | fields)
         assert server.dispatcher.generations[-1].token_ids == every[-3:]
+        await whole(http, "/v1/chat/completions", CHAT | fields | {"truncation_side": "right"})
+        assert server.dispatcher.generations[-1].token_ids == every[:3]
 
 
 async def test_a_last_message_is_continued(server: HttpServer, http: httpx.AsyncClient) -> None:

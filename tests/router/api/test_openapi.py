@@ -33,6 +33,7 @@ from router.api.openapi_answers import ANSWERS
 from router.app import PREPARES, client_routes
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
+from router.tenants.usage_store import UsageStore
 from tests.router.api.test_caches import SECRET
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -82,9 +83,11 @@ def document() -> dict[str, Any]:
 @pytest.fixture
 async def server(redis_url: str) -> AsyncIterator[HttpServer]:
     caches = NamedCaches(redis_url, SECRET, CacheBounds())
-    async with http_server(caches=caches, catalog=catalog()) as running:
+    usage = UsageStore(redis_url, 744)
+    async with http_server(caches=caches, usage=usage, catalog=catalog()) as running:
         running.dispatcher.script = says(token_ids(ANSWER), num_cached_tokens=16)
         yield running
+    await usage.close()
     await caches.close()
 
 

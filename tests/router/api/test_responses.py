@@ -323,7 +323,7 @@ async def test_a_prewarm_computes_the_prompt_and_says_nothing(
     answer = (await http.post("/v1/responses", json=ASKED | {"prompt_cache_options": options})).json()
     assert (answer["status"], answer["output"], answer["usage"]["output_tokens"]) == ("completed", [], 0)
     assert answer["prompt_cache_options"]["ttl"] == "12h"
-    assert answer["prompt_cache_diagnostics"] == {"type": "unavailable"}
+    assert answer["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
     (generation,) = server.dispatcher.generations
     assert generation.sampling.max_tokens == 1
     assert [lease.seconds for lease in generation.submit.leases] == [43_200]
@@ -365,6 +365,9 @@ async def test_breakpoints_are_kept_through_their_message(
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"background": True}, "background"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"enable_response_messages": True}, "enable_response_messages"),
+        ({"previous_input_messages": [{"role": "user", "content": "x"}]}, "previous_input_messages"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"max_tokens": 3}, "max_tokens"),

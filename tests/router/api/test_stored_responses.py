@@ -161,6 +161,8 @@ async def test_what_there_is_not_is_refused_in_words(
     body = {"model": MODEL, "input": "x"} if method == "POST" else None
     answer = await http.request(method, f"/v1/responses/{path}", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    if path.endswith("cancel"):
+        assert "Cannot cancel a synchronous response." in answer.json()["error"]["message"]
 
 
 async def test_an_error_names_items_by_where_the_client_has_sent_them(

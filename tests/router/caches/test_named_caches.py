@@ -9,11 +9,12 @@ import pytest
 import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches.bounds import GONE_SECONDS, CacheBounds
+from router.caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds, share_of
 from router.caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
 from router.caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
-from router.caches.store import INDEX_KEY, PREFIX, content_key, record_key
+from router.caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.errors import CacheGone, CachesFull, CachesUnavailable
+from router.tenants.caller import Caller, Limits, Tenant
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"of the whole cluster")
@@ -191,6 +192,50 @@ async def test_there_are_never_more_than_may_be(routers: Open, times: Times, bou
     assert sum(each.statistics().num_refused["full"] for each in some) == 5
     times.passed = 61.0
     await some[0].create(record(9, times), CONTENT)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        CacheBounds(num_caches=8),
+        CacheBounds(num_bytes=8 * CONTENT.num_bytes, bytes_per_cache=CONTENT.num_bytes),
+    ],
+    ids=str,
+)
+async def test_one_tenant_cannot_take_all_places(routers: Open, times: Times, bounds: CacheBounds) -> None:
+    some = [routers(bounds), routers(bounds)]
+    work = [some[number % 2].create(record(number), CONTENT, 0.25) for number in range(6)]
+    done = await asyncio.gather(*work, return_exceptions=True)
+    assert done.count(None) == 2
+    refused = [each for each in done if each is not None]
+    assert all(isinstance(each, CachesFull) and "this tenant" in str(each) for each in refused)
+    await some[0].create(record(7, tenant="them"), CONTENT, 0.25)
+    kept = next(number for number, each in enumerate(done) if each is None)
+    await some[1].delete(record(kept).cache_id, "us")
+    await some[0].create(record(8), CONTENT, 0.25)
+    times.passed = 61.0
+    for number in (9, 10):
+        await some[0].create(record(number, times), CONTENT, 0.25)
+
+
+async def test_what_is_kept_of_a_tenants_caches_goes_by_itself(routers: Open, redis_url: str) -> None:
+    await routers().create(record(), CONTENT)
+    async with raw(redis_url) as redis:
+        assert 0 < await redis.ttl(tenant_index_key("us")) <= MAX_TTL_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("key_id", "lease_share", "share"), [(None, None, 1.0), ("1" * 12, None, 0.25), ("1" * 12, 0.6, 0.6)]
+)
+def test_a_tenants_share(key_id: str | None, lease_share: float | None, share: float) -> None:
+    tenant = Tenant(name="us", limits=Limits(lease_share=lease_share))
+    assert share_of(Caller(tenant=tenant, key_id=key_id)) == share
+
+
+def test_the_smallest_share_has_room_for_one() -> None:
+    whole = CacheBounds(num_caches=10, bytes_per_cache=100, num_bytes=1000)
+    own = whole.of_share(0.001)
+    assert (own.num_caches, own.num_bytes) == (1, 100)
 
 
 async def test_a_page_follows_the_one_before_it_whatever_is_deleted_meanwhile(

@@ -1,6 +1,8 @@
 """One generation through dispatch, over real gRPC and a real routing table: tokens, reservations, ends."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -64,6 +66,21 @@ async def test_what_a_listener_does_not_take_comes_by_iteration(fleet: Dispatche
             deltas += batch
     assert_complete(deltas, 1)
     assert num_asked > 2
+
+
+async def test_a_run_that_has_ended_leaves_nothing_to_the_garbage_collector(fleet: DispatchedFleet) -> None:
+    (await fleet.add("r0")).script.step_seconds = 0.01
+    ended: list[weakref.ref[GenerationRun]] = []
+
+    async def remember(run: GenerationRun) -> None:
+        ended.append(weakref.ref(run))
+
+    gc.disable()
+    try:
+        await generate(fleet, after_first=remember, heard=[])
+        assert ended[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_a_listener_raises_ends_its_own_run_alone(fleet: DispatchedFleet) -> None:

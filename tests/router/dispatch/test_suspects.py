@@ -121,12 +121,14 @@ def test_memory_is_bounded() -> None:
     assert suspects.statistics().num_remembered == 10
 
 
-def test_digests_depend_on_tokens_model_and_key_alone() -> None:
+def test_digests_depend_on_tokens_model_owner_and_key_alone() -> None:
     digest = Suspects(KEY).digest("m", [1, 2, 3])
     assert Suspects(KEY).digest("m", (1, 2, 3)) == digest
     others = {
         Suspects(b"x" * 32).digest("m", [1, 2, 3]),
         Suspects(KEY).digest("n", [1, 2, 3]),
         Suspects(KEY).digest("m", [1, 2, 4]),
+        Suspects(KEY).digest("m", [1, 2, 3], "tenant:acme"),
+        Suspects(KEY).digest("m", [1, 2, 3], "tenant:beta"),
     }
-    assert len(others | {digest}) == 4
+    assert len(others | {digest}) == 6

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +14,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
 from router.errors import ErrorKind
-from router.generation import DEFAULT_TENANT, Generation
+from router.explain.causes import Cause, MissedSpan, Misses
+from router.generation import Generation
 from router.observation.instruments import Distributions, Numbers
 from router.observation.metrics import MOST_TENANTS, RouterMetrics
 from router.observation.served import ServedPrompt, ServedRequest, TokenGaps
 from router.observation.tenant_labels import OTHER_TENANTS, TenantLabels
 from router.routing.decision import Decision, DecisionReason
 from router.routing.load import ReplicaLoad
+from router.tenants.caller import DEFAULT_TENANT
 from tests.router.scripted_replica import asking
 
 USAGE = PromptUsage(100, 64, 32, 16, num_own_tokens=32, num_slower_tier_tokens=48, num_disk_tokens=20)
@@ -101,6 +104,26 @@ def test_origins_add_up_to_the_prompt_and_the_rest_of_a_request_is_counted(metri
     assert found["router_tenant_cross_user_cached_tokens_total", "default"] == 16
     assert found["router_tenant_output_tokens_total", "default"] == 10
     assert found["router_tenant_ttft_seconds_count", "default"] == 2
+
+
+def test_missed_tokens_are_counted_by_their_causes(metrics: RouterMetrics) -> None:
+    spans = (
+        MissedSpan(Cause.EVICTED, 32, 64, ReplicaId("r-1")),
+        MissedSpan(Cause.NEVER_CACHED, 64, 96),
+        MissedSpan(Cause.BELOW_A_BLOCK, 96, 100),
+    )
+    (prompt,) = served().prompts
+    for found in (Misses(Cause.EVICTED, spans), Misses(Cause.EVICTED, spans[:1]), None):
+        metrics.observe(served(prompts=(msgspec.structs.replace(prompt, misses=found),)))
+    scraped = Scraped(metrics)
+    by_cause = {
+        cause: scraped["router_missed_tokens_total", "m", cause] for cause in set(Cause) - {Cause.HIT}
+    }
+    assert {cause.value: num for cause, num in by_cause.items() if num} == {
+        "evicted": 64,
+        "never_cached": 32,
+        "below_a_block": 4,
+    }
 
 
 def test_times_between_tokens_are_gaps_and_their_mean_per_request(metrics: RouterMetrics) -> None:

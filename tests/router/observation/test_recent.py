@@ -35,7 +35,7 @@ def decision(number: int) -> RecentDecision:
         num_prompt_tokens=0,
         usage=None,
         decision=None,
-        known=None,
+        misses=None,
         block_size=16,
     )
 

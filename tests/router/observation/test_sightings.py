@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.protocol.status import ReplicaId
+from router.observation.chain_tree import ChainNode, NamespaceName, PackedHashes
 from router.observation.sightings import (
     MAX_USERS,
     Known,
-    NamespaceName,
     Node,
-    PackedHashes,
     Sighting,
     Sightings,
     Uses,
@@ -81,7 +80,8 @@ class Twin:
         shorter = (len(other) - 1 for other in self.listed if other == prefix[: len(other)] != prefix)
         return max(shorter, default=0)
 
-    def see(self, seen: Sighting) -> Known:
+    def cut(self, seen: Sighting) -> Prefix:
+        """Where the prompt leaves a longer prefix, that is listed too. Returns all that is listed of it."""
         whole = (seen.root, *seen.block_hashes[: self.max_blocks])
         for length in range(len(whole), 1, -1):
             beyond = [prefix for prefix in self.listed if prefix[:length] == whole[:length]]
@@ -90,7 +90,10 @@ class Twin:
                     shortest = min(beyond, key=len)
                     self.listed[whole[:length]] = ListedPrefix(self.listed[shortest].uses.copy())
                 break
-        known = self.known(whole, seen)
+        return whole
+
+    def see(self, seen: Sighting) -> None:
+        whole = self.cut(seen)
         if len(whole) > 1:
             self.listed.setdefault(whole, ListedPrefix())
         self.num_seen += 1
@@ -100,7 +103,6 @@ class Twin:
             self.listed[prefix].last_touch = (self.num_seen, -len(prefix))
         while len(self.listed) > self.max_nodes or self.num_blocks() > self.max_blocks:
             del self.listed[min(self.listed, key=lambda prefix: self.listed[prefix].last_touch)]
-        return known
 
     def path(self, whole: Prefix) -> list[Prefix]:
         return sorted((prefix for prefix in self.listed if prefix == whole[: len(prefix)]), key=len)
@@ -116,7 +118,7 @@ class Twin:
         if not missed:
             return Known(num_tokens)
         uses = self.listed[missed[0]].uses
-        return Known(num_tokens, uses.last_replica_id)
+        return Known(num_tokens, uses.last_replica_id, model=uses.last_model)
 
     def num_blocks(self) -> int:
         return sum(len(prefix) - 1 - self.start(prefix) for prefix in self.listed)
@@ -125,6 +127,19 @@ class Twin:
         """Newest first."""
         newest_first = sorted(self.listed, key=lambda prefix: self.listed[prefix].last_touch, reverse=True)
         return [(prefix, self.start(prefix), self.listed[prefix].uses) for prefix in newest_first]
+
+
+def knew(sightings: Sightings, seen: Sighting) -> Known:
+    """What was known of it before it was seen."""
+    known = sightings.known(
+        seen.root,
+        seen.block_hashes,
+        num_cached_tokens=seen.num_cached_tokens,
+        decided_at=seen.decided_at,
+        beginning=seen.beginning,
+    )
+    sightings.see(seen)
+    return known
 
 
 def row(node: Node) -> tuple[Prefix, int, Uses]:
@@ -159,7 +174,9 @@ def test_the_tree_is_the_list_of_prefixes(
     sightings, twin = Sightings(max_nodes=max_nodes, max_blocks=max_blocks), Twin(max_nodes, max_blocks)
     for now, fields in enumerate(asked):
         seen = sighting(fields.pop("symbols"), now, decided_at=now - fields.pop("seconds") + 0.5, **fields)
-        assert sightings.see(seen) == twin.see(seen)
+        twin_knew = twin.known(twin.cut(seen), seen)
+        twin.see(seen)
+        assert knew(sightings, seen) == twin_knew
         nodes = sightings.recent(1000)
         assert [row(node) for node in nodes] == twin.rows()
         assert sightings.num_nodes == len(nodes) <= max_nodes
@@ -173,7 +190,9 @@ def check_selections(sightings: Sightings, nodes: list[Node]) -> None:
         for chosen in (sightings.recent(count), sightings.most_used(count)):
             numbers = {node.number for node in chosen}
             assert len(numbers) == count
-            assert all(not isinstance(node.parent, Node) or node.parent.number in numbers for node in chosen)
+            assert all(
+                not isinstance(node.parent, ChainNode) or node.parent.number in numbers for node in chosen
+            )
 
 
 def test_prompts_with_a_common_beginning_share_a_node_that_counts_both() -> None:
@@ -205,21 +224,21 @@ def test_a_hit_is_of_another_user_only_where_that_is_certain() -> None:
 
 def test_what_a_prompt_missed_was_last_seen_at_some_replica_or_never() -> None:
     sightings = Sightings()
-    assert sightings.see(sighting("xxxx", 10, replica_id=ReplicaId("r1"))) == Known(0)
-    known = sightings.see(sighting("xxxxyy", 20, cached=2))
-    assert known == Known(4 * BLOCK_SIZE, ReplicaId("r1"))
-    assert sightings.see(sighting("xxxxyy", 30, cached=6)) == Known(6 * BLOCK_SIZE)
+    assert knew(sightings, sighting("xxxx", 10, replica_id=ReplicaId("r1"))) == Known(0)
+    known = knew(sightings, sighting("xxxxyy", 20, cached=2))
+    assert known == Known(4 * BLOCK_SIZE, ReplicaId("r1"), model="toy")
+    assert knew(sightings, sighting("xxxxyy", 30, cached=6)) == Known(6 * BLOCK_SIZE)
     # A request that had not ended when this one was decided tells nothing about what was there then.
-    assert sightings.see(sighting("xxxxyy", 40, decided_at=15, cached=0)).num_tokens == 4 * BLOCK_SIZE
+    assert knew(sightings, sighting("xxxxyy", 40, decided_at=15, cached=0)).num_tokens == 4 * BLOCK_SIZE
 
 
 def test_a_beginning_that_was_seen_in_another_namespace_is_known_to_have_been() -> None:
     sightings = Sightings()
-    assert not sightings.see(sighting("xx", 1, root=0, beginning=b"same")).is_elsewhere
-    assert not sightings.see(sighting("xx", 2, root=0, beginning=b"same")).is_elsewhere
-    assert sightings.see(sighting("xx", 3, root=1, beginning=b"same")).is_elsewhere
-    assert sightings.see(sighting("xx", 4, root=0, beginning=b"same")).is_elsewhere
-    assert not sightings.see(sighting("xx", 5, root=1, beginning=None)).is_elsewhere
+    assert not knew(sightings, sighting("xx", 1, root=0, beginning=b"same")).is_elsewhere
+    assert not knew(sightings, sighting("xx", 2, root=0, beginning=b"same")).is_elsewhere
+    assert knew(sightings, sighting("xx", 3, root=1, beginning=b"same")).is_elsewhere
+    assert knew(sightings, sighting("xx", 4, root=0, beginning=b"same")).is_elsewhere
+    assert not knew(sightings, sighting("xx", 5, root=1, beginning=None)).is_elsewhere
 
 
 def test_users_beyond_a_number_are_counted_together() -> None:

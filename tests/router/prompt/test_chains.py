@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, pack_token_ids
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, hash_packed, pack_token_ids
 from router.prompt import chains
 from router.prompt.chains import BLOCKS_PER_RUN, BYTES_PER_RUN, ChainHasher
 
@@ -109,6 +109,15 @@ def test_nothing_is_found_under_another_root(num_hashed: Callable[[], int]) -> N
             root, prompt, BLOCK_SIZE
         )
         assert num_hashed() == BLOCKS_PER_RUN
+
+
+def test_what_is_behind_another_chain_is_found_behind_that_one_alone(num_hashed: Callable[[], int]) -> None:
+    hasher, packed = ChainHasher(), pack_token_ids(random_tokens(2))
+    for parent in (None, BlockHash(b"the block before"), BlockHash(b"another of those")):
+        expected = hash_packed(ROOT, packed, BLOCK_SIZE, parent=parent)
+        for num_new in (2, 1, 0):
+            assert hasher.hash_packed(ROOT, packed, BLOCK_SIZE, parent=parent) == expected
+            assert num_hashed() == num_new * BLOCKS_PER_RUN
 
 
 def test_what_is_in_use_outlives_what_is_not_and_a_chain_is_forgotten_from_its_end(

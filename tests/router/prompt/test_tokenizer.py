@@ -174,3 +174,59 @@ def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago() 
 def test_a_bundle_without_a_readable_tokenizer_is_refused(files: dict[str, bytes]) -> None:
     with pytest.raises(TokenizerError):
         Tokenizer(TokenizerBundle(files))
+
+
+@given(texts, st.data())
+def test_a_token_stands_where_the_text_of_those_before_it_ends(text: str, data: st.DataObject) -> None:
+    token_ids = TOKENIZER.encode(text)
+    number = data.draw(st.integers(0, len(token_ids)))
+    before = TOKENIZER.decode(token_ids[:number]).rstrip("\ufffd")  # of an unfinished character
+    position = TOKENIZER.characters_before(text, token_ids, number)
+    assert text[:position].rstrip("\ufffd") == before
+
+
+@given(texts, st.data())
+def test_what_tokens_say_is_their_text_with_the_place_of_one_of_them(text: str, data: st.DataObject) -> None:
+    token_ids = TOKENIZER.encode(text)
+    number = data.draw(st.integers(0, len(token_ids)))
+    said, start, end = TOKENIZER.text_around(token_ids, number)
+    assert said == TOKENIZER.decode(token_ids)
+    assert said[:start] == TOKENIZER.decode(token_ids[:number]).rstrip("\ufffd") or "\ufffd" in said
+    assert (start == end == len(said)) if number == len(token_ids) else start <= end <= len(said)
+
+
+def test_an_id_that_is_in_no_vocabulary_says_nothing() -> None:
+    text = "Hello world"
+    token_ids = TOKENIZER.encode(text)
+    assert TOKENIZER.text_around([*token_ids, 10**6], len(token_ids))[:2] == (text, len(text))
+
+
+@given(texts, st.data())
+def test_a_token_stands_in_a_quoted_text_where_it_stands_unquoted(text: str, data: st.DataObject) -> None:
+    quoted = "<|im_start|>" + Quoter(tiny_model.SPECIAL_TOKENS).quote(text) + "<|im_end|>"
+    token_ids = TOKENIZER.encode(quoted, is_quoted=True)
+    number = data.draw(st.integers(1, len(token_ids) - 1))
+    before = TOKENIZER.decode(token_ids[1:number]).rstrip("\ufffd")
+    position = TOKENIZER.characters_before(quoted, token_ids, number, is_quoted=True)
+    assert text[: position - len("<|im_start|>")].rstrip("\ufffd") == before
+
+
+def test_tokens_that_do_not_say_the_text_put_nothing_beyond_the_next_special_token_out_of_place() -> None:
+    text = "<|im_start|>user\nHello world<|im_end|><|im_start|>assistant\nHello again<|im_end|>"
+    token_ids = TOKENIZER.encode(text)
+    other = TOKENIZER.encode("<|im_start|>user\nHello whole <|endoftext|> wide world<|im_end|>")
+    rest = TOKENIZER.encode("<|im_start|>assistant\nHello again<|im_end|>")
+    for back in range(1, len(rest)):
+        expected = TOKENIZER.characters_before(text, token_ids, len(token_ids) - back)
+        assert TOKENIZER.characters_before(text, [*other, *rest], len(other) + len(rest) - back) == expected
+
+
+def test_a_tokenizer_that_composes_tells_characters_as_they_were_sent() -> None:
+    def compose(reference: Reference) -> None:
+        reference.normalizer = normalizers.NFC()
+
+    tokenizer = _changed(compose)
+    text = "<|im_start|>cafe\u0301 Hello<|im_end|>"
+    token_ids = tokenizer.encode(text)
+    hello = next(n for n in range(len(token_ids)) if "H" in tokenizer.decode(token_ids[: n + 1]))
+    assert text[tokenizer.characters_before(text, token_ids, hello) :].lstrip().startswith("Hello")

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from replicas.protocol.affinity import AffinityRanking
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import AffinityRanking, bucket_of
+from router.routing.bucket import bucket_of
 
 ROOT = BlockHash(b"r" * 16)
 TOKENS = list(range(1000, 1600))
@@ -88,7 +89,8 @@ def test_a_replica_that_leaves_moves_only_its_own_buckets() -> None:
 
 def test_the_order_is_the_same_in_every_process() -> None:
     program = (
-        "from router.routing.bucket import AffinityRanking, bucket_of\n"
+        "from replicas.protocol.affinity import AffinityRanking\n"
+        "from router.routing.bucket import bucket_of\n"
         "bucket = bucket_of(b'r' * 16, 'key', list(range(1000, 1600)), None, 16)\n"
         "print(bucket.hex(), ','.join(AffinityRanking(f'replica-{n}' for n in range(8)).of(bucket).whole()))"
     )

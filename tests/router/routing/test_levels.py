@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 import hypothesis.strategies as st
 from hypothesis import given
 
+from replicas.protocol.affinity import AffinityOrder
 from replicas.protocol.status import ReplicaId
-from router.routing.bucket import AffinityOrder
 from router.routing.decision import DRAWN_PER_CHOSEN, Replicas, _deepest
 from router.routing.levels import Slots
 from router.routing.load import ReplicaLoad

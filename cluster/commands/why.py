@@ -1,0 +1,107 @@
+"""kvasir why: why the prompt of one request was, or was not, read from cache, in words.
+
+Owns the words. A router has found out what they say when it served the request, and tells nobody but its
+owner.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from cluster.commands.chat import error_message
+from cluster.commands.usage import KEY_VARIABLE
+from cluster.errors import ClusterError
+from router.explain.causes import Cause, MissedSpan
+from router.observation.misses import sentence_of
+
+CHANGES = {
+    "model": "another model",
+    "adapter": "another adapter",
+    "model_version": "another version of the model",
+    "cache_salt": "another cache_salt",
+    "template_arguments": "other arguments of the chat template",
+    "tools": "other tools",
+    "tool_keys": "the keys of a tool in another order",
+    "system": "another system text",
+    "messages": "other messages",
+    "output_format": "another format of the answer",
+    "template": "what the chat template writes",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "id", metavar="ID", help="of a request (x-request-id) or of an answer (chatcmpl-…, resp_…, msg_…)"
+    )
+    parser.add_argument(
+        "--url",
+        help="the router that served it (default: that of the cluster that runs here); a key is taken from "
+        f"{KEY_VARIABLE}",
+    )
+    parser.add_argument("--json", action="store_true", help="print the router's answer as JSON")
+
+
+def why(arguments: argparse.Namespace, url: str, key: str | None, say: Callable[[str], None]) -> int:
+    """The command. Raises ClusterError."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    path = f"{url}/v1/cache/explain/{quote(arguments.id, safe='')}"
+    try:
+        answer = httpx.get(path, headers=headers, timeout=60.0, trust_env=False)
+        if answer.is_error:
+            hint = f"; set {KEY_VARIABLE} to an API key" if answer.status_code == 401 else ""
+            raise ClusterError(f"{url} answers {answer.status_code}: {error_message(answer)}{hint}")
+        found: dict[str, Any] = answer.json()
+        say(json.dumps(found, indent=2) if arguments.json else "\n".join(render(found)))
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise ClusterError(f"{url} did not explain it: {error!r}") from error
+    return 0
+
+
+def render(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{found['answer_id'] or found['request_id']}: {found['model']}, {found['route']}"
+    if found["error"] is not None:
+        yield f"  ended with {found['error']}"
+    several = len(found["prompts"]) > 1
+    for number, prompt in enumerate(found["prompts"]):
+        if several:
+            yield f"prompt {number}:"
+        yield from _prompt(prompt)
+
+
+def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
+    cached, length = prompt["cached_tokens"], prompt["prompt_tokens"]
+    at = f" at {prompt['replica']}" if prompt["replica"] else ""
+    yield f"  {prompt['outcome']}: {cached:,} of {length:,} tokens were read from cache{at}"
+    tiers = {tier: count for tier, count in prompt["cached_tokens_by_tier"].items() if count}
+    if cached and set(tiers) != {"device"}:
+        yield "  " + ", ".join(f"{count:,} from {tier}" for tier, count in tiers.items())
+    for span in prompt["spans"]:
+        missed = MissedSpan(Cause(span["cause"]), span["start"], span["end"], span["replica"], span["at"])
+        yield f"  tokens {missed.start + 1:,} to {missed.end:,} {sentence_of(missed, None)}"
+    yield from _nearest(prompt)
+    if prompt["lost_tokens"]:
+        cost = "" if prompt["lost_ms"] is None else f", {prompt['lost_ms']:,.0f} ms of computation"
+        yield f"  lost: {prompt['lost_tokens']:,} tokens{cost}"
+
+
+def _nearest(prompt: Mapping[str, Any]) -> Iterator[str]:
+    nearest, place = prompt["nearest"], prompt["place"]
+    if nearest is None:
+        yield "  no earlier prompt is remembered that is like it"
+        return
+    name = nearest["answer_id"] or nearest["request_id"] or "a request with another cache_salt"
+    yield f"  nearest: {name}, {nearest['seconds_before']:,.1f} s before, {nearest['prompt_tokens']:,} tokens"
+    if nearest["diverges_at"] is not None:
+        yield f"  they part at token {nearest['diverges_at'] + 1:,}"
+    elif nearest["common_tokens"] is not None:
+        yield f"  it goes on from all of that: {nearest['common_tokens']:,} tokens"
+    if place is not None and place["path"]:
+        sure = "" if place["is_certain"] else ", or next to it"
+        what = ", the keys there" if place["kind"] == "keys" else ""
+        yield f"  in your request: {place['path']}{what}{sure}"
+    if nearest["changed"]:
+        yield "  it has " + ", ".join(CHANGES.get(name, name) for name in nearest["changed"])

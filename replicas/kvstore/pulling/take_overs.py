@@ -1,0 +1,211 @@
+"""TakeOvers: leased chunks that go from one replica's store to another's, as both stores see it.
+
+Owns what a store has been asked of that and has not answered, and how much of it one peer may fill. Who takes
+what is decided by the replica that leaves. Called by the engine's thread alone; nothing waits.
+
+A chunk that is to be taken over is leased first, so that nothing is pulled for which there is no budget, and
+then pulled unless it is here. What does not come is leased no more.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.leasing.leases import LeaseRecord, TenantTag
+from replicas.kvstore.tenant_shares import Tenancy
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.hand_overs import (
+    MAX_LISTED_CHUNKS,
+    HandOverOutcome,
+    KeepChunks,
+    LeasedChunk,
+    ListLeases,
+    StoreAnswer,
+    StoreQuestion,
+    TakeOver,
+)
+from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseRefusal
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.status import Epoch
+
+MAX_HOST_SHARE = 0.25
+"""Of the slots: what one incarnation of a replica may hand over. What is used here must not go for what was
+used there."""
+
+MAX_SOURCES = 64
+"""Of which it is remembered how much they have handed over."""
+
+_OUTCOMES = {
+    LeaseRefusal.BUDGET: HandOverOutcome.BUDGET,
+    LeaseRefusal.TENANT_SHARE: HandOverOutcome.TENANT_SHARE,
+    LeaseRefusal.NO_TIER: HandOverOutcome.NO_TIER,
+}
+"""All others are about time."""
+
+
+class LeaseClock(Protocol):
+    """What is needed of who asks for leases."""
+
+    def look(self) -> None: ...
+
+
+class Pulls(Protocol):
+    """What is needed of who pulls."""
+
+    def may_pull(self, peer: PullHint) -> bool: ...
+
+    def begin(self, peer: PullHint, wanted: Sequence[tuple[ChunkName, Tenancy]]) -> object: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """`outcomes` lack those of chunks that are `coming`, each of which was leased for this or before."""
+
+    number: int
+    chunks: Sequence[LeasedChunk]
+    outcomes: dict[BlockHash, HandOverOutcome]
+    coming: dict[BlockHash, bool]
+
+
+class TakeOvers:
+    """Without `pulls` nothing comes that is not here."""
+
+    def __init__(self, directory: Directory, leases: LeaseClock, pulls: Pulls | None) -> None:
+        self._directory = directory
+        self._leases = leases
+        self._pulls = pulls
+        self._asked: list[_Asked] = []
+        self._answers: list[StoreAnswer] = []
+        self._num_pulled: OrderedDict[Epoch, int] = OrderedDict()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._asked)
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._answers)
+
+    def take_answers(self) -> list[StoreAnswer]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def ask(self, question: StoreQuestion) -> None:
+        self._leases.look()
+        match question:
+            case ListLeases(number):
+                self._answers.append(StoreAnswer(number, leased=self._leased()))
+            case KeepChunks(number, take_over) if take_over.are_lost:
+                for chunk in take_over.chunks:
+                    record = _record(chunk)
+                    self._directory.leases.lost_elsewhere(record, is_broken=not chunk.has_file)
+                noted = (HandOverOutcome.NOTED,) * len(take_over.chunks)
+                self._answers.append(StoreAnswer(number, outcomes=noted))
+            case KeepChunks(number, take_over):
+                self._keep(number, take_over)
+
+    def poll(self) -> None:
+        """Take note of what has come, and answer who waits for nothing more."""
+        for asked in [*self._asked]:
+            for key in [*asked.coming]:
+                place = self._directory.place(key)
+                if place is Place.COMING:
+                    continue
+                was_leased_for_it = asked.coming.pop(key)
+                if place is None and was_leased_for_it:
+                    self._directory.leases.withdraw(key)
+                asked.outcomes[key] = HandOverOutcome.NOT_SENT if place is None else HandOverOutcome.TAKEN
+            self._answer_if_done(asked)
+
+    def _leased(self) -> tuple[LeasedChunk, ...]:
+        """Those that last longest, if they are too many."""
+        found = [
+            LeasedChunk(
+                *chunk.name,
+                record.seconds,
+                min(record.seconds_left, float(MAX_LEASE_SECONDS)),
+                record.tenant,
+                record.tenant_share,
+                store_share,
+                record.bucket,
+                chunk.is_on_disk,
+            )
+            for record, chunk, store_share in self._directory.leased()
+            if record.seconds_left > 0
+        ]
+        found.sort(key=lambda chunk: (-chunk.seconds_left, chunk.last_block))
+        return tuple(found[:MAX_LISTED_CHUNKS])
+
+    def _keep(self, number: int, take_over: TakeOver) -> None:
+        asked = _Asked(number, take_over.chunks, {}, {})
+        self._asked.append(asked)
+        epoch = take_over.source.epoch
+        chunks = self._within_room(asked, epoch)
+        held = {chunk.key for chunk in chunks if self._directory.leases.holds(chunk.key)}
+        refusals = self._directory.take_leases([*map(_record, chunks)])
+        to_pull: list[LeasedChunk] = []
+        for chunk, refusal in zip(chunks, refusals, strict=True):
+            before = None if chunk.parent is None else asked.outcomes.get(chunk.parent)
+            place = self._directory.place(chunk.key)
+            if refusal is not None:
+                asked.outcomes[chunk.key] = _OUTCOMES.get(refusal, HandOverOutcome.OVER)
+            elif place in (Place.HOST, Place.DISK):
+                asked.outcomes[chunk.key] = HandOverOutcome.TAKEN
+            else:
+                asked.coming[chunk.key] = chunk.key not in held
+                if before in (None, HandOverOutcome.TAKEN) and place is None:
+                    to_pull.append(chunk)
+        self._pull(take_over, to_pull)
+        self.poll()
+
+    def _within_room(self, asked: _Asked, epoch: Epoch) -> list[LeasedChunk]:
+        """What of it may be pulled, as far as it must be; the rest has its outcome."""
+        room = int(self._directory.num_host_slots * MAX_HOST_SHARE) - self._num_pulled.get(epoch, 0)
+        chunks: list[LeasedChunk] = []
+        for chunk in asked.chunks:
+            is_here = self._directory.place(chunk.key) is not None
+            if is_here or room > 0:
+                chunks.append(chunk)
+                room -= not is_here
+            else:
+                asked.outcomes[chunk.key] = HandOverOutcome.NO_ROOM
+        return chunks
+
+    def _pull(self, take_over: TakeOver, chunks: Sequence[LeasedChunk]) -> None:
+        """In one transfer, whosever they are: a peer sends few at a time."""
+        source = take_over.source
+        if not chunks or self._pulls is None or not self._pulls.may_pull(source):
+            return
+        names = [ChunkName(chunk.key, chunk.parent, chunk.last_block) for chunk in chunks]
+        self._pulls.begin(
+            source, [(name, _tenancy(chunk)) for name, chunk in zip(names, chunks, strict=True)]
+        )
+        num_pulled = sum(self._directory.place(name.key) is Place.COMING for name in names)
+        self._num_pulled[source.epoch] = self._num_pulled.get(source.epoch, 0) + num_pulled
+        self._num_pulled.move_to_end(source.epoch)
+        if len(self._num_pulled) > MAX_SOURCES:
+            self._num_pulled.popitem(last=False)
+
+    def _answer_if_done(self, asked: _Asked) -> None:
+        if not asked.coming:
+            self._asked.remove(asked)
+            outcomes = tuple(asked.outcomes[chunk.key] for chunk in asked.chunks)
+            self._answers.append(StoreAnswer(asked.number, outcomes=outcomes))
+
+
+def _record(chunk: LeasedChunk) -> LeaseRecord:
+    return LeaseRecord(
+        chunk.key,
+        chunk.seconds,
+        chunk.seconds_left,
+        TenantTag(chunk.tenant),
+        chunk.lease_share,
+        chunk.bucket,
+    )
+
+
+def _tenancy(chunk: LeasedChunk) -> Tenancy:
+    return Tenancy(TenantTag(chunk.tenant), chunk.lease_share, chunk.store_share)

@@ -1,0 +1,138 @@
+"""Plan: which leased chunks go together, and to which replica each of them is offered next.
+
+Owns that plan. Pure: who lives, who has failed and what was answered is told.
+
+A *chain* is a leased chunk that no other one comes after, with all before it: that is what a prompt needs, so
+it goes to one replica whole, the first in the affinity order of its bucket that was not tried for it. Chains
+of one bucket meet there, and share what they begin with.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from replicas.protocol.affinity import AffinityRanking
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.hand_overs import HandOverOutcome, LeasedChunk
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.status import ReplicaId
+
+MAX_TRIES = 3
+"""Replicas that a chain is offered to, one after the other."""
+
+
+class Offer(NamedTuple):
+    """To this replica, in this order: each chunk comes after those before it in its prompt."""
+
+    peer: PullHint
+    chunks: Sequence[LeasedChunk]
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    last: LeasedChunk
+    bucket: bytes
+    tried: list[ReplicaId] = field(default_factory=list)
+
+
+class Plan:
+    """`chunks` are those to offer first first, `max_chunks` how many may be handed over at most."""
+
+    def __init__(self, chunks: Iterable[LeasedChunk], max_chunks: int | None = None) -> None:
+        self.chunks = {chunk.key: chunk for chunk in chunks}
+        self.outcomes: dict[BlockHash, HandOverOutcome] = {}
+        """Of each chunk the last one, unless it was taken before."""
+        self._max_chunks = max_chunks
+        self._roots: dict[BlockHash, BlockHash] = {}
+        """The first chunk of the prompt of each, where none between them is missing."""
+        self._chains = self._whole_chains()
+
+    @property
+    def left(self) -> list[LeasedChunk]:
+        """Whatever nobody has taken."""
+        return [chunk for key, chunk in self.chunks.items() if not self._is_taken(key)]
+
+    @property
+    def num_taken(self) -> int:
+        return sum(map(self._is_taken, self.chunks))
+
+    def answered(self, chunk: LeasedChunk, outcome: HandOverOutcome) -> None:
+        if not self._is_taken(chunk.key):
+            self.outcomes[chunk.key] = outcome
+
+    def offers(self, peers: Collection[PullHint]) -> list[Offer]:
+        """To those of these that have not been tried: one offer each. None, if nothing is left to try."""
+        by_id = {peer.replica_id: peer for peer in peers}
+        ranking = AffinityRanking(sorted(by_id))
+        wanted: dict[ReplicaId, dict[BlockHash, LeasedChunk]] = {}
+        num_offered = self.num_taken
+        for chain in self._chains:
+            if self._is_taken(chain.last.key) or len(chain.tried) >= MAX_TRIES:
+                continue
+            order = ranking.of(chain.bucket).first(MAX_TRIES) if by_id else []
+            target = next((each for each in order if each not in chain.tried), None)
+            if target is None:
+                self._give_up(chain, HandOverOutcome.NO_PEER)
+                continue
+            chunks = wanted.setdefault(target, {})
+            more = self._before(chain.last, chunks)
+            num_offered += sum(not self._is_taken(chunk.key) for chunk in more)
+            if self._max_chunks is not None and num_offered > self._max_chunks:
+                num_offered -= sum(not self._is_taken(chunk.key) for chunk in more)
+                self._give_up(chain, HandOverOutcome.TOO_MUCH)
+                continue
+            chain.tried.append(target)
+            chunks.update((chunk.key, chunk) for chunk in more)
+        return [Offer(by_id[target], [*chunks.values()]) for target, chunks in wanted.items() if chunks]
+
+    def homes(self, peers: Collection[PullHint]) -> list[Offer]:
+        """Whom to tell what is left: the first in the affinity order of each chunk."""
+        by_id = {peer.replica_id: peer for peer in peers}
+        if not by_id:
+            return []
+        ranking = AffinityRanking(sorted(by_id))
+        told: dict[ReplicaId, list[LeasedChunk]] = {}
+        for chunk in self.left:
+            bucket = chunk.bucket or self._roots.get(chunk.key, chunk.key)
+            (home,) = ranking.of(bucket).first(1)
+            told.setdefault(home, []).append(chunk)
+        return [Offer(by_id[home], chunks) for home, chunks in told.items()]
+
+    def _give_up(self, chain: _Chain, outcome: HandOverOutcome) -> None:
+        """It and what is before it have this outcome, unless they have another."""
+        for chunk in self._before(chain.last, self.outcomes):
+            self.outcomes[chunk.key] = outcome
+
+    def _is_taken(self, key: BlockHash) -> bool:
+        return self.outcomes.get(key) is HandOverOutcome.TAKEN
+
+    def _before(self, chunk: LeasedChunk, known: Collection[BlockHash]) -> list[LeasedChunk]:
+        """It and those before it that are not known yet, in the order of the prompt."""
+        chain: list[LeasedChunk] = []
+        at: LeasedChunk | None = chunk
+        while at is not None and at.key not in known:
+            chain.append(at)
+            at = None if at.parent is None else self.chunks[at.parent]
+        return chain[::-1]
+
+    def _whole_chains(self) -> list[_Chain]:
+        """What would be lost for good first: what the replica has no file of."""
+        roots = self._roots
+        has_next: set[BlockHash] = set()
+        is_unsafe: dict[BlockHash, bool] = {}
+        for chunk in sorted(self.chunks.values(), key=lambda chunk: chunk.last_block):
+            root = chunk.key if chunk.parent is None else roots.get(chunk.parent)
+            if root is None:
+                self.outcomes[chunk.key] = HandOverOutcome.INCOMPLETE
+                continue
+            roots[chunk.key] = root
+            is_unsafe[chunk.key] = not chunk.has_file
+            if chunk.parent is not None:
+                has_next.add(chunk.parent)
+                is_unsafe[chunk.key] |= is_unsafe[chunk.parent]
+        chains = [
+            _Chain(chunk, chunk.bucket or roots[key])
+            for key, chunk in self.chunks.items()
+            if key in roots and key not in has_next
+        ]
+        return sorted(chains, key=lambda chain: not is_unsafe[chain.last.key])

@@ -1,0 +1,121 @@
+"""Hand-overs: what replicas say to each other when one leaves and another goes on keeping what it had leased.
+
+Owns these structs, the words for what became of each chunk, and the bounds of one call. No KV travels in
+them: who takes a chunk over pulls it.
+"""
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.bounds import Uint32, Uint64
+from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS
+from replicas.protocol.pulls import PullHint
+
+MAX_HANDED_CHUNKS = 256
+"""In one call."""
+
+MAX_LISTED_CHUNKS = 1 << 14
+"""Leased chunks of one replica that are handed over, the longest leases first."""
+
+MAX_HAND_OVER_SECONDS = 60.0
+"""A call has a deadline, and none that is further away."""
+
+MAX_TAG_BYTES = 16
+MAX_BUCKET_BYTES = 16
+
+_Key = Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+_Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class HandOverOutcome(enum.StrEnum):
+    """What became of one chunk's lease. All but the first two leave it where it was, or nowhere."""
+
+    TAKEN = "taken"
+    NOTED = "noted"
+    """It is lost, and who asks this replica for it is told so."""
+    BUDGET = "budget"
+    """All of the bytes that may be leased there are."""
+    TENANT_SHARE = "tenant_share"
+    NO_TIER = "no_tier"
+    """Nothing there keeps KV for so long: it has no disk, or one that takes nothing now."""
+    NO_ROOM = "no_room"
+    """Of host memory, or of the part that what one replica hands over may take of it."""
+    NOT_SENT = "not_sent"
+    """It could not be pulled, whole and in time."""
+    INCOMPLETE = "incomplete"
+    """What comes before it in its prompt is not leased any more, and of no use is the rest."""
+    OVER = "over"
+    """The lease has ended."""
+    LATE = "late"
+    """The peer did not answer in time, or the drain was over before it was asked."""
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    """The peer takes nothing: it drains too, or its KV has another layout."""
+    NO_PEER = "no_peer"
+    """No other replica of the model is ready."""
+    TOO_MUCH = "too_much"
+    """More is leased than may be handed over."""
+
+
+class LeasedChunk(Struct, frozen=True, array_like=True):
+    """A chunk that is to be kept for `seconds_left` more, and for `seconds` after each use.
+
+    `tenant` and its shares are those of the request that leased it, `bucket` is that request's. `has_file`:
+    the replica that leaves has it on disk, too.
+    """
+
+    key: _Key
+    parent: _Key | None
+    last_block: Uint32
+    seconds: Annotated[int, Meta(ge=1, le=MAX_LEASE_SECONDS)]
+    seconds_left: Annotated[float, Meta(gt=0.0, le=MAX_LEASE_SECONDS)]
+    tenant: Annotated[bytes, Meta(max_length=MAX_TAG_BYTES)] = b""
+    lease_share: _Share = 0.0
+    store_share: _Share = 0.0
+    bucket: Annotated[bytes, Meta(max_length=MAX_BUCKET_BYTES)] = b""
+    has_file: bool = False
+
+
+class TakeOver(Struct, frozen=True, array_like=True):
+    """Keep these chunks, whose KV has this layout; `source` has them still. A chain's come in its order.
+
+    With `are_lost` nobody has kept them: who misses them is to be told that they went before their time.
+    """
+
+    source: PullHint
+    layout: Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    chunks: Annotated[tuple[LeasedChunk, ...], Meta(min_length=1, max_length=MAX_HANDED_CHUNKS)]
+    are_lost: bool = False
+
+
+class TakenOver(Struct, frozen=True, array_like=True):
+    """One for each chunk, in their order."""
+
+    outcomes: Annotated[tuple[HandOverOutcome, ...], Meta(max_length=MAX_HANDED_CHUNKS)]
+
+
+class ListLeases(Struct, frozen=True, tag=True):
+    """Asks an engine's store for its leased chunks, as far as it has them."""
+
+    number: Uint64
+
+
+class KeepChunks(Struct, frozen=True, tag=True):
+    """Asks an engine's store to do what a peer asks for."""
+
+    number: Uint64
+    take_over: TakeOver
+
+
+StoreQuestion = ListLeases | KeepChunks
+
+
+class StoreAnswer(Struct, frozen=True, array_like=True):
+    """To the question with this number: what is leased, or what became of each chunk."""
+
+    number: Uint64
+    leased: tuple[LeasedChunk, ...] = ()
+    outcomes: tuple[HandOverOutcome, ...] = ()

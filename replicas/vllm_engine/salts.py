@@ -1,0 +1,51 @@
+"""Salts: how a prompt's roots get into vLLM's block hashes, and back out of its events.
+
+vLLM hashes a request's salt with the first block. That is the root of the prompt's namespace, or of what of
+it is published; then the namespace's own root is hashed with the block behind that, which takes a word with
+vLLM (`core_view.py`). A salt is never sent anywhere: the engine core runs in this process.
+"""
+
+from typing import Any
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning
+from replicas.protocol.frames import Submit
+
+
+class PublishedSalt(str):
+    """The published root, as vLLM reads it; `own_root` is the one from block `num_blocks` on."""
+
+    own_root: str
+    num_blocks: int
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """What vLLM hashes is pickled: the published root, and nothing of whose prompt it is."""
+        return str, (str(self),)
+
+
+def salt_of(submit: Submit) -> str:
+    published = submit.published
+    if published is None:
+        return submit.root.hex()
+    salt = PublishedSalt(published.root.hex())
+    salt.own_root, salt.num_blocks = submit.root.hex(), published.num_blocks
+    return salt
+
+
+def roots_in(salt: str) -> tuple[BlockHash, PublishedBeginning | None]:
+    """What `salt_of` has made a salt of."""
+    first = BlockHash(bytes.fromhex(salt))
+    if not isinstance(salt, PublishedSalt):
+        return first, None
+    return BlockHash(bytes.fromhex(salt.own_root)), PublishedBeginning(first, salt.num_blocks)
+
+
+def root_in(extra_keys: Any) -> BlockHash | None:
+    """The root that a block was hashed with: the last of its keys, and behind the adapter's name if it has
+    one. None: it goes on under that of the block before it."""
+    if not extra_keys:
+        return None
+    try:
+        root = bytes.fromhex(extra_keys[-1])
+    except (TypeError, ValueError):
+        return None
+    return BlockHash(root) if len(root) == HASH_BYTES else None

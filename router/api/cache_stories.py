@@ -1,0 +1,64 @@
+"""GET /v1/cache/explain/{id}: why the prompt of a request was, or was not, read from cache.
+
+Owns the routes. That one is for the tenant whose request it was, by a key that may explain; for all others
+there is no such request, whether there is one or not. Operators name the tenant instead:
+GET /explain/tenants/{tenant}/{id}, which is open to those that may see the page at `/`. A story has hashes,
+counts, positions and paths, and no text. An id is known to the router that has served it.
+"""
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.access import AdminAccess, AdminGuard
+from router.api.context import ApiContext
+from router.api.json_body import encode_json
+from router.errors import NotAllowed, StoryGone
+from router.explain.story import told
+from router.limits.connections import address_of
+from router.tenants.caller import Right, caller_of
+
+MAX_ID = 256
+
+
+class StoryRoutes:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/cache/explain/{id}", self.explain, methods=["GET"])]
+
+    async def explain(self, request: Request) -> Response:
+        context, caller = self._context, caller_of(request.scope)
+        with context.in_flight.hold(address_of(request.scope.get("client"))):
+            if not caller.may(Right.EXPLAIN):
+                raise NotAllowed("This key may not have requests explained: it lacks the right 'explain'.")
+            return _answer(context, caller.tenant.name, request.path_params["id"])
+
+
+class OperatorStoryRoutes:
+    """Those of any tenant, by its name: a name that nobody has is answered as an id that nobody has."""
+
+    def __init__(self, context: ApiContext, access: AdminAccess) -> None:
+        self._context = context
+        self._access = access
+
+    def routes(self) -> list[Route]:
+        guard = [Middleware(AdminGuard, access=self._access)]
+        return [Route("/explain/tenants/{tenant}/{id}", self.explain, methods=["GET"], middleware=guard)]
+
+    async def explain(self, request: Request) -> Response:
+        asked = request.path_params
+        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+            return _answer(self._context, asked["tenant"], asked["id"])
+
+
+def _answer(context: ApiContext, tenant: str, asked: str) -> Response:
+    """Raises StoryGone."""
+    story = context.stories.find(tenant, asked) if len(asked) <= MAX_ID else None
+    if story is None:
+        raise StoryGone(f"Nothing is known of a request or answer '{asked[:60]}'.")
+    return Response(
+        encode_json(told(story)), headers={"cache-control": "no-store"}, media_type="application/json"
+    )

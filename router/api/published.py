@@ -1,0 +1,142 @@
+"""POST, GET and DELETE /v1/published: beginnings of prompts that an operator publishes for every tenant.
+
+Owns the routes. A prefix is prepared as a request with the same body would be, up to its last whole block; it
+is computed by whoever first asks with it.
+"""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.asked import Asked
+from router.api.context import ApiContext
+from router.api.json_body import decode_body, encode_json
+from router.api.openai.chat import prepare_chat
+from router.api.openai.completions import prepare_completion
+from router.errors import InvalidRequest, NotAllowed, PrefixGone
+from router.limits.connections import address_of
+from router.tenants.caller import Right, caller_of
+from router.tenants.published import MAX_PREFIX_TOKENS, MAX_PREFIXES, PublishedPrefix
+from router.tenants.published_store import PublishedStore
+
+MAX_NAME_CHARACTERS = 200
+
+
+class NewPrefix(msgspec.Struct):
+    """Of a body, the rest of which is read where those of chats and completions are."""
+
+    model: str
+    name: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+
+
+_decoder = msgspec.json.Decoder(NewPrefix)
+
+
+class PublishedRoutes:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/published", self._all, methods=["GET", "POST"]),
+            Route("/v1/published/{prefix_id}", self._delete, methods=["DELETE"]),
+        ]
+
+    async def _all(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._publish(request)
+        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+            store = self._context.published
+            prefixes = () if store is None else store.prefixes.all()
+            return _json({"object": "list", "data": list(map(_object, prefixes))})
+
+    async def _publish(self, request: Request) -> Response:
+        context, store = self._context, self._store(request)
+        async with context.body(request.scope, request.receive) as body:
+            prefix = await self._prefix(request, body)
+
+        def added(prefixes: list[PublishedPrefix]) -> list[PublishedPrefix]:
+            same = [each for each in prefixes if each.model == prefix.model]
+            if any(each.packed_tokens == prefix.packed_tokens for each in same):
+                raise InvalidRequest("This beginning is published already.", code="already_published")
+            if len(prefixes) >= MAX_PREFIXES:
+                raise InvalidRequest(f"There are {MAX_PREFIXES} published prefixes, and may be no more.")
+            return [*prefixes, prefix]
+
+        await store.change(added)
+        return _json(_object(prefix), 201)
+
+    async def _prefix(self, request: Request, body: bytes) -> PublishedPrefix:
+        context = self._context
+        new = decode_body(_decoder, body)
+        if new.name is not None and len(new.name) > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(f"A name has at most {MAX_NAME_CHARACTERS} characters.", parameter="name")
+        prepare = prepare_chat if new.prompt is None else prepare_completion
+        asked = Asked(_without_answer(body), address_of(request.scope.get("client")), request.scope)
+        prepared = await prepare(context, asked)
+        (prompt,) = prepared.prompts
+        packed = prompt.generation.submit.packed_tokens
+        block_size = prepared.model.card.block_size
+        # What follows may be written into the last token.
+        num_blocks = (len(packed) // 4 - 1) // block_size
+        if not num_blocks:
+            raise InvalidRequest(
+                f"This beginning does not fill a block of {block_size} tokens: there is nothing to share."
+            )
+        if num_blocks * block_size > MAX_PREFIX_TOKENS:
+            raise InvalidRequest(f"A published prefix has at most {MAX_PREFIX_TOKENS} tokens.")
+        return PublishedPrefix(
+            prefix_id=context.new_id("pub_"),
+            model=prepared.model.name,
+            packed_tokens=packed[: num_blocks * block_size * 4],
+            created=context.wall_clock(),
+            name=new.name,
+        )
+
+    async def _delete(self, request: Request) -> Response:
+        prefix_id, store = request.path_params["prefix_id"], self._store(request)
+
+        def removed(prefixes: list[PublishedPrefix]) -> list[PublishedPrefix]:
+            rest = [prefix for prefix in prefixes if prefix.prefix_id != prefix_id]
+            if len(rest) == len(prefixes):
+                raise PrefixGone(f"There is no published prefix '{prefix_id[:60]}'.")
+            return rest
+
+        with self._context.in_flight.hold(address_of(request.scope.get("client"))):
+            await store.change(removed)
+        return _json({"id": prefix_id, "object": "published.deleted", "deleted": True})
+
+    def _store(self, request: Request) -> PublishedStore:
+        """Raises NotAllowed for who is no operator, and InvalidRequest where nothing can be published."""
+        if not caller_of(request.scope).may(Right.ADMIN):
+            raise NotAllowed("Only a key with the right 'admin' may publish prefixes.")
+        if self._context.published is None:
+            raise InvalidRequest("Nothing can be published here: that takes API keys and a cluster secret.")
+        return self._context.published
+
+
+def _without_answer(body: bytes) -> bytes:
+    """The body with fields at its end, where they count: no turn of the model begins behind it."""
+    inner = body.strip()[1:-1]
+    fields = b'"add_generation_prompt":false,"max_tokens":1,"stream":false,"n":1}'
+    return b"{%b,%b" % (inner, fields) if inner.strip() else body
+
+
+def _object(prefix: PublishedPrefix) -> dict[str, Any]:
+    return {
+        "id": prefix.prefix_id,
+        "object": "published",
+        "model": prefix.model,
+        "name": prefix.name,
+        "tokens": prefix.num_tokens,
+        "created_at": int(prefix.created),
+    }
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(encode_json(content), status, media_type="application/json")

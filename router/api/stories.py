@@ -1,0 +1,163 @@
+"""Stories: what a router remembers of its requests to explain them, and the looks for places in their bodies.
+
+Owns how much of a processor that may take. Knows nothing of how a request runs; `telling.py` does.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from router.explain.places import Place, PlaceKind, PromptPlaces, place_in_prompt
+from router.explain.remembered_prompts import RememberedPrompts
+from router.explain.story import Story, StoryStatistics, unpacked
+from router.explain.witness import Witness
+from router.generation import Generation
+from router.prompt.tokenizer import Tokenizer
+
+MAX_PLACED_BYTES = 2 * 2**20
+"""Of a body in which a place is looked for."""
+SMALL_BYTES = 16 * 2**10
+SMALL_QUOTES = 256
+SMALL_COMMAS = 512
+"""A body with no more of these is small: most are looked through in less time than a thread takes to begin,
+and the worst in some milliseconds."""
+MAX_WAITING = 8
+PLACE_SHARE = 0.02
+"""Of one processor, for looking for places; with what is left over of the last seconds."""
+MAX_SAVED_SECONDS = 0.1
+NO_LOSS_SHARE = 0.005
+"""The same, of small bodies whose prompts have lost nothing: there the place only says where they are new."""
+
+
+class Allowance:
+    """Processor time that may be spent: a share of what passes, and some that was saved up."""
+
+    def __init__(self, share: float, clock: Callable[[], float]) -> None:
+        self._share = share
+        self._clock = clock
+        self._most = self._saved = MAX_SAVED_SECONDS * share / PLACE_SHARE
+        self._since = clock()
+
+    def is_left(self) -> bool:
+        now = self._clock()
+        self._saved = min(self._most, self._saved + (now - self._since) * self._share)
+        self._since = now
+        return self._saved > 0
+
+    def spend(self, seconds: float) -> None:
+        self._saved -= seconds
+
+
+class Stories:
+    """What a router remembers of its requests. For one event loop; `close()` with the router."""
+
+    def __init__(
+        self, max_bytes: int, key: bytes, witness: Witness, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.remembered = RememberedPrompts(max_bytes, key)
+        self.witness = witness
+        self._time = Allowance(PLACE_SHARE, clock)
+        self._time_without_loss = Allowance(NO_LOSS_SHARE, clock)
+        self._thread: ThreadPoolExecutor | None = None
+        self._num_waiting = 0
+        self._num_places = self._num_left_out = 0
+
+    def statistics(self) -> StoryStatistics:
+        remembered = self.remembered
+        return StoryStatistics(
+            remembered.num_prompts,
+            remembered.num_bytes,
+            remembered.num_forgotten,
+            self._num_places,
+            self._num_left_out,
+        )
+
+    def find(self, tenant: str, prompt_id: str) -> Story | None:
+        """One of that tenant's."""
+        found = self.remembered.find(tenant, prompt_id)
+        return None if found is None or not found.story else unpacked(found.story)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def place_soon(
+        self, tokenizer: Tokenizer, body: bytes, generation: Generation, position: int, number: int
+    ) -> "asyncio.Future[Place | None] | None":
+        """Of the token `number` of the request's prompt at `position`, looked for in a thread; None where
+        there is no time for it."""
+        if len(body) > MAX_PLACED_BYTES or self._num_waiting >= MAX_WAITING or not self._time.is_left():
+            self._num_left_out += 1
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="places")
+        self._num_waiting += 1
+        self._num_places += 1
+        look = functools.partial(_timed_place, tokenizer, body, generation.token_ids, position, number)
+        looking = asyncio.get_running_loop().run_in_executor(self._thread, look)
+        return asyncio.ensure_future(self._count(looking))
+
+    def place_now(
+        self,
+        tokenizer: Tokenizer,
+        body: bytes,
+        generation: Generation,
+        position: int,
+        number: int,
+        *,
+        has_lost: bool,
+    ) -> Place | None:
+        """The same at once, in a small body, of a prompt of which it is known whether it `has_lost` any."""
+        time_left = self._time if has_lost else self._time_without_loss
+        if not time_left.is_left():
+            self._num_left_out += 1
+            return None
+        self._num_places += 1
+        place, seconds = _timed_place(tokenizer, body, generation.token_ids, position, number)
+        time_left.spend(seconds)
+        return place
+
+    async def _count(self, looking: "asyncio.Future[tuple[Place | None, float]]") -> Place | None:
+        try:
+            place, seconds = await looking
+        finally:
+            self._num_waiting -= 1
+        self._time.spend(seconds)
+        return place
+
+
+def is_small(body: bytes) -> bool:
+    return len(body) <= SMALL_BYTES and body.count(b'"') <= SMALL_QUOTES and body.count(b",") <= SMALL_COMMAS
+
+
+def _timed_place(
+    tokenizer: Tokenizer, body: bytes, token_ids: Sequence[int], position: int, number: int
+) -> tuple[Place | None, float]:
+    start = time.thread_time()
+    try:
+        return _place(tokenizer, body, token_ids, position, number), time.thread_time() - start
+    except Exception:  # the outermost frame of this look: a body of a shape that nothing is known of
+        return None, time.thread_time() - start
+
+
+def _place(
+    tokenizer: Tokenizer, body: bytes, token_ids: Sequence[int], position: int, number: int
+) -> Place | None:
+    """The prompt's text is that of its tokens: where it goes on from remembered ones, no template has written
+    it as it is."""
+    asked: Any = msgspec.json.decode(body)
+    if not isinstance(asked, dict):
+        return None
+    if "prompt" in asked and "messages" not in asked:
+        prompt = asked["prompt"]
+        is_tokens = not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], str))
+        start = number if is_tokens else len(tokenizer.decode(token_ids[:number]))
+        return place_in_prompt(prompt, position, start)
+    text, begin, end = tokenizer.text_around(token_ids, number)
+    place = PromptPlaces(asked, text).at(begin, end)
+    return place if place.path or place.kind is PlaceKind.TEMPLATE else None

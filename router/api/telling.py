@@ -1,0 +1,172 @@
+"""Telling: the story of one request's prompts, from when they are prepared until it has ended.
+
+Owns when what is found. The nearest earlier prompt is looked for before a prompt is served, in microseconds;
+the causes are found when the replica has said what it read. Where two prompts part, the place in the client's
+body is looked for as far as there is time for that: in a small body when the request has ended, and not for a
+prompt of which all was read; in a large one in a thread meanwhile. A story is remembered when the request
+ends, and again with its place where that comes later.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.api.api_request import ApiRequest, Prompt
+from router.api.stories import Stories, is_small
+from router.explain.causes import Cause
+from router.explain.diagnosis import NOT_FOUND, diagnosis
+from router.explain.outline import NO_OUTLINE
+from router.explain.places import Place
+from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
+from router.explain.story import PromptStory, Story, packed, placed, prompt_story, with_nearest
+from router.generation import Generation
+from router.observation.chain_tree import NamespaceName
+from router.prompt.catalog import ServedModel
+from router.tenants.caller import Caller, Right
+
+
+@dataclass(slots=True)
+class _Prompt:
+    facts: PromptFacts
+    nearest: Nearest | None
+    remembered: RememberedPrompt | None = None
+    story: PromptStory | None = None
+
+
+class _Sought(NamedTuple):
+    """A place that is still to be looked for."""
+
+    body: bytes
+    generation: Generation
+    position: int
+    number: int
+
+
+@dataclass(slots=True)
+class Telling:
+    """Of one request; made once it is prepared."""
+
+    stories: Stories
+    caller: Caller
+    request_id: str
+    request: ApiRequest
+    arrived_at: float
+    route: str = ""
+    _prompts: dict[int, _Prompt] = field(default_factory=dict)
+    _place: "asyncio.Future[Place | None] | None" = None
+    _sought: _Sought | None = None
+    _placed: int = 0
+    """The first index of the prompt in which that is looked for: the first that parts from an earlier one."""
+
+    def begin(self, body: bytes) -> None:
+        """Look for what is nearest to its prompts."""
+        remembered = self.stories.remembered
+        if not remembered.is_on:
+            return
+        across_salts = self.caller.key_id is not None and self.caller.may(Right.EXPLAIN)
+        for position, prompt in enumerate(self.request.prompts):
+            facts = facts_of(prompt, self.caller, self.request.model)
+            nearest = remembered.nearest(facts, across_salts=across_salts)
+            self._prompts[prompt.first_index] = _Prompt(facts, nearest)
+            wished = self.request.compared_id
+            if wished is not None and position == 0:
+                earlier = remembered.find(facts.tenant, wished)
+                prompt.diagnosis = (
+                    NOT_FOUND
+                    if earlier is None or not (across_salts or earlier.salt_tag == facts.salt_tag)
+                    else diagnosis(facts, earlier, remembered.compare(facts, earlier))
+                )
+            number = None if nearest is None else nearest.diverges_at
+            if number is not None and self._place is None and self._sought is None:
+                self._placed = prompt.first_index
+                self._seek(_Sought(body, prompt.generation, position, number))
+
+    def _seek(self, sought: _Sought) -> None:
+        if is_small(sought.body):
+            self._sought = sought
+        else:
+            self._place = self.stories.place_soon(self.request.model.tokenizer, *sought)
+
+    def read(self, prompt: Prompt, decided_at: float) -> None:
+        """A replica has said what of the prompt it read from cache."""
+        usage = prompt.usage
+        assert usage is not None
+        known = self._prompts.get(prompt.first_index)
+        nearest = None if known is None else known.nearest
+        is_changed = nearest is not None and nearest.is_changed
+        found = self.stories.witness.misses(
+            prompt.generation,
+            prompt.decision,
+            usage,
+            decided_at=decided_at,
+            changed_at=nearest.diverges_at if nearest is not None and is_changed else None,
+        )
+        prompt.misses = found = with_nearest(found, nearest)
+        if known is None:
+            return
+        known.story = prompt_story(known.facts, usage, prompt.decision, found, nearest)
+        if known.remembered is None:
+            ids = (self.request_id, self.request.writer.answer_id) if prompt.first_index == 0 else ()
+            known.remembered = self.stories.remembered.remember(known.facts, ids, self.arrived_at)
+
+    def stories_so_far(self) -> list[PromptStory]:
+        return [known.story for known in self._prompts.values() if known.story is not None]
+
+    def end(self, error: str | None) -> None:
+        """The request has ended: what is known is remembered."""
+        if not self._prompts:
+            return
+        first = self._prompts[0]
+        if first.remembered is None and error is not None:
+            ids = (self.request_id, self.request.writer.answer_id)
+            first.remembered = self.stories.remembered.remember(first.facts, ids, self.arrived_at)
+        if first.remembered is None:
+            return
+        if self._place is not None and not self._place.done():
+            self._place.add_done_callback(lambda _: self._tell(error))
+        self._tell(error)
+
+    def _tell(self, error: str | None) -> None:
+        first = self._prompts[0]
+        assert first.remembered is not None
+        known = self._prompts[self._placed]
+        if known.story is not None:
+            known.story = placed(known.story, self._found(known.story))
+        story = Story(
+            self.request_id,
+            self.request.writer.answer_id,
+            self.arrived_at,
+            self.request.model.name,
+            self.route,
+            error,
+            tuple(self.stories_so_far()),
+        )
+        self.stories.remembered.tell(first.remembered, first.facts.tenant, packed(story))
+
+    def _found(self, story: PromptStory) -> Place | None:
+        sought, looked = self._sought, self._place
+        if sought is not None:
+            self._sought = None
+            if story.cause == Cause.HIT:
+                return None
+            tokenizer, has_lost = self.request.model.tokenizer, story.num_lost_tokens > 0
+            return self.stories.place_now(tokenizer, *sought, has_lost=has_lost)
+        if looked is None or not looked.done() or looked.cancelled() or looked.exception():
+            return None
+        return looked.result()
+
+
+def facts_of(prompt: Prompt, caller: Caller, model: ServedModel) -> PromptFacts:
+    generation = prompt.generation
+    adapter = None if generation.adapter is None else generation.adapter.name
+    return PromptFacts(
+        tenant=caller.tenant.name,
+        root=generation.submit.root,
+        namespace=NamespaceName(generation.model, adapter, generation.tenant),
+        block_size=model.card.block_size,
+        packed_hashes=b"".join(generation.block_hashes),
+        packed_tokens=generation.submit.packed_tokens,
+        salt_tag=generation.salt_tag,
+        outline=prompt.outline or NO_OUTLINE,
+        template_tag=model.template.tag,
+    )

@@ -1,0 +1,199 @@
+"""GET /v1/usage: what the caller's tenant has used, by hour or day, and what it has come to.
+
+Owns the query and the shape of the answer. A caller sees its own tenant; who may see all, all of them.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.context import ApiContext
+from router.api.json_body import encode_json
+from router.errors import InvalidRequest
+from router.limits.connections import address_of
+from router.tenants.amounts import (
+    READ,
+    WRITTEN,
+    Amount,
+    Amounts,
+    add,
+    nothing,
+    num_prompt_tokens,
+    num_read_tokens,
+    num_written_tokens,
+)
+from router.tenants.caller import Caller, Right, caller_of
+from router.tenants.ledger import HOUR_SECONDS
+from router.tenants.ratios import NO_COST, Cost, RatioTable, cost_of
+from router.tenants.usage_sums import BUCKET_SECONDS, Bucket, Group, TooManyGroups, UsageQuery
+
+DEFAULT_HOURS = 24
+GROUPS = ("key", "model")
+BUCKETS: Mapping[str, Bucket] = {"hour": "hour", "day": "day"}
+MAX_NAME = 256
+MAX_MOMENT = 10**11
+"""Seconds since 1970."""
+
+
+class UsageRoutes:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/usage", self.usage, methods=["GET"])]
+
+    async def usage(self, request: Request) -> Response:
+        context, store = self._context, self._context.usage
+        if store is None:  # nothing is counted
+            raise HTTPException(404)
+        with context.in_flight.hold(address_of(request.scope.get("client"))):
+            caller, now = caller_of(request.scope), context.wall_clock()
+            query = usage_query(request.query_params, caller, now, store.num_hours)
+            try:
+                groups = await store.read(query)
+            except TooManyGroups:
+                raise InvalidRequest(
+                    "That is more than one answer holds: ask for fewer hours, for days instead of hours, or "
+                    "for one tenant.",
+                    parameter="start",
+                ) from None
+            written = await asyncio.to_thread(_written, query, groups, store.ratios)
+        return Response(written, media_type="application/json")
+
+
+def usage_query(params: QueryParams, caller: Caller, now: float, num_hours: int) -> UsageQuery:
+    """Whole hours: the one that `start` lies in is the first, and that before `end` the last. Raises
+    InvalidRequest."""
+    now_hour = int(now // HOUR_SECONDS)
+    end = _moment(params, "end")
+    end_hour = now_hour + 1 if end is None else math.ceil(end / HOUR_SECONDS)
+    start = _moment(params, "start")
+    first_hour = end_hour - DEFAULT_HOURS if start is None else int(start // HOUR_SECONDS)
+    if first_hour >= end_hour:
+        raise InvalidRequest("Invalid value for 'start': it must be before 'end'.", parameter="start")
+    bucket = params.get("bucket", "hour")
+    if bucket not in BUCKETS:
+        raise _wrong("bucket", bucket, BUCKETS)
+    groups = [group for text in params.getlist("group_by") for group in text.split(",")]
+    for group in groups:
+        if group not in GROUPS:
+            raise _wrong("group_by", group, GROUPS)
+    latest = now_hour + num_hours  # clocks may differ, and jump
+    end_hour = max(now_hour - num_hours, min(end_hour, latest))
+    return UsageQuery(
+        first_hour=min(end_hour, max(first_hour, now_hour - num_hours)),
+        end_hour=end_hour,
+        tenant=_tenant(params, caller),
+        key_id=_name(params, "key_id"),
+        bucket=BUCKETS[bucket],
+        by_key="key" in groups,
+        by_model="model" in groups,
+    )
+
+
+def _tenant(params: QueryParams, caller: Caller) -> str | None:
+    """Whose use is asked for; None for everybody's. What others' names are is not told."""
+    asked = _name(params, "tenant")
+    if caller.may(Right.ADMIN):
+        return asked
+    if asked not in (None, caller.tenant.name):
+        raise InvalidRequest(
+            "Invalid value for 'tenant': this key sees the use of its own tenant.", parameter="tenant"
+        )
+    return caller.tenant.name
+
+
+def _name(params: QueryParams, parameter: str) -> str | None:
+    name = params.get(parameter)
+    if name is not None and not 0 < len(name) <= MAX_NAME:
+        raise InvalidRequest(
+            f"Invalid value for '{parameter}': it has 1 to {MAX_NAME} characters.", parameter=parameter
+        )
+    return name
+
+
+def _moment(params: QueryParams, parameter: str) -> float | None:
+    """In seconds since 1970, or as ISO 8601 has it, in UTC unless it says otherwise."""
+    text = params.get(parameter)
+    if text is None:
+        return None
+    try:
+        seconds = float(text) if text.isascii() and text.replace(".", "", 1).isdigit() else _iso(text)
+    except (ValueError, OverflowError):
+        seconds = -1.0
+    if not 0 <= seconds < MAX_MOMENT:
+        raise InvalidRequest(
+            f"Invalid value for '{parameter}': '{text[:40]}' is no time. Send seconds since 1970, or such as "
+            "2026-07-01T12:00:00Z.",
+            parameter=parameter,
+        )
+    return seconds
+
+
+def _iso(text: str) -> float:
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _wrong(parameter: str, value: str, known: Mapping[str, Any] | Sequence[str]) -> InvalidRequest:
+    words = " and ".join(f"'{each}'" for each in known)
+    return InvalidRequest(
+        f"Invalid value for '{parameter}': '{value[:40]}'. Supported values are {words}.", parameter=parameter
+    )
+
+
+def _written(query: UsageQuery, groups: Mapping[Group, Amounts], ratios: RatioTable) -> bytes:
+    total, total_cost = nothing(), NO_COST
+    data: list[dict[str, Any]] = []
+    for group, amounts in groups.items():
+        cost = cost_of(amounts, ratios.of(group.tenant))
+        add(total, amounts)
+        total_cost = Cost(total_cost.cost + cost.cost, total_cost.without_cache + cost.without_cache)
+        names = {"tenant": group.tenant, "key_id": group.key_id or None, "model": group.model}
+        end = group.start + BUCKET_SECONDS[query.bucket]
+        data.append({"start": group.start, "end": end, **names, **_used(amounts, cost)})
+    return encode_json(
+        {
+            "object": "usage",
+            "start": query.first_hour * HOUR_SECONDS,
+            "end": query.end_hour * HOUR_SECONDS,
+            "bucket": query.bucket,
+            "tenant": query.tenant,
+            "ratios": None if query.tenant is None else _ratios(ratios, query.tenant),
+            "data": data,
+            "total": _used(total, total_cost),
+        }
+    )
+
+
+def _used(amounts: Amounts, cost: Cost) -> dict[str, Any]:
+    return {
+        "requests": amounts[Amount.REQUESTS],
+        "errors": amounts[Amount.ERRORS],
+        "aborted": amounts[Amount.ABORTED],
+        "prompt_tokens": num_prompt_tokens(amounts),
+        "uncached_tokens": amounts[Amount.UNCACHED],
+        "cached_tokens": num_read_tokens(amounts),
+        "cached_tokens_by_tier": {tier: amounts[place] for tier, place in READ.items()},
+        "cross_user_cached_tokens": amounts[Amount.CROSS_USER],
+        "written_tokens": num_written_tokens(amounts),
+        "written_tokens_by_ttl": {ttl: amounts[place] for ttl, place in WRITTEN.items()},
+        "output_tokens": amounts[Amount.OUTPUT],
+        "reasoning_tokens": amounts[Amount.REASONING],
+        "cost": round(cost.cost, 3),
+        "cost_without_cache": round(cost.without_cache, 3),
+        "saved": round(cost.saved, 3),
+    }
+
+
+def _ratios(ratios: RatioTable, tenant: str) -> dict[str, float]:
+    return msgspec.structs.asdict(ratios.of(tenant))

@@ -1,0 +1,224 @@
+"""Causes: why the tokens of a prompt were not read from cache, as a closed list, and the place that decides.
+
+Pure: what is asked of it comes as facts. A token that a replica had to compute has one cause, and the spans
+of a prompt add up to all tokens that were computed.
+
+Each fact speaks of leading tokens, for a block that was somewhere stands on everything before it. So a fact
+gives its cause to all tokens before its end that no stronger fact has spoken of::
+
+    read   ├ broke its lease ┤ held elsewhere ├──── evicted ────┤ never cached ┤ below a block
+    0 ── cached                                              known          the last full block ── end
+
+The order of the facts is their strength: what the replica itself has said, what the index said of the replica
+that was chosen, of others, what had left it before, and what this router has seen.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.status import ReplicaId
+from router.observation.sightings import Known
+from router.routing.decision import Decision
+from router.routing.levels import Held
+
+
+class Cause(enum.StrEnum):
+    """Why tokens were not read from cache. The first three say that nothing was lost."""
+
+    HIT = "hit"
+    """All that could be read was."""
+    NEVER_CACHED = "never_cached"
+    """No request before had it."""
+    BELOW_A_BLOCK = "below_a_block"
+    """Behind the last full block that could be read."""
+    PREFIX_CHANGED = "prefix_changed"
+    """The prompt that this one is compared with goes on differently here."""
+    OTHER_NAMESPACE = "other_namespace"
+    """It was seen under another model, adapter, salt, template or tenant."""
+    NOT_YET_WRITTEN = "not_yet_written"
+    """Another request was computing it just then."""
+    HELD_ELSEWHERE = "held_elsewhere"
+    """Another replica had it."""
+    NOT_WORTH_MOVING = "not_worth_moving"
+    """The replica had it below its device, and computing it was expected to be sooner."""
+    LOST_IN_TRANSFER = "lost_in_transfer"
+    """It was to be loaded or pulled, and that failed."""
+    EVICTED = "evicted"
+    """It had to make room."""
+    EXPIRED = "expired"
+    """Its lease ran out, and then it went."""
+    LEASE_BROKEN = "lease_broken"
+    """It was leased, and went before its time."""
+    REPLICA_RESTARTED = "replica_restarted"
+    """The incarnation that held it is gone."""
+    UNKNOWN = "unknown"
+
+
+class MissedSpan(NamedTuple):
+    """Tokens `start` to `end` (from 0, without the last) were computed, for one reason.
+
+    `replica_id` is the one that held them, holds them or was computing them, where one is known; `at` is
+    when they left it, in seconds since 1970, where that is known.
+    """
+
+    cause: Cause
+    start: int
+    end: int
+    replica_id: ReplicaId | None = None
+    at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class Misses(NamedTuple):
+    """`cause` is that of the first span, or HIT if all that could be read was."""
+
+    cause: Cause
+    spans: tuple[MissedSpan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """All that was not read."""
+        return sum(span.num_tokens for span in self.spans)
+
+
+class Departed(NamedTuple):
+    """Some block that ends at `end` left a replica: it was evicted, or the incarnation went."""
+
+    end: int
+    replica_id: ReplicaId
+    is_replica_gone: bool
+    at: float
+
+
+class Past(NamedTuple):
+    """What is known of a prompt beside its decision and its usage.
+
+    `departed` is sorted by end. `is_known_replica_gone` is whether the incarnation of `known.replica_id` that
+    served it is gone, None where nobody can say. `changed_at` is the token from which on the prompt that it
+    is compared with goes on differently. `stride_tokens` is how far apart the blocks are that the index has
+    of every chain, 0 if that is not known.
+    """
+
+    known: Known
+    departed: Sequence[Departed] = ()
+    is_known_replica_gone: bool | None = None
+    changed_at: int | None = None
+    stride_tokens: int = 0
+
+
+class _Fact(NamedTuple):
+    """Tokens before `end` have this cause, if no stronger fact has said another."""
+
+    end: int
+    cause: Cause
+    replica_id: ReplicaId | None = None
+    at: float | None = None
+
+
+def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size: int) -> Misses:
+    """Why each token that was not read was not."""
+    num_reusable = max(0, usage.num_prompt_tokens - 1) // block_size * block_size
+    spans: list[MissedSpan] = []
+    start = usage.num_cached_tokens
+    if start < num_reusable:
+        for fact in _facts(usage, decision, past, block_size, num_reusable):
+            end = min(fact.end, num_reusable)
+            if end <= start:
+                continue
+            if spans and spans[-1].cause is fact.cause and spans[-1].replica_id == fact.replica_id:
+                spans[-1] = spans[-1]._replace(end=end, at=fact.at)
+            else:
+                spans.append(MissedSpan(fact.cause, start, end, fact.replica_id, fact.at))
+            start = end
+    if usage.num_prompt_tokens > start:
+        spans.append(MissedSpan(Cause.BELOW_A_BLOCK, start, usage.num_prompt_tokens))
+    is_hit = bool(num_reusable) and usage.num_cached_tokens >= num_reusable
+    return Misses(Cause.HIT if is_hit or not spans else spans[0].cause, tuple(spans))
+
+
+def _facts(
+    usage: PromptUsage, decision: Decision | None, past: Past, block_size: int, num_reusable: int
+) -> Iterator[_Fact]:
+    """The strongest first."""
+    yield from _of_replica(usage, None if decision is None else decision.replica_id)
+    if decision is not None:
+        yield from _of_chosen(usage, decision, block_size)
+        if decision.held is not None:
+            yield from _of_others(decision, decision.held, block_size)
+    for gone in past.departed:
+        cause = Cause.REPLICA_RESTARTED if gone.is_replica_gone else Cause.EVICTED
+        yield _Fact(gone.end, cause, gone.replica_id, gone.at)
+    yield from _of_known(past, decision, block_size)
+    yield _never_cached(past, num_reusable)
+
+
+def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_Fact]:
+    """What the replica says itself. What it has but did not move comes first, before what it lacks."""
+    end = usage.num_cached_tokens
+    for num_tokens, cause in (
+        (usage.num_lost_tokens, Cause.LOST_IN_TRANSFER),
+        (usage.num_unmoved_tokens, Cause.NOT_WORTH_MOVING),
+        (usage.num_evicted_early_tokens, Cause.LEASE_BROKEN),
+        (usage.num_expired_tokens, Cause.EXPIRED),
+    ):
+        end += num_tokens
+        yield _Fact(end, cause, replica_id)
+
+
+def _of_chosen(usage: PromptUsage, decision: Decision, block_size: int) -> Iterator[_Fact]:
+    """What the index said that the replica had, or was about to have, and it did not read."""
+    held, replica_id, planned = decision.held, decision.replica_id, decision.overlap_tokens
+    if held is None:
+        yield _Fact(planned, Cause.EVICTED, replica_id)
+        return
+    num_stored = held.stored_depth(replica_id) * block_size
+    chosen = next((each for each in decision.candidates if each.replica_id == replica_id), None)
+    if chosen is None or chosen.load.speeds.host is None:
+        yield _Fact(num_stored, Cause.EVICTED, replica_id)
+    else:
+        if usage.num_cached_tokens < planned:
+            yield _Fact(min(planned, num_stored), Cause.EVICTED, replica_id)
+        yield _Fact(num_stored, Cause.NOT_WORTH_MOVING, replica_id)
+    yield _Fact(held.depth(replica_id) * block_size, Cause.NOT_YET_WRITTEN, replica_id)
+    if decision.pull_from is not None:
+        yield _Fact(planned, Cause.NOT_WORTH_MOVING, decision.pull_from)
+
+
+def _of_others(decision: Decision, held: Held, block_size: int) -> Iterator[_Fact]:
+    """What any other replica had stored, what one was about to, and what died with one."""
+    candidates = [candidate.replica_id for candidate in decision.candidates]
+    passed_over = {decision.replica_id, *held.gone}
+    for levels, cause in ((held.stored, Cause.HELD_ELSEWHERE), (held.levels, Cause.NOT_YET_WRITTEN)):
+        deepest = held.deepest(levels, without=passed_over, prefer=candidates)
+        if deepest is not None:
+            yield _Fact(deepest[1] * block_size, cause, deepest[0])
+    for replica_id in held.gone:
+        yield _Fact(held.stored_depth(replica_id) * block_size, Cause.REPLICA_RESTARTED, replica_id)
+
+
+def _of_known(past: Past, decision: Decision | None, block_size: int) -> Iterator[_Fact]:
+    """It was served once, and of no replica it is known that it has it, nor how it went. Behind the last
+    block on the stride the index knows of nothing but ends of prompts: another replica that has all up to
+    there has the rest as well, if nothing said that it went."""
+    known = past.known
+    if past.is_known_replica_gone is False and past.stride_tokens and decision is not None:
+        on_stride = known.num_tokens // past.stride_tokens * past.stride_tokens
+        assert known.replica_id is not None
+        held = 0 if decision.held is None else decision.held.stored_depth(known.replica_id) * block_size
+        if known.replica_id != decision.replica_id and held >= on_stride:
+            yield _Fact(known.num_tokens, Cause.HELD_ELSEWHERE, known.replica_id)
+    cause = {True: Cause.REPLICA_RESTARTED, False: Cause.EVICTED, None: Cause.UNKNOWN}
+    yield _Fact(known.num_tokens, cause[past.is_known_replica_gone], known.replica_id)
+
+
+def _never_cached(past: Past, num_reusable: int) -> _Fact:
+    if past.changed_at is not None and past.changed_at < num_reusable:
+        return _Fact(num_reusable, Cause.PREFIX_CHANGED)
+    if past.known.is_elsewhere and not past.known.num_tokens:
+        return _Fact(num_reusable, Cause.OTHER_NAMESPACE)
+    return _Fact(num_reusable, Cause.NEVER_CACHED)

@@ -1,0 +1,85 @@
+"""Diagnosis: what two vendors' own fields say of a prompt beside one earlier request that the client names.
+
+Owns these fields' values. Both name one class of reason, the first that stands in the prompt.
+"""
+
+from typing import Any, NamedTuple
+
+from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
+from router.explain.story import changes
+
+OPENAI_REASONS = {
+    "model": "model_changed",
+    "adapter": "model_changed",
+    "model_version": "model_changed",
+    "cache_salt": "prompt_cache_key_changed",
+    "template_arguments": "reasoning_effort_changed",
+    "tools": "tools_changed",
+    "tool_keys": "tools_changed",
+    "system": "input_changed",
+    "messages": "input_changed",
+    "template": "input_changed",
+    "output_format": "text_format_changed",
+}
+ANTHROPIC_REASONS = {
+    "model": "model_changed",
+    "adapter": "model_changed",
+    "model_version": "model_changed",
+    "tools": "tools_changed",
+    "tool_keys": "tools_changed",
+    "system": "system_changed",
+    "messages": "messages_changed",
+}
+"""What is none of these is `unavailable` there: another parameter differs."""
+
+
+class Diagnosis(NamedTuple):
+    """`change` is the first thing that is other than in the named request, None if this prompt goes on from
+    it. `num_reusable_tokens` are those of the named prompt that could be read again if nothing had changed,
+    `num_missed_tokens` those of them that cannot. Without `is_found` nothing is known of it."""
+
+    is_found: bool
+    change: str | None = None
+    num_reusable_tokens: int = 0
+    num_missed_tokens: int = 0
+
+
+NOT_FOUND = Diagnosis(is_found=False)
+
+
+def diagnosis(facts: PromptFacts, earlier: RememberedPrompt, compared: Nearest) -> Diagnosis:
+    num_common = compared.num_common_tokens
+    if num_common is not None and not compared.goes_on:
+        return Diagnosis(True, None, earlier.num_tokens, 0)
+    found = changes(facts, compared)
+    num_missed = earlier.num_tokens - (num_common or 0)
+    return Diagnosis(True, found[0] if found else "messages", earlier.num_tokens, num_missed)
+
+
+def openai_diagnostics(found: Diagnosis | None) -> dict[str, Any]:
+    if found is None:
+        return {"type": "unavailable"}
+    if not found.is_found:
+        return {"type": "comparison_response_not_found"}
+    if found.change is None:
+        return {"type": "cache_hit"}
+    return {
+        "type": "cache_miss",
+        "reason": OPENAI_REASONS[found.change],
+        "comparison_reusable_tokens": found.num_reusable_tokens,
+        "cache_missed_tokens": found.num_missed_tokens,
+    }
+
+
+def anthropic_diagnostics(found: Diagnosis | None) -> dict[str, Any]:
+    """Of a request that names an earlier one."""
+    if found is None:
+        return {"cache_miss_reason": {"type": "unavailable"}}
+    if not found.is_found:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if found.change is None:
+        return {"cache_miss_reason": None}
+    reason = ANTHROPIC_REASONS.get(found.change)
+    if reason is None:
+        return {"cache_miss_reason": {"type": "unavailable"}}
+    return {"cache_miss_reason": {"type": reason, "cache_missed_input_tokens": found.num_missed_tokens}}

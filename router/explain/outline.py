@@ -1,0 +1,103 @@
+"""PromptOutline: what a conversation consists of, as digests: tools, pieces of system texts, messages.
+
+Owns what counts as a piece and how many are kept. Made where a body is prepared, and keyed where it is
+remembered; by outlines two prompts are known to be of one conversation whose first tokens differ.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+DIGEST_BYTES = 8
+MAX_TOOLS = 64
+MAX_PIECES = 32
+"""Of the system's texts: lines, or sentences of long ones."""
+MAX_MESSAGES = 128
+
+_SYSTEM_ROLES = ("system", "developer")
+_BREAKS = re.compile(r"[\n.!?;](?:(?<=\n)\n*|(?<!\n) )")
+"""The ends of lines and sentences. That it begins with a set of characters makes it quick."""
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class PromptOutline(msgspec.Struct, frozen=True, array_like=True):
+    """Each is packed digests, in the prompt's order. `tools` do not see the order of keys, `written_tools` is
+    one digest of all of them that does. `messages` are those that are no system's."""
+
+    tools: bytes = b""
+    written_tools: bytes = b""
+    system: bytes = b""
+    messages: bytes = b""
+    arguments: bytes = b""
+    """Of what the client passes to the template: effort, thinking."""
+    output_format: bytes = b""
+
+    def units(self) -> bytes:
+        """All that may be the same in two prompts."""
+        return self.tools + self.system + self.messages
+
+
+NO_OUTLINE = PromptOutline()
+
+
+def outline_of(
+    tools: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    output_format: Any,
+    digests: Sequence[bytes] = (),
+) -> PromptOutline:
+    """`digests` are those of the messages, where somebody has made them."""
+    try:
+        return PromptOutline(
+            tools=b"".join(_digest(_encode(tool)) for tool in tools[:MAX_TOOLS]),
+            written_tools=_digest(msgspec.json.encode(tools)) if tools else b"",
+            system=b"".join(_system_pieces(messages)),
+            messages=b"".join(_messages(messages, digests)),
+            arguments=_digest(_encode(arguments)) if arguments else b"",
+            output_format=b"" if output_format is None else _digest(msgspec.json.encode(output_format)),
+        )
+    except (UnicodeEncodeError, OverflowError, RecursionError, TypeError):
+        return NO_OUTLINE  # half a surrogate pair, an integer beyond 64 bits
+
+
+def _system_pieces(messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    number = 0
+    for message in messages:
+        content = message.get("content")
+        if message["role"] not in _SYSTEM_ROLES or not isinstance(content, str):
+            continue
+        for piece in _pieces(content):
+            if number == MAX_PIECES:
+                return
+            if piece:
+                number += 1
+                yield _digest(b"system" + piece.encode())
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Its lines and sentences, without the blank behind."""
+    start = 0
+    for found in _BREAKS.finditer(text):
+        end = found.start()
+        yield text[start : end if text[end] == "\n" else end + 1]
+        start = found.end()
+    yield text[start:]
+
+
+def _messages(messages: Sequence[Mapping[str, Any]], digests: Sequence[bytes]) -> Iterator[bytes]:
+    number = 0
+    for position, message in enumerate(messages):
+        if message["role"] in _SYSTEM_ROLES:
+            continue
+        if number == MAX_MESSAGES:
+            return
+        number += 1
+        yield digests[position][:DIGEST_BYTES] if digests else _digest(_encode(message))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

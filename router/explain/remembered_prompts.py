@@ -1,0 +1,439 @@
+"""RememberedPrompts: what is known of a tenant's earlier prompts, so that the next one finds the nearest.
+
+Owns the memory, its bound in bytes, and whose prompts are compared. Knows hashes, counts and positions, never
+tokens or text; no clock.
+
+Of each tenant there is a radix tree of block hashes, in which two bytes of each token (a keyed digest of it
+and its place) tell at which token two prompts part; a record for each request, found by its ids; and for
+each piece of a conversation (see `outline.py`) the last prompt that had it, for prompts that part in their
+first block or have another root. Prompts of other tenants are never looked at, even where a group shares its
+KV. What was remembered the longest ago is forgotten first: of the tenant that adds, if it has more than an
+equal part of all, otherwise of the one that holds most.
+"""
+
+import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from router.explain.outline import DIGEST_BYTES, NO_OUTLINE, PromptOutline
+from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
+
+MARK_BYTES = 2
+RECORD_BYTES = 1100
+"""Of a record and its entries in tables, beside what varies; measured."""
+NODE_BYTES = 700
+UNIT_BYTES = 130
+TENANT_BYTES = 2000
+MAX_SIBLINGS = 16
+"""How many of the branches at the place where a prompt leaves the tree are compared token by token."""
+MAX_CANDIDATES = 4
+MAX_VOTES = 48
+"""How many of a prompt's pieces are looked up."""
+LEAST_SHARED = 2
+SHORT_BYTES = 512
+"""Of marks that are compared as one number, which is quicker than to have numpy do it."""
+
+FEW_TOKENS = 8192
+
+_TOKENS, _MARKS = np.dtype("<u4"), np.dtype("<u2")
+_HALF, _WHOLE = np.uint32(15), np.uint32(16)
+
+
+class Passed:
+    """What is kept for a run of blocks: the last prompt that had it, and its tokens' marks."""
+
+    __slots__ = ("latest", "marks")
+
+    def __init__(self, latest: int, marks: bytes) -> None:
+        self.latest = latest
+        self.marks = marks
+
+    def cut(self, num_blocks: int, num_all: int) -> "Passed":
+        split = len(self.marks) // num_all * num_blocks
+        upper = Passed(self.latest, self.marks[:split])
+        self.marks = self.marks[split:]
+        return upper
+
+
+@dataclass(slots=True)
+class PromptFacts:
+    """What there is to know of a prompt before it is served. What `RememberedPrompts` has worked out of it
+    stays with it, since the same prompt is looked for and then remembered."""
+
+    tenant: str
+    root: BlockHash
+    namespace: NamespaceName
+    block_size: int
+    packed_hashes: bytes
+    packed_tokens: bytes
+    salt_tag: bytes = b""
+    outline: PromptOutline = NO_OUTLINE
+    template_tag: bytes = b""
+    units: bytes | None = None
+    """Its outline's pieces."""
+    marks: bytes = b""
+    """Its tokens', from `marked_from` to its end."""
+    marked_from: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.packed_tokens) // 4
+
+
+@dataclass(slots=True)
+class RememberedPrompt:
+    """`tip` is the node that its last full block is in, `tail` are the marks behind that. `story` is what
+    has become of it, encoded by whoever remembers."""
+
+    number: int
+    ids: tuple[str, ...]
+    at: float
+    root: BlockHash
+    model: str
+    adapter: str | None
+    salt_tag: bytes
+    num_tokens: int
+    units: bytes
+    outline: PromptOutline
+    tip: int | None
+    tail: bytes
+    story: bytes = b""
+    num_bytes: int = 0
+    template_tag: bytes = b""
+
+
+class Nearest(NamedTuple):
+    """An earlier prompt, and how many tokens lead both: None where their roots differ. `goes_on` says that
+    it has other tokens behind those. `num_shared` counts the pieces that both have; `is_changed` that this
+    prompt seems to be meant as the same conversation, and differs before its end."""
+
+    prompt: RememberedPrompt
+    num_common_tokens: int | None
+    goes_on: bool
+    num_shared: int = 0
+    is_changed: bool = False
+
+    @property
+    def diverges_at(self) -> int | None:
+        return self.num_common_tokens if self.goes_on else None
+
+
+class _Tenant:
+    def __init__(self) -> None:
+        self.tree: ChainTree[Passed] = ChainTree()
+        self.records: OrderedDict[int, RememberedPrompt] = OrderedDict()
+        self.by_id: dict[str, int] = {}
+        self.by_unit: dict[int, int] = {}
+        self.num_bytes = TENANT_BYTES
+
+
+class RememberedPrompts:
+    """For one thread. `key` is made up by the process; `max_bytes` of 0 remembers nothing."""
+
+    def __init__(self, max_bytes: int, key: bytes) -> None:
+        self._max_bytes = max_bytes
+        self._key = key
+        numbers = [int.from_bytes(key[at : at + 4], "little") | 1 for at in (0, 4, 8)]
+        self._factors = tuple(np.uint32(number) for number in numbers)
+        self._places = np.arange(FEW_TOKENS, dtype=np.uint32) * self._factors[2]
+        """What a token's place adds to its mark."""
+        self._tenants: dict[str, _Tenant] = {}
+        self._last_number = 0
+        self.num_bytes = 0
+        self.num_forgotten = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_bytes > 0
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(len(tenant.records) for tenant in self._tenants.values())
+
+    def find(self, tenant: str, prompt_id: str) -> RememberedPrompt | None:
+        """By the request's id or the answer's."""
+        mine = self._tenants.get(tenant)
+        number = None if mine is None else mine.by_id.get(prompt_id)
+        return None if mine is None or number is None else mine.records.get(number)
+
+    def nearest(self, facts: PromptFacts, *, across_salts: bool = False) -> Nearest | None:
+        """The earlier prompt that is most like this one. Only `across_salts` are those looked at that came
+        with another salt: one who chooses a salt may not want to be found by others of the tenant."""
+        mine = self._tenants.get(facts.tenant)
+        if mine is None:
+            return None
+        units = self._units(facts)
+        best = self._longest(mine, facts)
+        if best is not None:
+            best = _judged(best, units)
+        for candidate in self._alike(mine, units):
+            if candidate.salt_tag != facts.salt_tag and not across_salts:
+                continue
+            if best is not None and candidate is best.prompt:
+                continue
+            found = self._compared(mine, facts, units, candidate)
+            if best is None or _is_nearer(found, best, facts.block_size):
+                best = found
+        return best
+
+    def compare(self, facts: PromptFacts, earlier: RememberedPrompt) -> Nearest:
+        """With one of the same tenant's."""
+        return self._compared(self._tenants[facts.tenant], facts, self._units(facts), earlier)
+
+    def remember(self, facts: PromptFacts, ids: tuple[str, ...], at: float) -> RememberedPrompt | None:
+        if not self._max_bytes:
+            return None
+        mine = self._tenants.get(facts.tenant)
+        if mine is None:
+            mine = self._tenants[facts.tenant] = _Tenant()
+            self.num_bytes += TENANT_BYTES
+        number = self._last_number = self._last_number + 1
+        before = mine.tree.num_nodes, mine.tree.num_blocks, len(mine.by_unit)
+        tip = self._grow(mine, facts, number)
+        tail = self._marks(facts, len(facts.packed_hashes) // HASH_BYTES * facts.block_size, facts.num_tokens)
+        units = self._units(facts)
+        namespace = facts.namespace
+        record = RememberedPrompt(
+            number, ids, at, facts.root, namespace.model, namespace.adapter, facts.salt_tag, facts.num_tokens,
+            units, facts.outline, tip, tail, template_tag=facts.template_tag,
+        )  # fmt: skip
+        for unit in _numbers(units):
+            mine.by_unit[unit] = number
+        for prompt_id in ids:
+            mine.by_id[prompt_id] = number
+        mine.records[number] = record
+        record.num_bytes = RECORD_BYTES + 3 * len(units) + len(tail)
+        added = record.num_bytes + (mine.tree.num_nodes - before[0]) * NODE_BYTES
+        added += (mine.tree.num_blocks - before[1]) * (HASH_BYTES + MARK_BYTES * facts.block_size)
+        added += (len(mine.by_unit) - before[2]) * UNIT_BYTES
+        mine.num_bytes += added
+        self.num_bytes += added
+        self._keep_bound(mine)
+        return record
+
+    def tell(self, prompt: RememberedPrompt, tenant: str, story: bytes) -> None:
+        """What has become of it."""
+        mine = self._tenants.get(tenant)
+        if mine is None or prompt.number not in mine.records:
+            return
+        added = len(story) - len(prompt.story)
+        prompt.story = story
+        prompt.num_bytes += added
+        mine.num_bytes += added
+        self.num_bytes += added
+
+    def _grow(self, mine: _Tenant, facts: PromptFacts, number: int) -> int | None:
+        num_blocks = len(facts.packed_hashes) // HASH_BYTES
+
+        def passed(start: int) -> Passed:
+            marks = self._marks(facts, start * facts.block_size, num_blocks * facts.block_size)
+            return Passed(number, marks)
+
+        path = mine.tree.use(facts.root, facts.namespace, facts.packed_hashes, facts.block_size, passed)
+        for node in path:
+            node.uses.latest = number
+        return path[-1].number if path else None
+
+    def _longest(self, mine: _Tenant, facts: PromptFacts) -> Nearest | None:
+        """Of all prompts under the same root the one that begins with most of this one's tokens."""
+        steps = list(mine.tree.look(facts.root, facts.packed_hashes))
+        num_blocks = steps[-1][1] if steps else 0
+        block_size = facts.block_size
+        start = num_blocks * block_size
+        ours = self._marks(facts, start, min(facts.num_tokens, start + block_size))
+        best: Nearest | None = None
+        most = 0
+
+        def offer(number: int, theirs: bytes, *, is_all: bool = False) -> None:
+            nonlocal best, most
+            common = _num_common(ours, theirs)
+            prompt = mine.records.get(number) if common >= most else None
+            if prompt is None:
+                return
+            most = common
+            goes_on = common * MARK_BYTES < len(theirs) or not is_all
+            found = Nearest(prompt, start + common, goes_on and start + common < facts.num_tokens)
+            if best is None or _rank(found) > _rank(best):
+                best = found
+
+        if steps and num_blocks < steps[-1][0].end:
+            node = steps[-1][0]
+            at = (num_blocks - node.start) * block_size * MARK_BYTES
+            offer(node.uses.latest, node.uses.marks[at : at + block_size * MARK_BYTES])
+            return best
+        last = steps[-1][0] if steps else None
+        newest = None if last is None else mine.records.get(last.uses.latest)
+        if last is not None and newest is not None and newest.tip == last.number:
+            offer(newest.number, newest.tail, is_all=True)
+        children = mine.tree.first_nodes(facts.root) if last is None else reversed(last.children.values())
+        first = ours[:MARK_BYTES]
+        for child in islice(children, MAX_SIBLINGS if first else 0):
+            if child.uses.marks.startswith(first):
+                offer(child.uses.latest, child.uses.marks[: block_size * MARK_BYTES])
+        if (
+            best is None and last is not None and newest is not None
+        ):  # no other has more of this prompt than that run of blocks
+            goes_on = newest.tip != last.number and start < facts.num_tokens
+            best = Nearest(newest, start, goes_on)
+        return best if best is not None and best.num_common_tokens else None
+
+    def _alike(self, mine: _Tenant, units: bytes) -> Sequence[RememberedPrompt]:
+        """Those that share most pieces with it."""
+        votes: Counter[int] = Counter()
+        every = _numbers(units)
+        looked_at = (
+            every if len(every) <= MAX_VOTES else [*every[: MAX_VOTES // 2], *every[-MAX_VOTES // 2 :]]
+        )
+        for unit in looked_at:
+            number = mine.by_unit.get(unit)
+            if number is not None:
+                votes[number] += 1
+        common = [number for number, count in votes.most_common(MAX_CANDIDATES) if count >= LEAST_SHARED]
+        return [mine.records[number] for number in common if number in mine.records]
+
+    def _compared(
+        self, mine: _Tenant, facts: PromptFacts, units: bytes, earlier: RememberedPrompt
+    ) -> Nearest:
+        if earlier.root != facts.root:
+            return _judged(Nearest(earlier, None, goes_on=False), units)
+        theirs = self._marks_of(mine, earlier)
+        ours = self._marks(facts, 0, facts.num_tokens)
+        common = _num_common(ours, theirs)
+        goes_on = common * MARK_BYTES < len(theirs) and common < facts.num_tokens
+        return _judged(Nearest(earlier, common, goes_on), units)
+
+    def _marks_of(self, mine: _Tenant, earlier: RememberedPrompt) -> bytes:
+        runs = [earlier.tail]
+        node = None if earlier.tip is None else mine.tree.node(earlier.tip)
+        if earlier.tip is not None and node is None:
+            return b""
+        while isinstance(node, ChainNode):
+            runs.append(node.uses.marks)
+            above = node.parent
+            node = above if isinstance(above, ChainNode) else None
+        return b"".join(reversed(runs))
+
+    def _marks(self, facts: PromptFacts, start: int, end: int) -> bytes:
+        """Two bytes a token, which depend on its place."""
+        if start >= end:
+            return b""
+        if facts.marked_from is None or start < facts.marked_from:
+            facts.marks, facts.marked_from = self._new_marks(facts, start), start
+        begin = facts.marked_from
+        return facts.marks[(start - begin) * MARK_BYTES : (end - begin) * MARK_BYTES]
+
+    def _new_marks(self, facts: PromptFacts, start: int) -> bytes:
+        first, second, third = self._factors
+        if len(self._places) < facts.num_tokens:
+            self._places = np.arange(2 * facts.num_tokens, dtype=np.uint32) * third
+        mixed = np.frombuffer(facts.packed_tokens, _TOKENS, offset=start * _TOKENS.itemsize) * first
+        mixed ^= self._places[start : facts.num_tokens]
+        mixed ^= mixed >> _HALF
+        mixed *= second
+        marks: bytes = (mixed >> _WHOLE).astype(_MARKS).tobytes()
+        return marks
+
+    def _units(self, facts: PromptFacts) -> bytes:
+        """The outline's digests, four bytes each, under a key of the tenant's."""
+        if facts.units is not None:
+            return facts.units
+        plain = facts.outline.units()
+        key = self._key + facts.tenant.encode()
+        digests = [
+            hash((key, plain[at : at + DIGEST_BYTES])) & 0xFFFFFFFF
+            for at in range(0, len(plain), DIGEST_BYTES)
+        ]
+        facts.units = array.array("I", digests).tobytes()
+        return facts.units
+
+    def _keep_bound(self, adds: _Tenant) -> None:
+        while self.num_bytes > self._max_bytes:
+            share = self._max_bytes / len(self._tenants)
+            victim = adds
+            if adds.num_bytes <= share or not adds.records:
+                victim = max(self._tenants.values(), key=lambda tenant: tenant.num_bytes)
+            if not victim.records:
+                return
+            least = max(self._max_bytes // 256, 1)
+            before = self.num_bytes
+            while victim.records and self.num_bytes > self._max_bytes and before - self.num_bytes < least:
+                self._forget(victim)
+
+    def _forget(self, mine: _Tenant) -> None:
+        number, record = mine.records.popitem(last=False)
+        freed = record.num_bytes
+        for prompt_id in record.ids:
+            if mine.by_id.get(prompt_id) == number:
+                del mine.by_id[prompt_id]
+        for unit in _numbers(record.units):
+            if mine.by_unit.get(unit) == number:
+                del mine.by_unit[unit]
+                freed += UNIT_BYTES
+        while (node := mine.tree.oldest()) is not None and node.uses.latest <= number:
+            freed += NODE_BYTES + len(node.hashes) + len(node.uses.marks)
+            mine.tree.forget_oldest()
+        mine.num_bytes -= freed
+        self.num_bytes -= freed
+        self.num_forgotten += 1
+        if not mine.records:
+            self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        for name in [name for name, tenant in self._tenants.items() if not tenant.records]:
+            self.num_bytes -= self._tenants.pop(name).num_bytes
+
+
+def _judged(found: Nearest, units: bytes) -> Nearest:
+    """With what both have in common, piece by piece."""
+    ours, theirs = _numbers(units), _numbers(found.prompt.units)
+    lead = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if lead is None:
+        lead = min(len(ours), len(theirs))
+    behind = set(ours[lead:]) & set(theirs[lead:])
+    is_in_midst = lead and (lead == len(theirs) or lead < len(ours) - 1)
+    is_changed = found.goes_on and bool(behind or (is_in_midst and found.num_common_tokens))
+    return found._replace(num_shared=lead + len(behind), is_changed=is_changed)
+
+
+def _is_nearer(found: Nearest, best: Nearest, block_size: int) -> bool:
+    """Under one root the longer beginning is nearer, if by a block or more; otherwise what shares clearly
+    more pieces. Unrelated prompts have some tokens in common, by the template and by chance."""
+    if found.num_common_tokens is None:
+        return found.num_shared >= best.num_shared + LEAST_SHARED and (best.num_common_tokens or 0) < (
+            block_size if best.num_shared else found.num_shared * block_size
+        )
+    if best.num_common_tokens is None:
+        return found.num_common_tokens >= block_size or found.num_shared >= best.num_shared
+    is_about_as_long = abs(found.num_common_tokens - best.num_common_tokens) < block_size
+    if is_about_as_long and abs(found.num_shared - best.num_shared) >= LEAST_SHARED:
+        return found.num_shared > best.num_shared
+    return _rank(found) > _rank(best)
+
+
+def _rank(found: Nearest) -> tuple[int, bool, int, int]:
+    return (found.num_common_tokens or 0, not found.goes_on, found.num_shared, found.prompt.number)
+
+
+def _numbers(units: bytes) -> Sequence[int]:
+    numbers = array.array("I")
+    numbers.frombytes(units)
+    return numbers
+
+
+def _num_common(ours: bytes, theirs: bytes) -> int:
+    """Tokens with which both begin."""
+    length = min(len(ours), len(theirs))
+    if ours[:length] == theirs[:length]:
+        return length // MARK_BYTES
+    if length <= SHORT_BYTES:
+        differs = int.from_bytes(ours[:length], "little") ^ int.from_bytes(theirs[:length], "little")
+        return ((differs & -differs).bit_length() - 1) // (8 * MARK_BYTES)
+    a = np.frombuffer(ours, np.uint16, length // MARK_BYTES)
+    b = np.frombuffer(theirs, np.uint16, length // MARK_BYTES)
+    return int(np.argmax(a != b))

@@ -1,0 +1,275 @@
+"""Story: why a prompt was, or was not, read from cache, as it is told and remembered.
+
+Owns its shape and what counts as lost. Finds nothing itself: the causes are `causes.py`'s, the earlier
+prompt is the memory's, the place is `places.py`'s. A story has ids of the own tenant's requests, counts and
+positions, never text.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from replicas.protocol.frames import PromptUsage
+from router.explain.causes import Cause, MissedSpan, Misses
+from router.explain.places import Place, PlaceKind
+from router.explain.remembered_prompts import Nearest, PromptFacts
+from router.routing.decision import Decision
+
+
+class StoryStatistics(NamedTuple):
+    """What a router remembers. Of the places where prompts part, some are left out for lack of time."""
+
+    num_prompts: int
+    num_bytes: int
+    num_forgotten: int
+    num_places: int
+    num_places_left_out: int
+
+
+NOTHING_LOST = frozenset({Cause.HIT, Cause.NEVER_CACHED, Cause.BELOW_A_BLOCK})
+
+SETTINGS_PATHS = {
+    "model": "model",
+    "adapter": "model",
+    "cache_salt": "cache_salt",
+    "template_arguments": "chat_template_kwargs",
+}
+"""Where a client has what changes a prompt's namespace or its template."""
+
+
+class Earlier(msgspec.Struct, frozen=True, array_like=True):
+    """The nearest earlier prompt. `num_common_tokens` is None where it has another namespace; the first token
+    that differs is `diverges_at`, None where this prompt goes on from all of it."""
+
+    ids: tuple[str, ...]
+    at: float
+    num_tokens: int
+    num_common_tokens: int | None
+    diverges_at: int | None
+    changed: tuple[str, ...] = ()
+    """What differs as a whole: model, cache_salt, tools, …"""
+
+
+class PromptStory(msgspec.Struct, frozen=True, array_like=True):
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tier_tokens: tuple[int, int, int]
+    """Of these from the device, from host memory, from disk."""
+    cause: str
+    spans: tuple[tuple[str, int, int, str | None, float | None], ...]
+    num_lost_tokens: int
+    lost_ms: float | None
+    replica_id: str | None
+    earlier: Earlier | None = None
+    path: str | None = None
+    place_kind: str | None = None
+    is_certain: bool = False
+
+    @property
+    def outcome(self) -> str:
+        if not self.num_cached_tokens:
+            return "miss"
+        return "hit" if self.cause == Cause.HIT else "partial"
+
+
+class Story(msgspec.Struct, frozen=True, array_like=True):
+    """Of one request. `error` is the name of what ended it; then `prompts` may be missing."""
+
+    request_id: str
+    answer_id: str | None
+    at: float
+    model: str | None
+    route: str
+    error: str | None
+    prompts: tuple[PromptStory, ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Story).decode
+
+
+def packed(story: Story) -> bytes:
+    return _encode(story)
+
+
+def unpacked(data: bytes) -> Story:
+    return _decode(data)
+
+
+def with_nearest(found: Misses, nearest: Nearest | None) -> Misses:
+    """What was never cached here was computed under another namespace, if the nearest prompt has one."""
+    if nearest is None or nearest.num_common_tokens is not None:
+        return found
+    spans = tuple(
+        span._replace(cause=Cause.OTHER_NAMESPACE) if span.cause is Cause.NEVER_CACHED else span
+        for span in found.spans
+    )
+    cause = Cause.OTHER_NAMESPACE if found.cause is Cause.NEVER_CACHED else found.cause
+    return Misses(cause, spans)
+
+
+def prompt_story(
+    facts: PromptFacts,
+    usage: PromptUsage,
+    decision: Decision | None,
+    found: Misses,
+    nearest: Nearest | None,
+) -> PromptStory:
+    num_lost = sum(_num_lost(span, nearest, facts.block_size) for span in found.spans)
+    rate = _prefill_seconds(decision)
+    return PromptStory(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_tier_tokens=(usage.num_device_tokens, usage.num_host_tokens, usage.num_disk_tokens),
+        cause=found.cause.value,
+        spans=tuple((s.cause.value, s.start, s.end, s.replica_id, s.at) for s in found.spans),
+        num_lost_tokens=num_lost,
+        lost_ms=round(num_lost * rate * 1e3, 3) if rate else None,
+        replica_id=None if decision is None else decision.replica_id,
+        earlier=None if nearest is None else _earlier(facts, nearest),
+    )
+
+
+def placed(story: PromptStory, place: Place | None) -> PromptStory:
+    """With the place where it leaves the nearest earlier prompt."""
+    earlier = story.earlier
+    setting = next((SETTINGS_PATHS[name] for name in earlier.changed if name in SETTINGS_PATHS), None) if (
+        earlier is not None
+    ) else None  # fmt: skip
+    is_words = place is not None and place.kind is not PlaceKind.TEMPLATE
+    if setting is not None and not is_words:
+        return msgspec.structs.replace(story, path=setting, place_kind="setting", is_certain=True)
+    if place is None:
+        if earlier is None or earlier.num_common_tokens is not None or "template" not in earlier.changed:
+            return story
+        place = Place("", PlaceKind.TEMPLATE, is_certain=True)  # another root: no token to look for
+    return msgspec.structs.replace(
+        story, path=place.path, place_kind=place.kind.value, is_certain=place.is_certain
+    )
+
+
+def header_of(stories: Sequence[PromptStory]) -> bytes:
+    """What `x-kvasir-cache` says of a request's prompts; the cause is that of the first that lost any."""
+    num_cached = sum(story.num_cached_tokens for story in stories)
+    num_lost = sum(story.num_lost_tokens for story in stories)
+    if len(stories) == 1:
+        outcome = stories[0].outcome
+    elif all(story.outcome == "hit" for story in stories):
+        outcome = "hit"
+    else:
+        outcome = "partial" if num_cached else "miss"
+    told = next((story for story in stories if story.num_lost_tokens), None)
+    if told is None:
+        told = next((story for story in stories if story.cause != Cause.HIT), stories[0])
+    return f"{outcome}; cached={num_cached}; lost={num_lost}; cause={told.cause}".encode()
+
+
+def told(story: Story) -> dict[str, Any]:
+    """As JSON has it."""
+    return {
+        "object": "cache.explanation",
+        "request_id": story.request_id,
+        "answer_id": story.answer_id,
+        "created_at": round(story.at, 3),
+        "model": story.model,
+        "route": story.route,
+        "error": story.error,
+        "prompts": [_told_prompt(story, prompt) for prompt in story.prompts],
+    }
+
+
+def _told_prompt(story: Story, prompt: PromptStory) -> dict[str, Any]:
+    device, host, disk = prompt.num_tier_tokens
+    return {
+        "outcome": prompt.outcome,
+        "cause": prompt.cause,
+        "replica": prompt.replica_id,
+        "prompt_tokens": prompt.num_prompt_tokens,
+        "cached_tokens": prompt.num_cached_tokens,
+        "cached_tokens_by_tier": {"device": device, "host": host, "disk": disk},
+        "lost_tokens": prompt.num_lost_tokens,
+        "lost_ms": prompt.lost_ms,
+        "spans": [
+            {"cause": cause, "start": start, "end": end, "replica": replica_id, "at": at}
+            for cause, start, end, replica_id, at in prompt.spans
+        ],
+        "nearest": None if prompt.earlier is None else _told_earlier(story, prompt.earlier),
+        "place": None
+        if prompt.path is None
+        else {"path": prompt.path or None, "kind": prompt.place_kind, "is_certain": prompt.is_certain},
+    }
+
+
+def _told_earlier(story: Story, earlier: Earlier) -> dict[str, Any]:
+    return {
+        "request_id": earlier.ids[0] if earlier.ids else None,
+        "answer_id": earlier.ids[1] if len(earlier.ids) > 1 else None,
+        "seconds_before": round(story.at - earlier.at, 3),
+        "prompt_tokens": earlier.num_tokens,
+        "common_tokens": earlier.num_common_tokens,
+        "diverges_at": earlier.diverges_at,
+        "changed": list(earlier.changed),
+    }
+
+
+def _earlier(facts: PromptFacts, nearest: Nearest) -> Earlier:
+    prompt = nearest.prompt
+    return Earlier(
+        prompt.ids if prompt.salt_tag == facts.salt_tag else (),
+        prompt.at,
+        prompt.num_tokens,
+        nearest.num_common_tokens,
+        nearest.diverges_at,
+        tuple(changes(facts, nearest)),
+    )
+
+
+def changes(facts: PromptFacts, nearest: Nearest) -> list[str]:
+    """What of the request as a whole is other than in the earlier one, in the order in which it stands in a
+    prompt."""
+    earlier, outline, before = nearest.prompt, facts.outline, nearest.prompt.outline
+    found = []
+    if facts.namespace.model != earlier.model:
+        found.append("model")
+    if facts.namespace.adapter != earlier.adapter:
+        found.append("adapter")
+    if facts.salt_tag != earlier.salt_tag:
+        found.append("cache_salt")
+    if outline.arguments != before.arguments:
+        found.append("template_arguments")
+    if outline.tools != before.tools:
+        found.append("tools")
+    elif outline.written_tools != before.written_tools:
+        found.append("tool_keys")
+    if outline.system != before.system:
+        found.append("system")
+    if nearest.goes_on and not outline.messages.startswith(before.messages):
+        found.append("messages")
+    if outline.output_format != before.output_format:
+        found.append("output_format")
+    if facts.template_tag != earlier.template_tag:
+        found.append("template")
+    if not found and (nearest.num_common_tokens is None or nearest.goes_on):
+        found.append("model_version" if nearest.num_common_tokens is None else "template")
+    return found
+
+
+def _num_lost(span: MissedSpan, nearest: Nearest | None, block_size: int) -> int:
+    """Of tokens that the nearest prompt had none or others for, those are lost that would have been read if
+    nothing had changed."""
+    if span.cause in NOTHING_LOST:
+        return 0
+    end = span.end
+    if nearest is not None and span.cause in (Cause.PREFIX_CHANGED, Cause.OTHER_NAMESPACE):
+        end = min(end, nearest.prompt.num_tokens // block_size * block_size)
+    return max(0, end - span.start)
+
+
+def _prefill_seconds(decision: Decision | None) -> float | None:
+    """For a token, at the replica that computed the prompt, as it has measured it."""
+    if decision is None:
+        return None
+    chosen = (one for one in decision.candidates if one.replica_id == decision.replica_id)
+    rate = next((one.load.prefill_seconds_per_token for one in chosen), None)
+    return rate or None

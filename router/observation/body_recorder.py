@@ -1,0 +1,111 @@
+"""BodyRecorder: request bodies as they came, a line each, in a file for `kvasir lint`.
+
+Owns the file, and who may read it: bodies are what people have written, so they are recorded only where a
+setting names a file, which nobody but its owner may read. A thread writes; what it cannot write in time, and
+what goes beyond the file's bound, is left out and counted. Several routers may write to one file.
+"""
+
+import json
+import logging
+import os
+import queue
+import stat
+import threading
+from typing import NamedTuple
+
+from replicas.process.settings import SettingsError
+
+logger = logging.getLogger(__name__)
+
+WAITING_BYTES = 64 * 2**20
+"""Of lines that are to be written."""
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OPEN = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class RecordedBodies(NamedTuple):
+    """What has become of bodies so far."""
+
+    num_written: int
+    num_left_out: int
+
+
+class BodyRecorder:
+    def __init__(self, path: str, max_bytes: int) -> None:
+        """Raises SettingsError."""
+        self._path, self._max_bytes = path, max_bytes
+        self._file = _opened(path)
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_waiting_bytes = 0
+        self._num_written = self._num_left_out = 0
+        self._is_full = False
+        self._thread: threading.Thread | None = None
+
+    def take(self, path: str, tenant: str | None, body: bytes, time: float) -> None:
+        """`body` is JSON; `tenant` names whom it shares prefixes with."""
+        head = json.dumps({"path": path, "tenant": tenant, "time": round(time, 3)})[:-1].encode()
+        body = body.replace(b"\n", b" ").replace(
+            b"\r", b" "
+        )  # white space, for within texts they are escaped
+        line = b'%s, "body": %s}\n' % (head, body)
+        with self._lock:
+            if self._is_full or self._num_waiting_bytes + len(line) > WAITING_BYTES:
+                self._num_left_out += 1
+                return
+            self._num_waiting_bytes += len(line)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="recorded bodies", daemon=True)
+            self._thread.start()
+        self._lines.put(line)
+
+    def statistics(self) -> RecordedBodies:
+        with self._lock:
+            return RecordedBodies(self._num_written, self._num_left_out)
+
+    def close(self) -> None:
+        """What waits is written first."""
+        if self._thread is not None:
+            self._lines.put(None)
+            self._thread.join()
+        os.close(self._file)
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            is_written = self._write(line)
+            with self._lock:
+                self._num_waiting_bytes -= len(line)
+                self._num_written += is_written
+                self._num_left_out += not is_written
+
+    def _write(self, line: bytes) -> bool:
+        if self._is_full:
+            return False
+        try:
+            if os.fstat(self._file).st_size + len(line) > self._max_bytes:
+                return self._stop("it is full")
+            num_written = os.write(self._file, line)
+        except OSError as error:
+            return self._stop(error.strerror or str(error))
+        return num_written == len(line) or self._stop("the disk is full")
+
+    def _stop(self, why: str) -> bool:
+        self._is_full = True
+        logger.warning("no more bodies are recorded in %s: %s", self._path, why)
+        return False
+
+
+def _opened(path: str) -> int:
+    try:
+        file = os.open(path, _OPEN, 0o600)
+    except OSError as error:
+        raise SettingsError(f"setting record_bodies: cannot write to {path}: {error.strerror}") from error
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+        os.close(file)
+        raise SettingsError(
+            f"setting record_bodies: {path} is to be a file of this user's that others can neither read nor"
+            " write (mode 0600)"
+        )
+    return file

@@ -1,0 +1,56 @@
+"""Where a token stands in its prompt's text: the reckoning of Tokenizer.characters_before.
+
+Owns how tokens and characters are paired: at special tokens, and between two of them by the bytes that tokens
+stand for. So tokens that do not quite say the text, as those of an answer that a conversation goes on from,
+put nothing out of place beyond the next special token.
+"""
+
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+
+class Stand(NamedTuple):
+    """From `start` to `stop` are the characters, from `first` to `last` the tokens of the same piece."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+def stands_before(
+    token_ids: Sequence[int],
+    num_tokens: int,
+    marks: Sequence[tuple[int, int]],
+    special_ids: Collection[int],
+    num_characters: int,
+) -> Stand:
+    """The piece between special tokens in which token `num_tokens` stands. `marks` are where the text has
+    special tokens; if tokens have more or fewer of them, they are counted from the nearer end."""
+    places = [place for place, token_id in enumerate(token_ids) if token_id in special_ids]
+    passed = bisect_left(places, num_tokens)
+    number = passed
+    if len(places) != len(marks) and 2 * num_tokens > len(token_ids):
+        number = passed + len(marks) - len(places)
+    number = max(0, min(number, len(marks)))
+    return Stand(
+        marks[number - 1][1] if number else 0,
+        marks[number][0] if number < len(marks) else num_characters,
+        places[passed - 1] + 1 if passed else 0,
+        places[passed] if passed < len(places) else len(token_ids),
+    )
+
+
+def num_characters(text: str, num_bytes: int, most: int) -> int:
+    """Of the text's characters, those that its tokens' first `num_bytes` of `most` stand for. A tokenizer
+    that composes (Unicode's NFC) has fewer bytes than the text."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    if len(encoded) != most and len(_composed(text)) == most:
+        return bisect_left(range(len(text) + 1), num_bytes, key=lambda end: len(_composed(text[:end])))
+    return min(len(text), len(encoded[:num_bytes].decode("utf-8", "ignore")))
+
+
+def _composed(text: str) -> bytes:
+    return unicodedata.normalize("NFC", text).encode("utf-8", "surrogatepass")

@@ -1,0 +1,177 @@
+"""FairQueue: requests that wait for replicas with too much to do, and who of them goes next.
+
+Owns the lines, one per replica, the bounds, and the tenants' counters. Knows no clock and no replica's load:
+it is told when a replica has room, and says who goes.
+
+Of the tenants in a line the one that has been given least goes next, and is charged as it goes. So a tenant
+that floods waits behind its own requests; another that comes with one is next. Where the queue is full, who
+has most requests in it for its weight loses its last one to a tenant that has fewer.
+"""
+
+from heapq import nsmallest
+from typing import NamedTuple
+
+from replicas.protocol.status import ReplicaId
+from router.queue.counters import MAX_TENANTS, VirtualCounters
+from router.queue.line import Line, Waiter
+
+MAX_WAITING = 4096
+MAX_WAITING_BYTES = 256 << 20
+
+
+class QueueStatistics(NamedTuple):
+    """`spread` is of the active tenants' counters, in tokens of work."""
+
+    num_waiting: int
+    num_bytes: int
+    num_active_tenants: int
+    num_known_tenants: int
+    oldest_seconds: float
+    spread: float
+
+
+class FairQueue:
+    def __init__(
+        self,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_bytes: int = MAX_WAITING_BYTES,
+        max_tenants: int = MAX_TENANTS,
+    ) -> None:
+        self.counters = VirtualCounters(max_tenants=max_tenants)
+        self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
+        self._lines: dict[ReplicaId, Line] = {}
+        self._num_of: dict[str, int] = {}
+        self._num_waiting = 0
+        self._num_bytes = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    def num_in_line(self, line: ReplicaId) -> int:
+        found = self._lines.get(line)
+        return 0 if found is None else found.num_waiting
+
+    def enter(self, waiter: Waiter) -> list[Waiter] | None:
+        """Who has lost the place to it, if anybody, and is out now; None if there is no place for it."""
+        lost: list[Waiter] = []
+        if not self._has_room(waiter.num_bytes):
+            last = self._last_of_the_largest(waiter)
+            if last is None or not self._has_room(waiter.num_bytes, without=last):
+                return None
+            self.leave(last)
+            lost.append(last)
+        self._add(waiter)
+        return lost
+
+    def leave(self, waiter: Waiter) -> None:
+        """It waits no more, and was not served: it is not charged."""
+        self._lines[waiter.line].remove(waiter)
+        self._is_out(waiter)
+
+    def next(self, line: ReplicaId) -> Waiter | None:
+        """Who should go next in this line."""
+        found = self._lines.get(line)
+        if found is None:
+            return None
+        counter = self.counters.counter_of_waiting
+        tenant = min(found.tenants, key=lambda name: (counter(name), name))
+        return found.next_of(tenant)
+
+    def firsts(self, line: ReplicaId, count: int) -> list[Waiter]:
+        """Who goes next, and those that would be next if its tenant had none, and so on."""
+        found = self._lines.get(line)
+        if found is None:
+            return []
+        counter = self.counters.counter_of_waiting
+        tenants = nsmallest(count, found.tenants, key=lambda name: (counter(name), name))
+        return [found.next_of(tenant) for tenant in tenants]
+
+    def goes(self, waiter: Waiter) -> None:
+        """It goes to be served, and its tenant is charged."""
+        self._lines[waiter.line].goes(waiter)
+        self.counters.charge(waiter.tenant, waiter.work)
+        self._is_out(waiter)
+
+    def move(self, waiter: Waiter, line: ReplicaId) -> None:
+        """To another line, in the place that its order gives it there."""
+        self._lines[waiter.line].remove(waiter)
+        self._drop_if_empty(waiter.line)
+        waiter.line = line
+        waiter.num_moves += 1
+        self._lines.setdefault(line, Line()).add(waiter)
+
+    def in_line(self, line: ReplicaId) -> list[Waiter]:
+        found = self._lines.get(line)
+        return [] if found is None else found.all()
+
+    def work_ahead(self, line: ReplicaId, tenant: str, *, weight: float, priority: int) -> float:
+        """What goes before a new request with so much work, in fair order, if nobody else comes.
+
+        Before it goes what is its own, and of each other tenant as much as brings its counter to where
+        this tenant's will be when it is this request's turn.
+        """
+        found = self._lines.get(line)
+        if found is None:
+            return 0.0
+        own = found.work_before(tenant, priority)
+        counters = self.counters
+        turn = counters.counter(tenant) + own / weight
+        if turn <= counters.floor():  # as for most who come: nobody is behind it
+            return own
+        return own + sum(
+            min(found.work_of(name), room)
+            for name, room in counters.behind(found.tenants, turn)
+            if name != tenant
+        )
+
+    def statistics(self, now: float) -> QueueStatistics:
+        since = [waiter.since for line in self._lines.values() for waiter in line.all()]
+        return QueueStatistics(
+            self._num_waiting,
+            self._num_bytes,
+            self.counters.num_active,
+            self.counters.num_tenants,
+            max(0.0, now - min(since)) if since else 0.0,
+            self.counters.spread(),
+        )
+
+    def _has_room(self, num_bytes: int, without: Waiter | None = None) -> bool:
+        num_waiting, held = self._num_waiting, self._num_bytes
+        if without is not None:
+            num_waiting, held = num_waiting - 1, held - without.num_bytes
+        return num_waiting < self._max_waiting and held + num_bytes <= self._max_bytes
+
+    def _add(self, waiter: Waiter) -> None:
+        self.counters.starts_to_wait(waiter.tenant, waiter.weight)
+        self._lines.setdefault(waiter.line, Line()).add(waiter)
+        self._num_of[waiter.tenant] = self._num_of.get(waiter.tenant, 0) + 1
+        self._num_waiting += 1
+        self._num_bytes += waiter.num_bytes
+
+    def _is_out(self, waiter: Waiter) -> None:
+        self._drop_if_empty(waiter.line)
+        self.counters.stops_waiting(waiter.tenant)
+        self._num_waiting -= 1
+        self._num_bytes -= waiter.num_bytes
+        self._num_of[waiter.tenant] -= 1
+        if not self._num_of[waiter.tenant]:
+            del self._num_of[waiter.tenant]
+
+    def _drop_if_empty(self, line: ReplicaId) -> None:
+        if not self._lines[line].num_waiting:
+            del self._lines[line]
+
+    def _last_of_the_largest(self, waiter: Waiter) -> Waiter | None:
+        """Of the tenant that has most requests for its weight, if it has more than the one that comes."""
+        if not self._num_of:
+            return None
+        weight = self.counters.weight
+        largest = max(self._num_of, key=lambda name: (self._num_of[name] / weight(name), name))
+        wanted = (self._num_of.get(waiter.tenant, 0) + 1) / waiter.weight
+        if largest == waiter.tenant or self._num_of[largest] / weight(largest) <= wanted:
+            return None
+        lines = [line for line in self._lines.values() if line.work_of(largest) or largest in line.tenants]
+        return max((line.last_of(largest) for line in lines), key=lambda last: last.key)

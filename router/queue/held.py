@@ -1,0 +1,104 @@
+"""Held: a request that a router holds back, and what is counted of all of them.
+
+Plain records that `holding.py` owns and changes; nothing here acts by itself.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.status import Adapter, ReplicaId
+from router.errors import RouterError
+from router.queue.fair_queue import QueueStatistics
+from router.queue.line import Waiter
+from router.routing.decision import RoutingRequest
+from router.routing.table import RoutedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRules:
+    """`target_seconds` of prompts is what a replica may have and still get more. Nobody waits for more than
+    `longest_seconds`. `margin` is the share of the time to a deadline that an estimate may fill: one that
+    fills it all makes everybody late who was estimated a little wrong.
+    """
+
+    target_seconds: float = 0.25
+    longest_seconds: float = 30.0
+    margin: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request, as far as its way to a replica goes. `deadline` is when its first token is too late."""
+
+    model: str
+    tenant: str
+    request: RoutingRequest
+    block_hashes: Sequence[BlockHash]
+    adapter: Adapter | None = None
+    weight: float = 1.0
+    priority: int = 0
+    deadline: float | None = None
+    num_bytes: int = 0
+
+
+class Held(Waiter):
+    """A request that waits for room. `call` is how its holder hears that it was routed, or refused."""
+
+    __slots__ = ("asked_at", "asking", "call", "error", "exclude", "is_out", "num_passed", "routed")
+
+    def __init__(
+        self,
+        line: ReplicaId,
+        asking: Asking,
+        call: Callable[[], None],
+        *,
+        work: float,
+        order: int,
+        now: float,
+    ) -> None:
+        super().__init__(
+            line,
+            asking.tenant,
+            work=work,
+            order=order,
+            since=now,
+            weight=asking.weight,
+            priority=asking.priority,
+            prefix=asking.request.bucket,
+            num_bytes=asking.num_bytes,
+        )
+        self.asking = asking
+        self.call = call
+        self.exclude: Collection[ReplicaId] = ()
+        self.asked_at = now
+        self.is_out = False
+        self.num_passed = 0
+        self.routed: RoutedRequest | None = None
+        self.error: RouterError | None = None
+
+
+@dataclass(slots=True)
+class HoldingCounts:
+    """Since the start. `held_seconds` were spent in line by those that have gone."""
+
+    num_passed: int = 0
+    num_held: int = 0
+    num_released: int = 0
+    num_refused_at_once: int = 0
+    """Their wait would have been too long."""
+    num_refused_late: int = 0
+    """Their wait was too long."""
+    num_refused_full: int = 0
+    held_seconds: float = 0.0
+
+
+class HoldingStatistics(NamedTuple):
+    """Of all models' queues; the spread is the widest of theirs."""
+
+    queue: QueueStatistics
+    counts: HoldingCounts
+
+
+EMPTY_HOLDING = HoldingStatistics(QueueStatistics(0, 0, 0, 0, 0.0, 0.0), HoldingCounts())

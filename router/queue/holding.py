@@ -1,0 +1,381 @@
+"""Holding: requests go at once to replicas that can begin them soon; the others are held, in fair order.
+
+Owns who is held. Every request is aimed at the replica that the routing decision names, with what waits
+for it before this one in fair order counted in; while that has no room it stands in its line. Who goes next
+is decided when there is room, as late as possible; the first of each line asks again now and then whether
+another replica is better by now. So caches are kept as if everything were sent at once, and nobody waits
+behind a flood that was sent before.
+
+    nobody waits, its replica has room       it goes at once
+    its first token would come too late      it is told so at once
+    its replica has no room                  it stands in line
+    it stood in line until it was too late   it is told so then
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
+
+from replicas.protocol.status import ReplicaId
+from router.errors import NoReplicaAvailable, Overloaded, RouterError, TooLate, UnknownModel
+from router.queue.fair_queue import FairQueue, QueueStatistics
+from router.queue.held import Asking, Held, HoldingCounts, HoldingStatistics, QueueRules
+from router.queue.pace import Pace
+from router.queue.room import Room
+from router.queue.shares import Shares
+from router.queue.work import Charge, prompt_work
+from router.routing.load import ReplicaLoad
+from router.routing.table import Choice, RoutedRequest, RoutingTable
+
+ASK_AGAIN_SECONDS = 0.1
+"""So often the first of a line that has no room asks whether another replica is better by now."""
+
+LOOK_SECONDS = 0.02
+"""Between two looks at a line whose replica is full: none of it can go, only be late or ask again."""
+
+MAX_MOVES = 3
+"""Between lines; then it goes where it stands."""
+
+NUM_FIRSTS = 4
+"""Tenants of a line whose first requests are looked at, where that of the first has no room."""
+
+MAX_PASSED = 16
+"""So many of other tenants may go before one that is first and finds no room."""
+
+NUM_RELEASES = 16
+"""At most, of one line, each time that its replica says something."""
+
+LONGEST_RETRY_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _Fleet:
+    """What is held for one model, and how fast it goes. `orphans` are lines whose replica takes nothing."""
+
+    queue: FairQueue
+    pace: Pace
+    orphans: set[ReplicaId]
+    shares: Shares
+    looked_at: dict[ReplicaId, float] = field(default_factory=dict)
+    """When somebody in a line has last looked for itself; however many wait there, that is not done oftener
+    than asking again is."""
+    served_at: dict[ReplicaId, float] = field(default_factory=dict)
+    """When a line's replica has last said something that was acted upon."""
+
+
+class Holding:
+    """`new_queue` makes the queue of a model, with its bounds."""
+
+    def __init__(
+        self,
+        table: RoutingTable,
+        rules: QueueRules,
+        new_queue: Callable[[], FairQueue] = FairQueue,
+    ) -> None:
+        self.rules = rules
+        self.counts = HoldingCounts()
+        self._table = table
+        self._room = Room(table, rules.target_seconds)
+        self._new_queue = new_queue
+        self._fleets: dict[str, _Fleet] = {}
+        self._num_asked = 0
+
+    # A request comes.
+
+    def ask(
+        self, asking: Asking, now: float, call: Callable[[], None], *, exclude: Collection[ReplicaId] = ()
+    ) -> RoutedRequest | Held:
+        """Raises TooLate or Overloaded for one that would wait too long, UnknownModel, NoReplicaAvailable."""
+        self._num_asked += 1
+        fleet = self._fleet(asking.model)
+        choice = self._choose(fleet, asking, exclude)
+        line = choice.decision.replica_id
+        num_uncached = asking.request.num_tokens - choice.decision.overlap_tokens
+        work = prompt_work(asking.request.num_tokens, choice.decision.overlap_tokens)
+        spared = fleet.shares.spared(asking.tenant, now)
+        num_tokens = asking.request.num_tokens
+        if not fleet.queue.num_in_line(line) and self._room.is_there(line, num_tokens, spared=spared):
+            self._must_be_in_time(asking, line, num_uncached, now)
+            fleet.queue.counters.passes(asking.tenant, asking.weight, work)
+            fleet.shares.gives(asking.tenant, asking.weight, work, now)
+            self.counts.num_passed += 1
+            return choice.act()
+        held = Held(line, asking, call, work=work, order=self._num_asked, now=now)
+        held.exclude = exclude
+        self._stand_in_line(fleet, held, num_uncached, now)
+        self.counts.num_held += 1
+        self._serve(fleet, line, now, caller=held)
+        if held.error is not None:
+            raise held.error
+        return held if held.routed is None else held.routed
+
+    def charge(self, asking: Asking, routed: RoutedRequest, held: Held | None) -> Charge:
+        """What it has been charged as it went: one that was `held` what was expected of it when it came."""
+        num_tokens = asking.request.num_tokens
+        work = prompt_work(num_tokens, routed.decision.overlap_tokens) if held is None else held.work
+        return Charge(
+            self._fleet(asking.model).queue.counters,
+            asking.tenant,
+            num_tokens=num_tokens,
+            work=work,
+        )
+
+    def withdraw(self, held: Held) -> None:
+        """Nobody wants it any more. One that was routed meanwhile is given back."""
+        if held.routed is not None:
+            held.routed.close()
+            self._fleet(held.asking.model).queue.counters.give_back(held.tenant, held.work)
+            held.routed = None
+        elif not held.is_out:
+            self._leave(self._fleet(held.asking.model), held)
+
+    # A replica says something.
+
+    def changed(self, model: str, replica_id: ReplicaId, now: float) -> None:
+        """The replica may have room now."""
+        fleet = self._fleets.get(model)
+        if fleet is None or not fleet.queue.num_waiting:
+            return
+        if fleet.orphans:
+            fleet.orphans.discard(replica_id)
+            for line in tuple(fleet.orphans):
+                self._serve(fleet, line, now)
+                if not fleet.queue.num_in_line(line):
+                    fleet.orphans.discard(line)
+        if now - fleet.served_at.get(replica_id, -math.inf) < LOOK_SECONDS and self._room.is_full(replica_id):
+            return
+        fleet.served_at[replica_id] = now
+        self._serve(fleet, replica_id, now)
+
+    def absent(self, model: str, replica_id: ReplicaId) -> None:
+        """The replica takes nothing now: those that wait for it are aimed anew, a few at a time."""
+        fleet = self._fleets.get(model)
+        if fleet is None:
+            return
+        fleet.served_at.pop(replica_id, None)
+        if fleet.queue.num_in_line(replica_id):
+            fleet.orphans.add(replica_id)
+
+    def look_at(self, held: Held, now: float) -> None:
+        """Whether its time is over, or its replica has room and nobody said so."""
+        if not held.is_out:
+            fleet = self._fleet(held.asking.model)
+            if held.is_late(now):
+                self._refuse(fleet, held, now)
+            elif now - fleet.looked_at.get(held.line, -math.inf) >= ASK_AGAIN_SECONDS:
+                fleet.looked_at[held.line] = now
+                self._serve(fleet, held.line, now)
+
+    def statistics(self, now: float) -> HoldingStatistics:
+        found = [fleet.queue.statistics(now) for fleet in self._fleets.values()]
+        whole = QueueStatistics(
+            sum(each.num_waiting for each in found),
+            sum(each.num_bytes for each in found),
+            sum(each.num_active_tenants for each in found),
+            sum(each.num_known_tenants for each in found),
+            max((each.oldest_seconds for each in found), default=0.0),
+            max((each.spread for each in found), default=0.0),
+        )
+        return HoldingStatistics(whole, replace(self.counts))
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(fleet.queue.num_waiting for fleet in self._fleets.values())
+
+    def num_waiting_for(self, model: str) -> int:
+        fleet = self._fleets.get(model)
+        return 0 if fleet is None else fleet.queue.num_waiting
+
+    # How it is done.
+
+    def _serve(self, fleet: _Fleet, line: ReplicaId, now: float, caller: Held | None = None) -> None:
+        for _ in range(NUM_RELEASES):
+            if not self._serve_one(fleet, line, now, caller):
+                return
+
+    def _serve_one(self, fleet: _Fleet, line: ReplicaId, now: float, caller: Held | None) -> bool:
+        """Whether somebody has left the line. Who needs more room than there is lets some others go first."""
+        passed: list[Held] = []
+        for held in fleet.queue.firsts(line, NUM_FIRSTS):
+            assert isinstance(held, Held)
+            if held.is_late(now):
+                self._refuse(fleet, held, now, caller)
+                return True
+            is_ready = self._table.is_ready(line, adapter=held.asking.adapter)
+            has_room = is_ready and self._has_room(fleet, held, line, now)
+            asks_again = not passed and now - held.asked_at >= ASK_AGAIN_SECONDS
+            if not is_ready or has_room or asks_again:
+                held.asked_at = now
+                if self._try(fleet, held, now, may_stay=has_room, caller=caller):
+                    for each in passed:
+                        each.num_passed += 1
+                    return True
+            if held.num_passed >= MAX_PASSED:
+                return False
+            passed.append(held)
+        return False
+
+    def _try(self, fleet: _Fleet, held: Held, now: float, *, may_stay: bool, caller: Held | None) -> bool:
+        """Decide on it anew. False if it stands first in its line still."""
+        line = held.line
+        try:
+            choice = self._choose(fleet, held.asking, held.exclude, held)
+            there = choice.decision.replica_id
+            if not self._has_room(fleet, held, there, now):
+                if there == line:
+                    return False
+                if held.num_moves < MAX_MOVES or not may_stay:
+                    self._move(fleet, held, there)
+                    return True
+                others = [each for each in self._table.replica_ids(held.asking.model) if each != line]
+                choice = self._choose(fleet, held.asking, others, held)
+        except (NoReplicaAvailable, UnknownModel):
+            return False
+        there = choice.decision.replica_id
+        if self._is_in_vain(
+            held, there, held.asking.request.num_tokens - choice.decision.overlap_tokens, now
+        ):
+            self._refuse(fleet, held, now, caller)
+            return True
+        held.routed = choice.act()
+        fleet.queue.goes(held)
+        fleet.shares.gives(held.tenant, held.weight, held.work, now)
+        held.is_out = True
+        fleet.pace.released(line, held.work, now, others_wait=fleet.queue.num_in_line(line) > 0)
+        self.counts.num_released += 1
+        self.counts.held_seconds += now - held.since
+        if held is not caller:
+            held.call()
+        return True
+
+    def _has_room(self, fleet: _Fleet, held: Held, line: ReplicaId, now: float) -> bool:
+        spared = fleet.shares.spared(held.tenant, now)
+        return self._room.is_there(line, held.asking.request.num_tokens, spared=spared)
+
+    def _choose(
+        self, fleet: _Fleet, asking: Asking, exclude: Collection[ReplicaId], held: Held | None = None
+    ) -> Choice:
+        """`held` stands first in its line, and nothing of it is before it there."""
+        load_of: Callable[[ReplicaId], ReplicaLoad] | None = None
+        if fleet.queue.num_waiting:
+            pace = fleet.pace.seconds_per_token
+
+            def load_of(replica_id: ReplicaId) -> ReplicaLoad:
+                load = self._table.load(replica_id)
+                if held is not None and replica_id == held.line:
+                    return load
+                ahead = self._work_ahead(fleet, asking, replica_id)
+                if not ahead:
+                    return load
+                if pace is not None:
+                    ahead *= max(1.0, pace / self._room.token_seconds(replica_id))
+                return structs.replace(load, num_pending_tokens=load.num_pending_tokens + int(ahead))
+
+        return self._table.choose(
+            asking.model,
+            asking.request,
+            asking.block_hashes,
+            exclude=exclude,
+            adapter=asking.adapter,
+            load_of=load_of,
+        )
+
+    def _work_ahead(self, fleet: _Fleet, asking: Asking, line: ReplicaId) -> float:
+        return fleet.queue.work_ahead(line, asking.tenant, weight=asking.weight, priority=asking.priority)
+
+    def _stand_in_line(self, fleet: _Fleet, held: Held, num_uncached: int, now: float) -> None:
+        asking, line = held.asking, held.line
+        pace = fleet.pace.seconds_per_token or self._room.token_seconds(line)
+        wait_seconds = self._work_ahead(fleet, asking, line) * pace
+        service_seconds = self._room.wait_seconds(line) + num_uncached * self._room.token_seconds(line)
+        allowed = self.rules.longest_seconds
+        held.latest_start = now + allowed
+        if asking.deadline is not None:
+            left = asking.deadline - now - service_seconds
+            allowed = min(allowed, self.rules.margin * left)
+            held.latest_start = min(held.latest_start, now + left)
+        if wait_seconds > allowed:
+            self.counts.num_refused_at_once += 1
+            raise self._too_long(asking, wait_seconds + self._room.wait_seconds(line), allowed)
+        lost = fleet.queue.enter(held)
+        if lost is None:
+            self.counts.num_refused_full += 1
+            raise Overloaded(
+                "Too many requests wait. Try again shortly.",
+                retry_after_seconds=self._retry_after(wait_seconds),
+            )
+        for each in lost:
+            assert isinstance(each, Held)
+            self.counts.num_refused_full += 1
+            self._is_refused(
+                fleet,
+                each,
+                Overloaded(
+                    "Too many requests of this tenant wait. Try again shortly.",
+                    retry_after_seconds=1.0,  # how long the other one would wait is not its business
+                ),
+            )
+
+    def _must_be_in_time(self, asking: Asking, line: ReplicaId, num_uncached: int, now: float) -> None:
+        """An idle replica tries whatever it is asked: its speed may not be known."""
+        if asking.deadline is None or not self._table.load(line).num_requests:
+            return
+        seconds = self._room.wait_seconds(line) + num_uncached * self._room.token_seconds(line)
+        if now + seconds > asking.deadline:
+            self.counts.num_refused_at_once += 1
+            raise self._too_long(asking, seconds, asking.deadline - now)
+
+    def _is_in_vain(self, held: Held, replica_id: ReplicaId, num_uncached: int, now: float) -> bool:
+        deadline = held.asking.deadline
+        if deadline is None or not self._table.load(replica_id).num_requests:
+            return False
+        seconds = self._room.wait_seconds(replica_id) + num_uncached * self._room.token_seconds(replica_id)
+        return now + seconds > deadline
+
+    def _too_long(self, asking: Asking, expected: float, allowed: float) -> RouterError:
+        retry_after = self._retry_after(expected - max(0.0, allowed))
+        if asking.deadline is None:
+            return Overloaded(
+                f"This request would wait for about {expected:.0f} s. Try again later.",
+                retry_after_seconds=retry_after,
+            )
+        return TooLate(
+            "This request would not be answered in time: too much is before it. Try again later.",
+            retry_after_seconds=retry_after,
+        )
+
+    def _refuse(self, fleet: _Fleet, held: Held, now: float, caller: Held | None = None) -> None:
+        """It has waited until it was too late."""
+        self._leave(fleet, held)
+        self.counts.num_refused_late += 1
+        error = self._too_long(held.asking, now - held.since, 0.0)
+        self._is_refused(fleet, held, error, is_told=held is not caller)
+
+    def _is_refused(self, fleet: _Fleet, held: Held, error: RouterError, *, is_told: bool = True) -> None:
+        held.is_out = True
+        held.error = error
+        if is_told:
+            held.call()
+
+    def _leave(self, fleet: _Fleet, held: Held) -> None:
+        fleet.queue.leave(held)
+        held.is_out = True
+        if not fleet.queue.num_in_line(held.line):
+            fleet.pace.emptied(held.line)
+
+    def _move(self, fleet: _Fleet, held: Held, line: ReplicaId) -> None:
+        before = held.line
+        fleet.queue.move(held, line)
+        if not fleet.queue.num_in_line(before):
+            fleet.pace.emptied(before)
+
+    def _retry_after(self, seconds: float) -> float:
+        return min(LONGEST_RETRY_SECONDS, max(1.0, seconds))
+
+    def _fleet(self, model: str) -> _Fleet:
+        fleet = self._fleets.get(model)
+        if fleet is None:
+            fleet = self._fleets[model] = _Fleet(self._new_queue(), Pace(), set(), Shares())
+        return fleet

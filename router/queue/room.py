@@ -1,0 +1,64 @@
+"""Room: whether a replica would begin a prompt soon, and how long it needs for one.
+
+Owns the rule. Knows neither who waits nor who asks.
+
+    prompts that it has take less than the target    a step or two: else they would only wait there instead
+    a place in its batch is free, or nearly so
+    the prompt fits into the KV blocks that are not in use, or nothing runs there
+
+Where tenants share a fleet, one that has had its part leaves some of the blocks free. Without that a flood
+of long answers holds them all, and whoever comes waits until some of these have ended.
+"""
+
+from dataclasses import dataclass
+
+from replicas.protocol.status import ReplicaId
+from router.routing.table import RoutingTable
+
+DEFAULT_TOKEN_SECONDS = 1e-4
+
+NUM_NEXT = 2
+"""Requests beyond a full batch that a replica may have, so that a place that gets free is taken at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    table: RoutingTable
+    target_seconds: float
+
+    def token_seconds(self, replica_id: ReplicaId) -> float:
+        """What a token of a prompt takes there."""
+        return self.table.load(replica_id).prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS
+
+    def wait_seconds(self, replica_id: ReplicaId) -> float:
+        """What the prompts that it has take."""
+        load = self.table.load(replica_id)
+        return load.num_pending_tokens * (load.prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS)
+
+    def is_full(self, replica_id: ReplicaId) -> bool:
+        """Whether there is room for no prompt, however short."""
+        load = self.table.load(replica_id)
+        if not load.num_requests:
+            return False
+        if self.wait_seconds(replica_id) > self.target_seconds:
+            return True
+        card = self.table.card(replica_id)
+        return card is not None and card.max_running > 0 and load.num_requests >= card.max_running + NUM_NEXT
+
+    def is_there(self, replica_id: ReplicaId, num_tokens: int, *, spared: float = 0.0) -> bool:
+        """`spared` is the part of its KV blocks that is left free for others."""
+        load = self.table.load(replica_id)
+        if not load.num_requests:
+            return True
+        if self.is_full(replica_id):
+            return False
+        card, latest = self.table.card(replica_id), self.table.loads.latest(replica_id)
+        if card is None or latest is None:
+            return True
+        snapshot, _ = latest
+        if not snapshot.num_total_blocks:
+            return True
+        num_usable_blocks = snapshot.num_total_blocks * (1.0 - spared)
+        num_free_tokens = (num_usable_blocks - snapshot.num_used_blocks) * card.block_size
+        num_coming_tokens = load.num_context_tokens - snapshot.num_context_tokens
+        return num_tokens + num_coming_tokens <= num_free_tokens

@@ -1,0 +1,130 @@
+"""Departures: which block hashes have left which replica, when, and whether the replica itself went.
+
+Owns this memory and its bound. Of each hash the latest departure is known, in a table with a place for each:
+a newer hash takes the place of an older one that falls upon it. So it forgets by and by, what is oldest most.
+
+A change is only noted, which costs as much as appending to a list; the table gets what was noted by the
+thousand, or when somebody asks.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.status import Epoch, ReplicaId
+
+MAX_HASHES = 1 << 19
+"""Places in the table, of 20 bytes each. A power of two."""
+
+MAX_INCARNATIONS = 1 << 12
+MAX_NOTED = 1 << 12
+
+
+class Departure(NamedTuple):
+    """`at` is in seconds of the clock that `pass_time` was told of."""
+
+    replica_id: ReplicaId
+    epoch: Epoch
+    is_replica_gone: bool
+    at: float
+
+
+class Departures:
+    def __init__(self, max_hashes: int = MAX_HASHES) -> None:
+        assert max_hashes > 0 and max_hashes & (max_hashes - 1) == 0, "a power of two"
+        self.now = 0.0
+        """For what is noted from now on."""
+        self._max_hashes = max_hashes
+        self._noted: list[BlockHash] = []
+        self._notes: tuple[list[int], list[int], list[float]] = ([], [], [])
+        """Of each call: how many it noted, their mark and their time. Flat, so that the garbage collector has
+        nothing to look at."""
+        self._incarnations: OrderedDict[int, tuple[ReplicaId, Epoch]] = OrderedDict()
+        self._numbers: dict[tuple[ReplicaId, Epoch], int] = {}
+        self._last_number = 0
+        self._rests: npt.NDArray[np.uint64] | None = None
+        """Of each hash that has a place its second half; the first half says where that is."""
+        self._marks = np.zeros(0, np.uint32)
+        self._times = np.zeros(0, np.float64)
+
+    @property
+    def num_hashes(self) -> int:
+        """Places that are taken. Looks at all."""
+        self._write()
+        return 0 if self._rests is None else int(np.count_nonzero(self._marks))
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._rests is None else self._rests.nbytes + self._marks.nbytes + self._times.nbytes
+
+    def left(
+        self,
+        replica_id: ReplicaId,
+        epoch: Epoch,
+        block_hashes: Sequence[BlockHash],
+        *,
+        is_replica_gone: bool = False,
+        at: float | None = None,
+    ) -> None:
+        """These are gone from there, since now or since `at`."""
+        number = self._numbers.get((replica_id, epoch)) or self._add(replica_id, epoch)
+        counts, marks, times = self._notes
+        counts.append(len(block_hashes))
+        marks.append(2 * number + is_replica_gone)
+        times.append(self.now if at is None else at)
+        self._noted.extend(block_hashes)
+        if len(self._noted) >= MAX_NOTED or len(counts) >= MAX_NOTED:
+            self._write()
+
+    def of(self, block_hashes: Sequence[BlockHash]) -> list[Departure | None]:
+        """The latest departure of each."""
+        self._write()
+        if self._rests is None or not block_hashes:
+            return [None] * len(block_hashes)
+        places, rests = self._places(block_hashes)
+        is_known = self._rests[places] == rests
+        if not is_known.any():
+            return [None] * len(block_hashes)
+        marks = np.where(is_known, self._marks[places], 0)
+        return [
+            self._departure(mark, float(self._times[place])) if mark else None
+            for mark, place in zip(marks.tolist(), places.tolist(), strict=True)
+        ]
+
+    def _departure(self, mark: int, at: float) -> Departure | None:
+        incarnation = self._incarnations.get(mark // 2)
+        return None if incarnation is None else Departure(*incarnation, mark % 2 == 1, at)
+
+    def _add(self, replica_id: ReplicaId, epoch: Epoch) -> int:
+        self._last_number += 1
+        self._incarnations[self._last_number] = (replica_id, epoch)
+        self._numbers[replica_id, epoch] = self._last_number
+        if len(self._incarnations) > MAX_INCARNATIONS:
+            _, oldest = self._incarnations.popitem(last=False)
+            del self._numbers[oldest]
+        return self._last_number
+
+    def _places(
+        self, block_hashes: Sequence[BlockHash]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        halves = np.frombuffer(b"".join(block_hashes), np.uint64).reshape(-1, HASH_BYTES // 8)
+        return halves[:, 0] & np.uint64(self._max_hashes - 1), halves[:, 1]
+
+    def _write(self) -> None:
+        """Of several in one place the last stays."""
+        if not self._noted:
+            return
+        hashes, self._noted = self._noted, []
+        (counts, marks, times), self._notes = self._notes, ([], [], [])
+        if self._rests is None:
+            self._rests = np.zeros(self._max_hashes, np.uint64)
+            self._marks = np.zeros(self._max_hashes, np.uint32)
+            self._times = np.zeros(self._max_hashes, np.float64)
+        places, rests = self._places(hashes)
+        self._rests[places] = rests
+        self._marks[places] = np.repeat(np.array(marks, np.uint32), counts)
+        self._times[places] = np.repeat(np.array(times), counts)

@@ -1,0 +1,137 @@
+"""Amounts: what requests have used, counted in whole tokens, and what one request has.
+
+Owns the list of what is counted and how a prompt is taken apart: each of its tokens was read from cache (from
+one tier), written to it (under the longest lease that was granted to its client, or under none), or neither;
+the three add up to the prompt. Knows no tenant and no hour.
+"""
+
+import enum
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.prefix_leases import LeaseAnswer
+from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
+
+Amounts = NewType("Amounts", "array[int]")
+"""One number for each Amount, in their order."""
+
+
+class Amount(enum.IntEnum):
+    """Append only: Redis has these by their places. Tokens of CROSS_USER are among those that were read,
+    those of REASONING among the output's; a request that was aborted is no error."""
+
+    REQUESTS = 0
+    ERRORS = 1
+    ABORTED = 2
+    UNCACHED = 3
+    READ_DEVICE = 4
+    READ_HOST = 5
+    READ_DISK = 6
+    CROSS_USER = 7
+    WRITTEN = 8
+    """Under no lease: kept for as long as there is room."""
+    WRITTEN_5M = 9
+    WRITTEN_30M = 10
+    WRITTEN_1H = 11
+    WRITTEN_12H = 12
+    WRITTEN_24H = 13
+    OUTPUT = 14
+    REASONING = 15
+
+
+READ = {"device": Amount.READ_DEVICE, "host": Amount.READ_HOST, "disk": Amount.READ_DISK}
+"""By tier."""
+
+UNLEASED = "none"
+
+WRITTEN = {
+    UNLEASED: Amount.WRITTEN,
+    "5m": Amount.WRITTEN_5M,
+    "30m": Amount.WRITTEN_30M,
+    "1h": Amount.WRITTEN_1H,
+    "12h": Amount.WRITTEN_12H,
+    "24h": Amount.WRITTEN_24H,
+}
+"""By the class of the time for which it is kept."""
+
+CLASS_SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}
+"""The longest time of each class; a lease is of the first class that reaches as far."""
+
+_CLASSES = [(seconds, WRITTEN[name]) for name, seconds in CLASS_SECONDS.items()]
+_ZEROS = [0] * len(Amount)
+_MOST = 2**64 - 1
+
+
+def nothing() -> Amounts:
+    return Amounts(array("Q", _ZEROS))
+
+
+def amounts_of(served: ServedRequest) -> Amounts:
+    """Of a client that has left, too: its prompts as far as a replica has taken them, and the output that has
+    reached the router."""
+    amounts = nothing()
+    amounts[Amount.REQUESTS] = 1
+    if served.status == CLIENT_GONE:
+        amounts[Amount.ABORTED] = 1
+    elif served.error is not None or served.status >= 400:
+        amounts[Amount.ERRORS] = 1
+    for prompt in served.prompts:
+        _count_prompt(amounts, prompt)
+    return amounts
+
+
+def add(total: Amounts, more: Iterable[int]) -> None:
+    for place, number in enumerate(more):
+        if number:
+            total[place] = min(_MOST, total[place] + number)
+
+
+def num_read_tokens(amounts: Sequence[int]) -> int:
+    return sum(amounts[place] for place in READ.values())
+
+
+def num_written_tokens(amounts: Sequence[int]) -> int:
+    return sum(amounts[place] for place in WRITTEN.values())
+
+
+def num_prompt_tokens(amounts: Sequence[int]) -> int:
+    return amounts[Amount.UNCACHED] + num_read_tokens(amounts) + num_written_tokens(amounts)
+
+
+def written_by_class(usage: PromptUsage, wished: Sequence[LeaseAnswer]) -> list[tuple[Amount, int]]:
+    """`wished` are the answers to the leases that the client has asked for; what the router keeps on its own
+    account costs nobody anything."""
+    reach, end = usage.num_cached_tokens, usage.num_cached_tokens + usage.num_written_tokens
+    found: list[tuple[Amount, int]] = []
+    for lease in sorted(wished, key=lambda lease: -lease.seconds):
+        if lease.refusal is None and lease.num_tokens > reach < end:
+            stop = min(lease.num_tokens, end)
+            found.append((class_of(lease.seconds), stop - reach))
+            reach = stop
+    if reach < end:
+        found.append((Amount.WRITTEN, end - reach))
+    return found
+
+
+def class_of(seconds: int) -> Amount:
+    return next((amount for most, amount in _CLASSES if seconds <= most), Amount.WRITTEN_24H)
+
+
+def _count_prompt(amounts: Amounts, prompt: ServedPrompt) -> None:
+    amounts[Amount.OUTPUT] += prompt.num_output_tokens - prompt.num_silent_tokens
+    amounts[Amount.REASONING] += prompt.num_reasoning_tokens
+    usage = prompt.usage
+    if usage is None:
+        return
+    num_plain = usage.num_prompt_tokens - usage.num_cached_tokens - usage.num_written_tokens
+    amounts[Amount.UNCACHED] += max(0, num_plain)
+    amounts[Amount.READ_DEVICE] += max(0, usage.num_device_tokens)
+    amounts[Amount.READ_HOST] += max(0, usage.num_host_tokens)
+    amounts[Amount.READ_DISK] += usage.num_disk_tokens
+    amounts[Amount.CROSS_USER] += usage.num_cross_user_tokens
+    if usage.num_written_tokens:
+        num_wished = len(prompt.generation.submit.leases) - prompt.num_own_leases
+        for amount, num_tokens in written_by_class(usage, usage.leases[: max(0, num_wished)]):
+            amounts[amount] += num_tokens

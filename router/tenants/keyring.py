@@ -1,0 +1,72 @@
+"""Keyring: the API keys in force, and whom each of them stands for.
+
+Owns how a key's text is taken apart and compared: by its id it is looked up, and by the hash of the whole
+text it is recognised, in a time that says nothing of either. Where keys come from is known elsewhere.
+"""
+
+import enum
+import hashlib
+import hmac
+import re
+
+import msgspec
+
+from router.tenants.caller import Caller
+
+KEY_PREFIX = "sk-kvasir-"
+DIGEST_BYTES = 32
+
+_KEY = re.compile(re.escape(KEY_PREFIX) + r"([0-9a-f]{12})-[A-Za-z0-9_-]{43}", re.ASCII)
+_NOBODYS_DIGEST = bytes(DIGEST_BYTES)
+
+
+class KeyFault(enum.StrEnum):
+    """Why what a request shows does not let it in, for those who count."""
+
+    MISSING = "key_missing"
+    UNKNOWN = "key_unknown"
+    EXPIRED = "key_expired"
+    WRONG_HEADER = "key_in_wrong_header"
+    NOT_ALLOWED = "not_allowed"
+    """The key is right, and does not allow this."""
+
+
+class HeldKey(msgspec.Struct, frozen=True, gc=False):
+    """`digest` is the SHA-256 of the key's text, `expires` seconds since 1970."""
+
+    digest: bytes
+    caller: Caller
+    expires: float | None = None
+
+
+class Keyring:
+    """Keys by their ids. Replaced as a whole when they change."""
+
+    def __init__(self, keys: dict[str, HeldKey]) -> None:
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, key: str, now: float) -> Caller | KeyFault:
+        """`now` is seconds since 1970."""
+        found = _KEY.fullmatch(key)
+        held = self._keys.get(found.group(1)) if found is not None else None
+        expected = _NOBODYS_DIGEST if held is None else held.digest
+        is_right = hmac.compare_digest(key_digest(key), expected)
+        if held is None or not is_right:
+            return KeyFault.UNKNOWN
+        if held.expires is not None and now >= held.expires:
+            return KeyFault.EXPIRED
+        return held.caller
+
+    def let_go(self) -> None:
+        """When nobody looks anything up in it any more: give its memory back piece by piece, so that the
+        event loop beside the thread that does this is not held up."""
+        while self._keys:
+            self._keys.popitem()
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of a key. It has 256 random bits, so that one round of SHA-256 is enough."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

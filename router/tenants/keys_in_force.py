@@ -1,0 +1,93 @@
+"""KeysInForce: the newest keys that were whole, whatever has become of their source since.
+
+Owns what is said when newer ones are refused or their source is away, once each, and how old what is in force
+is by then. Who reads the source hands over what it has found, between two requests.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.tenants.caller import Caller
+from router.tenants.key_record import KeyDocument, keyring_of
+from router.tenants.keyring import KeyFault, Keyring
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStatistics:
+    """`age_seconds` is the time since the keys in force were last seen to be the newest."""
+
+    num_keys: int
+    num_tenants: int
+    age_seconds: float
+    is_newest_refused: bool
+    num_changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeySet:
+    """Made of a document beside the event loop, since that takes a while for many keys."""
+
+    keyring: Keyring
+    num_tenants: int
+
+
+def key_set(document: KeyDocument) -> KeySet:
+    return KeySet(keyring_of(document), len(document.tenants))
+
+
+class KeysInForce:
+    """For one event loop. Before the first `put` nobody is let in."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._set = KeySet(Keyring({}), 0)
+        self._seen_at = clock()
+        self._complaint: str | None = None
+        self._is_newest_refused = False
+        self._num_changes = 0
+
+    def find(self, key: str, now: float) -> Caller | KeyFault:
+        """`now` is seconds since 1970."""
+        return self._set.keyring.find(key, now)
+
+    def put(self, new: KeySet) -> KeySet:
+        """From now on these count. Returns those before them, to be let go beside the event loop."""
+        old, self._set = self._set, new
+        self._num_changes += 1
+        self.confirm()
+        return old
+
+    def confirm(self) -> None:
+        """What is in force is the newest that there is."""
+        if self._complaint is not None:
+            logger.info("the source of the keys is right again")
+        self._complaint, self._is_newest_refused = None, False
+        self._seen_at = self._clock()
+
+    def refuse(self, complaint: str) -> None:
+        """The newest keys are wrong; the ones before them stay in force."""
+        self._is_newest_refused = True
+        self._say(complaint)
+
+    def miss(self, complaint: str) -> None:
+        """Which keys are the newest cannot be seen now; those that are known stay in force."""
+        self._say(complaint)
+
+    def statistics(self) -> KeyStatistics:
+        return KeyStatistics(
+            num_keys=len(self._set.keyring),
+            num_tenants=self._set.num_tenants,
+            age_seconds=self._clock() - self._seen_at,
+            is_newest_refused=self._is_newest_refused,
+            num_changes=self._num_changes,
+        )
+
+    def _say(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            self._complaint = complaint
+            num_keys = len(self._set.keyring)
+            then = "those before stay in force" if num_keys else "nobody is let in"
+            logger.error("%s; %s keys=%d", complaint, then, num_keys)

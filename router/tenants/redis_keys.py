@@ -1,0 +1,162 @@
+"""RedisKeys: tenants and keys in Redis, sealed, where routers follow them and replicas may not read.
+
+Owns the form: one text under a name outside of what replicas may read, AES-256-GCM over a version number and
+the document. The number only goes up: a router that has seen one refuses what is older, so who can write to
+Redis but lacks the secret can bring back no key that was revoked, as long as one router has run since then.
+Redis away, or without keys, leaves those before in force.
+"""
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, WatchError
+
+from replicas.process.cancellation import raise_if_cancelled
+from replicas.process.plain_redis import plain_redis
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
+from router.caches.sealing import KEY_ID_BYTES, NONCE_BYTES, VERSION, CacheSeal, NotOurs
+from router.tenants.key_document import BadKeys, read_document, write_json
+from router.tenants.key_record import NO_KEYS, KeyDocument
+from router.tenants.keys_in_force import KeySet, KeysInForce, key_set
+
+logger = logging.getLogger(__name__)
+
+DOCUMENT_KEY = "kvasir-keys:document"
+POLL_SECONDS = 2.0
+LOOK_SECONDS = 2.0
+READ_SECONDS = 20.0
+MAX_TRIES = 64
+
+_HEAD_BYTES = len(VERSION) + KEY_ID_BYTES + NONCE_BYTES
+"""They differ from one writing to the next, so the rest need not be read to see that it is the same."""
+_NUMBER_BYTES = 8
+
+
+class Numbered(NamedTuple):
+    number: int
+    document: KeyDocument
+
+
+def seal_document(seal: CacheSeal, numbered: Numbered) -> bytes:
+    plain = numbered.number.to_bytes(_NUMBER_BYTES, "big") + write_json(numbered.document)
+    return seal.seal(DOCUMENT_KEY, plain)
+
+
+def open_document(seal: CacheSeal, sealed: bytes) -> Numbered:
+    """Raises NotOurs or BadKeys."""
+    plain = seal.open(DOCUMENT_KEY, sealed)
+    return Numbered(int.from_bytes(plain[:_NUMBER_BYTES], "big"), read_document(plain[_NUMBER_BYTES:]))
+
+
+class RedisKeys:
+    """Until it has found keys, nobody is let in."""
+
+    def __init__(
+        self, redis_url: str, secret: ClusterSecret, keys: KeysInForce, *, poll_seconds: float = POLL_SECONDS
+    ) -> None:
+        self._redis_url = redis_url
+        self._secret = secret
+        self._keys = keys
+        self._poll_seconds = poll_seconds
+        self._head: bytes | None = None
+        self._refusal: str | None = None
+        self._newest = 0
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        seal = await asyncio.to_thread(CacheSeal, self._secret, Purpose.API_KEYS)
+        redis = plain_redis(self._redis_url)
+        try:
+            while True:
+                raise_if_cancelled()
+                try:
+                    await self._look(redis, seal)
+                except (RedisError, OSError) as error:
+                    self._keys.miss(f"the keys in Redis cannot be read: {type(error).__name__}")
+                await asyncio.sleep(self._poll_seconds)
+        finally:
+            await redis.aclose()
+
+    async def _look(self, redis: "Redis", seal: CacheSeal) -> None:
+        async with asyncio.timeout(LOOK_SECONDS):
+            head = await redis.getrange(DOCUMENT_KEY, 0, _HEAD_BYTES - 1)
+        if not head:
+            self._keys.miss("there are no keys in Redis")
+        elif head != self._head:
+            async with asyncio.timeout(READ_SECONDS):
+                sealed = await _document(redis)
+            if sealed is not None:
+                await self._take(seal, sealed)
+        elif self._refusal is not None:
+            self._keys.refuse(self._refusal)
+        else:
+            self._keys.confirm()
+
+    async def _take(self, seal: CacheSeal, sealed: bytes) -> None:
+        self._head = sealed[:_HEAD_BYTES]
+        try:
+            number, found = await asyncio.to_thread(_opened, seal, sealed)
+        except (NotOurs, BadKeys) as error:
+            self._refusal = f"the keys in Redis are wrong: {error}"
+        else:
+            is_older = number < self._newest
+            self._refusal = "the keys in Redis are older than those in force" if is_older else None
+        if self._refusal is not None:
+            self._keys.refuse(self._refusal)
+            return
+        self._newest = number
+        old = self._keys.put(found)
+        logger.info("the keys in Redis are in force keys=%d", len(found.keyring))
+        await asyncio.to_thread(old.keyring.let_go)
+
+
+async def _document(redis: "Redis") -> bytes | None:
+    found = await redis.get(DOCUMENT_KEY)
+    assert not isinstance(found, str), "responses are not decoded"
+    return found
+
+
+def _opened(seal: CacheSeal, sealed: bytes) -> tuple[int, KeySet]:
+    number, document = open_document(seal, sealed)
+    return number, key_set(document)
+
+
+async def read_keys(redis_url: str, seal: CacheSeal) -> Numbered | None:
+    """What is there. Raises RedisError, OSError, NotOurs or BadKeys."""
+    redis = plain_redis(redis_url)
+    try:
+        sealed = await _document(redis)
+    finally:
+        await redis.aclose()
+    return None if sealed is None else open_document(seal, sealed)
+
+
+async def replace_keys(redis_url: str, seal: CacheSeal, old: Numbered | None, new: Numbered) -> bool:
+    """Whether `old` still was what is there. Raises as `read_keys` does."""
+    redis = plain_redis(redis_url)
+    try:
+        async with redis.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(DOCUMENT_KEY)
+            sealed = await _document(pipeline)
+            found = None if sealed is None else open_document(seal, sealed).number
+            if found != (None if old is None else old.number):
+                return False
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.set(DOCUMENT_KEY, seal_document(seal, new))
+            await pipeline.execute()
+            return True
+    except WatchError:
+        return False
+    finally:
+        await redis.aclose()
+
+
+def next_number(old: Numbered | None, now_ms: int) -> int:
+    """Above that of the last one, and above that of one that Redis has lost: as high as the time is late."""
+    return max(now_ms, 0 if old is None else old.number + 1)
+
+
+def document_in(found: Numbered | None) -> KeyDocument:
+    return NO_KEYS if found is None else found.document

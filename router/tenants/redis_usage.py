@@ -1,0 +1,113 @@
+"""RedisUsage: what all routers have counted, in Redis, under keys that replicas may neither read nor write.
+
+Owns the keys::
+
+    kvasir-usage:HOUR:TENANT      hash, WRITER:PART:KEY:MODEL → one router's total of that hour
+    kvasir-usage:HOUR             set of the tenants of that hour
+    kvasir-usage:writer:WRITER    how many times that router has written
+
+Redis forgets all of them by itself. A router writes its totals, not what was added to them, and nobody else
+writes these: to write twice is to write once. An old write that Redis gets to only after a newer one, over a
+connection that was given up, fails: each watches the number that the newer one has changed. All methods raise
+RedisError or OSError; how long they may take is the caller's to say.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis.exceptions import RedisError
+
+from replicas.process.plain_redis import plain_redis
+from router.tenants.ledger import Row
+from router.tenants.usage_sums import StoredEntry, stored_entry, stored_field, stored_value
+
+PREFIX = "kvasir-usage:"
+
+
+class Written(NamedTuple):
+    """`refused` are rows that Redis has not taken. `is_intact` is false if what this router had written
+    before is there no longer, or not all of it."""
+
+    refused: list[Row]
+    is_intact: bool
+
+
+class RedisUsage:
+    """`writer` names this router, and no other that has ever been."""
+
+    def __init__(self, redis_url: str, writer: str, keep_seconds: int) -> None:
+        self._redis = plain_redis(redis_url)
+        self.writer = writer
+        self._keep_seconds = keep_seconds
+        self._num_tried = self._last_taken = 0
+        self.num_not_ours = 0
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def write(self, rows: Sequence[Row]) -> Written:
+        fields: dict[tuple[int, str], dict[str, bytes]] = {}
+        for row in rows:
+            name = stored_field(self.writer, row.part, row.use)
+            fields.setdefault((row.hour, row.tenant), {})[name] = stored_value(row.amounts)
+        hours: dict[int, list[str]] = {}
+        for hour, tenant in fields:
+            hours.setdefault(hour, []).append(tenant)
+        own, keep = PREFIX + "writer:" + self.writer, self._keep_seconds
+        self._num_tried += 1
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(own)
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.set(own, self._num_tried, ex=keep, get=True)
+            for (hour, tenant), mapping in fields.items():
+                pipeline.hset(amounts_key(hour, tenant), mapping=mapping)  # type: ignore[arg-type]
+                pipeline.expire(amounts_key(hour, tenant), keep)
+            for hour, tenants in hours.items():
+                pipeline.sadd(tenants_key(hour), *tenants)
+                pipeline.expire(tenants_key(hour), keep)
+            before, *results = await pipeline.execute(raise_on_error=False)
+        if isinstance(before, Exception):
+            raise before
+        is_intact = self._last_taken == 0 or (before is not None and int(before) >= self._last_taken)
+        self._last_taken = self._num_tried
+        has_failed = [isinstance(result, RedisError) for result in results]
+        of_places, of_hours = has_failed[: 2 * len(fields)], has_failed[2 * len(fields) :]
+        bad = {place for number, place in enumerate(fields) if any(of_places[2 * number : 2 * number + 2])}
+        bad_hours = {hour for number, hour in enumerate(hours) if any(of_hours[2 * number : 2 * number + 2])}
+        refused = [row for row in rows if (row.hour, row.tenant) in bad or row.hour in bad_hours]
+        return Written(refused, is_intact)
+
+    async def tenants(self, hours: Sequence[int]) -> list[tuple[int, str]]:
+        """Each hour with each of its tenants."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for hour in hours:
+                pipeline.smembers(tenants_key(hour))
+            answers = await pipeline.execute()
+        return [
+            (hour, name.decode("utf-8", "replace"))
+            for hour, names in zip(hours, answers, strict=True)
+            for name in names
+        ]
+
+    async def hashes(self, places: Sequence[tuple[int, str]]) -> list[dict[bytes, bytes]]:
+        """What lies in the hours of these tenants, as it lies there."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for hour, tenant in places:
+                pipeline.hgetall(amounts_key(hour, tenant))
+            answers: list[Any] = await pipeline.execute()
+        return answers
+
+    def entries(self, stored: dict[bytes, bytes]) -> list[StoredEntry]:
+        """What cannot be read is passed over, and counted."""
+        found = [stored_entry(name, value) for name, value in stored.items()]
+        entries = [entry for entry in found if entry is not None]
+        self.num_not_ours += len(found) - len(entries)
+        return entries
+
+
+def amounts_key(hour: int, tenant: str) -> str:
+    return f"{PREFIX}{hour}:{tenant}"
+
+
+def tenants_key(hour: int) -> str:
+    return f"{PREFIX}{hour}"

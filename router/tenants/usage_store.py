@@ -1,0 +1,190 @@
+"""UsageStore: what has been used, as all routers of a cluster have counted it.
+
+Owns when this router's numbers go to Redis and what a question for usage gets. No request waits for either:
+numbers are written in the background, and what is not written yet is read from memory. A router that is
+killed loses what it has counted since its last write; one that ends in order loses nothing.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from router.errors import UsageUnavailable
+from router.observation.served import ServedRequest
+from router.tenants.amounts import Amounts
+from router.tenants.ledger import HOUR_SECONDS, Ledger
+from router.tenants.ratios import Cost, RatioTable, cost_of
+from router.tenants.redis_usage import RedisUsage
+from router.tenants.usage_sums import Group, TooManyGroups, UsageQuery, UsageSums
+
+logger = logging.getLogger(__name__)
+
+WRITE_SECONDS = 1.0
+"""Between two writes: what a killed router loses, with the time that the write takes."""
+REDIS_SECONDS = 2.0
+"""For one write of some rows, and for one read of some hashes."""
+FAREWELL_SECONDS = 2.0
+ROWS_PER_WRITE = 200
+"""To write them out takes a few milliseconds of the event loop."""
+HASHES_PER_READ = 100
+MAX_HASHES = 100_000
+"""Hours times tenants of one question."""
+
+
+Tell = Callable[[ServedRequest, Amounts, Cost], None]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageStatistics:
+    """What this router holds, and since it began: writes that failed, times that Redis had lost what was
+    written, requests under a shared name, and requests that were never written."""
+
+    num_entries: int
+    num_unwritten: int
+    num_failed: int
+    num_emptied: int
+    num_lumped: int
+    num_dropped: int
+    num_not_ours: int
+
+
+class UsageStore:
+    """For one event loop. Feed `observe`, have `run()` run, and `close()` when no request is left."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        num_hours: int,
+        ratios: RatioTable | None = None,
+        *,
+        ledger: Ledger | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.num_hours = num_hours
+        self.ratios = ratios or RatioTable()
+        self.ledger = ledger or Ledger()
+        self._redis = RedisUsage(redis_url, secrets.token_urlsafe(6), (num_hours + 1) * HOUR_SECONDS)
+        self.listeners: list[Tell] = []
+        """Told of each request and what it used."""
+        self._wall_clock = wall_clock
+        self._reading = asyncio.Lock()
+        self._is_away = False
+        self._num_failed = self._num_emptied = 0
+
+    def observe(self, served: ServedRequest) -> None:
+        amounts = self.ledger.observe(served)
+        for tell in self.listeners:
+            tell(served, amounts, cost_of(amounts, self.ratios.of(served.caller.tenant.name)))
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await asyncio.sleep(WRITE_SECONDS)
+            await self.write()
+
+    async def close(self) -> None:
+        """What cannot be written soon is lost."""
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self.write()
+        except TimeoutError:
+            pass
+        lost = self.ledger.num_unwritten
+        if lost:
+            logger.warning("Redis has not taken the last of what was used entries=%d", lost)
+        await self._redis.close()
+
+    async def write(self) -> None:
+        """All that has not been written, or as much as Redis takes now."""
+        for _ in range(1 + self.ledger.num_unwritten // ROWS_PER_WRITE):
+            if not self.ledger.num_unwritten or not await self._write_some():
+                break
+        self.ledger.let_go(int(self._wall_clock() // HOUR_SECONDS), self.num_hours)
+
+    async def _write_some(self) -> bool:
+        """Whether to go on."""
+        rows = self.ledger.take_unwritten(ROWS_PER_WRITE)
+        unwritten = rows
+        try:
+            async with asyncio.timeout(REDIS_SECONDS):
+                written = await self._redis.write(rows)
+            unwritten = written.refused
+        except (RedisError, OSError) as error:  # a TimeoutError is one
+            self._num_failed += 1
+            self._note_away(error)
+            return False
+        finally:
+            self.ledger.put_back(unwritten)
+        if not written.is_intact:
+            self._num_emptied += 1
+            self.ledger.unwrite_all()
+            logger.warning("Redis has lost what was used: of earlier hours it is gone")
+        if written.refused:
+            self._num_failed += 1
+            self._note_away(RedisError(f"{len(written.refused)} entries are not taken"))
+            return False
+        self._note_back()
+        return True
+
+    async def read(self, query: UsageQuery) -> Mapping[Group, Amounts]:
+        """Raises UsageUnavailable and TooManyGroups."""
+        async with self._reading:  # one at a time: an answer may take much memory
+            sums = UsageSums(query, self._redis.writer)
+            held = self.ledger.held(query.first_hour, query.end_hour, query.tenant)
+            await asyncio.to_thread(sums.add_held, held)
+            try:
+                places = await self._places(query)
+                for first in range(0, len(places), HASHES_PER_READ):
+                    await self._add_stored(sums, places[first : first + HASHES_PER_READ])
+            except (RedisError, OSError) as error:
+                self._note_away(error)
+                raise UsageUnavailable("What was used cannot be read at the moment.") from error
+            return await asyncio.to_thread(sums.groups)
+
+    async def _places(self, query: UsageQuery) -> list[tuple[int, str]]:
+        if query.tenant is not None:
+            return [(hour, query.tenant) for hour in query.hours]
+        places: list[tuple[int, str]] = []
+        for first in range(0, len(query.hours), HASHES_PER_READ):
+            async with asyncio.timeout(REDIS_SECONDS):
+                places += await self._redis.tenants(query.hours[first : first + HASHES_PER_READ])
+            if len(places) > MAX_HASHES:
+                raise TooManyGroups
+        return places
+
+    async def _add_stored(self, sums: UsageSums, places: Sequence[tuple[int, str]]) -> None:
+        async with asyncio.timeout(REDIS_SECONDS):
+            hashes = await self._redis.hashes(places)
+
+        def add() -> None:
+            for (hour, tenant), stored in zip(places, hashes, strict=True):
+                sums.add_stored(hour, tenant, self._redis.entries(stored))
+
+        await asyncio.to_thread(add)
+
+    def statistics(self) -> UsageStatistics:
+        ledger = self.ledger
+        return UsageStatistics(
+            num_entries=ledger.num_entries,
+            num_unwritten=ledger.num_unwritten,
+            num_failed=self._num_failed,
+            num_emptied=self._num_emptied,
+            num_lumped=ledger.num_lumped,
+            num_dropped=ledger.num_dropped,
+            num_not_ours=self._redis.num_not_ours,
+        )
+
+    def _note_away(self, error: Exception) -> None:
+        if not self._is_away:
+            logger.warning("Redis cannot be reached for what is used, which stays in memory error=%r", error)
+        self._is_away = True
+
+    def _note_back(self) -> None:
+        if self._is_away:
+            logger.info("Redis has what is used again")
+        self._is_away = False

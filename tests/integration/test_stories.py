@@ -1,0 +1,165 @@
+"""What a router says of prompts that were broken in known ways: place, cause, tokens; over real engines."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.cli import main
+from loadtests.stacks.local_stack import LocalStack, local_stack
+from tests.integration.observe import wait_until
+from tests.router.explain.broken_prompts import TEXT_WAYS, BrokenPrompt, broken
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+NUM_STORIES = int(os.environ.get("KVASIR_STORIES", "3"))
+"""Of each way of breaking a prompt."""
+ENGINE = os.environ.get("KVASIR_STORIES_ENGINE", "torch")
+BETWEEN_SECONDS = 0.0 if NUM_STORIES < 10 else 0.3
+"""A router gives a part of its processor to looking for places, and many stories come as many requests."""
+
+CLIENT = httpx.Client(verify=False, timeout=120)
+
+PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
+LENGTHS = {"chat": "max_tokens", "messages": "max_tokens", "responses": "max_output_tokens"}
+BLOCK_SIZE = {"torch": 16, "vllm": 32}[ENGINE]
+
+
+@pytest.fixture(scope="module")
+def story_stack() -> Iterator[LocalStack]:
+    settings = {"engine": ENGINE, "model_name": "toy", "num_threads": 1}
+    with local_stack(num_replicas=2, replica_settings=settings) as stack:
+        yield stack
+
+
+def sent(stack: LocalStack, dialect: str, body: dict[str, Any], **fields: Any) -> httpx.Response:
+    body = {**body, "model": "toy", LENGTHS[dialect]: 2, "stream": False, **fields}
+    answer = CLIENT.post(stack.url + PATHS[dialect], json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def explained(stack: LocalStack, prompt_id: str, *, with_place: bool = True) -> dict[str, Any]:
+    """Once the place has been looked for, which comes a little later."""
+    found: list[dict[str, Any]] = []
+
+    def has_place() -> bool:
+        answer = CLIENT.get(f"{stack.url}/v1/cache/explain/{prompt_id}")
+        found[:] = answer.json()["prompts"] if answer.status_code == 200 else []
+        return bool(found) and (not with_place or found[0]["place"] is not None)
+
+    wait_until(has_place, "the place is found", seconds=20)
+    (prompt,) = found
+    return prompt
+
+
+def usage_of(answer: httpx.Response) -> tuple[int, int]:
+    """Prompt tokens and cached tokens."""
+    usage = answer.json()["usage"]
+    if "cache_read_input_tokens" in usage:
+        cached = usage["cache_read_input_tokens"]
+        return usage["input_tokens"] + cached + usage["cache_creation_input_tokens"], cached
+    length = usage.get("prompt_tokens", usage.get("input_tokens"))
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    return length, details["cached_tokens"]
+
+
+def is_named(prompt: BrokenPrompt, place: dict[str, Any]) -> bool:
+    if prompt.is_around:
+        return str(place["path"]).startswith(prompt.path)
+    return bool(place["path"] == prompt.path and place["kind"] == prompt.kind)
+
+
+def wrong_in(stack: LocalStack, prompt: BrokenPrompt) -> str:
+    """What a router says wrongly of a prompt that was broken, after the one before it; empty if it is right.
+
+    Where a whole tool has changed, it may have more of another conversation that begins alike.
+    """
+    first = sent(stack, prompt.dialect, prompt.before)
+    explained(stack, first.json()["id"], with_place=False)
+    second = sent(stack, prompt.dialect, prompt.after)
+    story = explained(stack, second.json()["id"])
+    nearest, spans = story["nearest"], story["spans"]
+    num_tokens, num_cached = usage_of(second)
+    changed = next((span["start"] for span in spans if span["cause"] == "prefix_changed"), None)
+    most = min(nearest["prompt_tokens"], num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    unchanged = nearest["diverges_at"] // BLOCK_SIZE * BLOCK_SIZE
+    """Another conversation may have a few tokens more in common with it, by chance."""
+    facts = {
+        "place": is_named(prompt, story["place"]),
+        "nearest": prompt.is_around or nearest["answer_id"] == first.json()["id"],
+        "counts": (story["prompt_tokens"], story["cached_tokens"]) == (num_tokens, num_cached)
+        and num_cached + sum(span["end"] - span["start"] for span in spans) == num_tokens,
+        "cause": changed is not None and 0 <= changed - unchanged <= BLOCK_SIZE,
+        "what came before": all(
+            span["cause"] == "held_elsewhere" and span["replica"] != story["replica"]
+            for span in spans
+            if changed is None or span["start"] < changed
+        ),
+        "lost": story["lost_tokens"] == most - num_cached,
+        "header": second.headers["x-kvasir-cache"]
+        == f"{story['outcome']}; cached={num_cached}; lost={story['lost_tokens']}; cause={story['cause']}",
+    }
+    wrong = [what for what, is_right in facts.items() if not is_right]
+    return f"{', '.join(wrong)}: {prompt.path or prompt.way} {json.dumps(story)}" if wrong else ""
+
+
+@pytest.mark.timeout(300 + 3 * NUM_STORIES)
+@pytest.mark.parametrize("way", TEXT_WAYS)
+def test_a_broken_prompt_is_explained_by_its_place_and_the_tokens_lost(
+    story_stack: LocalStack, way: str
+) -> None:
+    wrong = []
+    for number in range(NUM_STORIES):
+        dialect = [*PATHS][number % len(PATHS)]
+        prompt = broken(way, dialect, Random(f"{way} {dialect} {number}"), num_tools=3, num_turns=2)
+        wrong += [found] if (found := wrong_in(story_stack, prompt)) else []
+        time.sleep(BETWEEN_SECONDS)
+    head = f"\n{ENGINE} {way}: {NUM_STORIES - len(wrong)} of {NUM_STORIES} right"
+    sys.stdout.write("\n  ".join([head, *wrong]) + "\n")
+    assert len(wrong) <= NUM_STORIES // 100
+
+
+def test_the_vendors_own_fields_name_what_has_changed(story_stack: LocalStack) -> None:
+    prompt = broken("tool_word", "messages", Random(1), num_tools=3, num_turns=2)
+    first = sent(story_stack, "messages", prompt.before, diagnostics={"previous_message_id": None})
+    assert first.json()["diagnostics"] is None
+    told = []
+    for previous in (first.json()["id"], "msg_unknown"):
+        answer = sent(story_stack, "messages", prompt.after, diagnostics={"previous_message_id": previous})
+        told.append(answer.json()["diagnostics"]["cache_miss_reason"])
+    length, _ = usage_of(first)
+    assert told[0]["type"] == "tools_changed"
+    assert 0 < told[0]["cache_missed_input_tokens"] <= length
+    assert told[1] == {"type": "previous_message_not_found"}
+    prompt = broken("system_time", "responses", Random(2), num_tools=3, num_turns=2)
+    first = sent(story_stack, "responses", prompt.before)
+    options = {"comparison_response_id": first.json()["id"]}
+    answer = sent(story_stack, "responses", prompt.after, prompt_cache_options=options)
+    found = answer.json()["prompt_cache_diagnostics"]
+    assert (found["type"], found["reason"]) == ("cache_miss", "input_changed")
+    assert found["comparison_reusable_tokens"] == usage_of(first)[0]
+    answer = sent(story_stack, "responses", prompt.before, prompt_cache_options=options)
+    assert answer.json()["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+
+
+def test_ids_that_nobody_has_are_not_found(story_stack: LocalStack) -> None:
+    answer = CLIENT.get(f"{story_stack.url}/v1/cache/explain/chatcmpl-nothing")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "explanation_not_found")
+
+
+def test_kvasir_why_says_it_in_words(story_stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = broken("tool_word", "chat", Random(3), num_tools=3, num_turns=2)
+    sent(story_stack, "chat", prompt.before)
+    answer = sent(story_stack, "chat", prompt.after)
+    explained(story_stack, answer.json()["id"])
+    assert main(["why", answer.json()["id"], "--url", story_stack.url]) == 0
+    words = capsys.readouterr().out
+    assert f"in your request: {prompt.path}" in words
+    assert "it has other tools" in words

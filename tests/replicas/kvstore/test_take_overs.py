@@ -1,0 +1,165 @@
+"""What a store takes over of another's leased chunks, and what it says where it cannot."""
+
+from collections.abc import Sequence
+
+from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.leasing.lease_desk import LeaseDesk
+from replicas.kvstore.leasing.leases import Leases
+from replicas.kvstore.pulling.take_overs import TakeOvers
+from replicas.kvstore.tenant_shares import Tenancy
+from replicas.protocol.hand_overs import HandOverOutcome, KeepChunks, LeasedChunk, ListLeases, TakeOver
+from replicas.protocol.prefix_leases import LeaseBreak
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.status import Epoch, ReplicaId
+from tests.replicas.kvstore.chunk_names import key, name
+
+SOURCE = PullHint(ReplicaId("there"), Epoch("e"), "127.0.0.1:1", 0)
+TAKEN, NOT_SENT = HandOverOutcome.TAKEN, HandOverOutcome.NOT_SENT
+
+
+class ScriptedPulls:
+    """Takes slots as pulls do; the test says what comes."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.num_transfers = 0
+
+    def may_pull(self, peer: PullHint) -> bool:
+        return peer == SOURCE
+
+    def begin(self, peer: PullHint, wanted: Sequence[tuple[ChunkName, Tenancy]]) -> None:
+        self.num_transfers += 1
+        for each, tenancy in wanted:
+            if self._directory.offer(each, tenancy) is None:
+                break
+
+
+class Store:
+    def __init__(self, num_slots: int = 40, num_leased: int = 20) -> None:
+        self.now = 0.0
+        self.directory = Directory(host_chunks=num_slots, leases=Leases(host_chunks=num_leased))
+        desk = LeaseDesk(self.directory, None, blocks_per_chunk=8, chunk_tokens=128, clock=lambda: self.now)
+        self.pulls = ScriptedPulls(self.directory)
+        self.take_overs = TakeOvers(self.directory, desk, self.pulls)  # type: ignore[arg-type]
+
+    def keep(self, *chunks: LeasedChunk, are_lost: bool = False) -> None:
+        self.take_overs.ask(KeepChunks(7, TakeOver(SOURCE, bytes(16), chunks, are_lost)))
+
+    def answer(self) -> tuple[HandOverOutcome, ...]:
+        self.take_overs.poll()
+        (answer,) = self.take_overs.take_answers()
+        assert answer.number == 7 and not self.take_overs.is_busy
+        return answer.outcomes
+
+
+def leased(path: str, seconds_left: float = 100.0, tenant: bytes = b"", share: float = 0.0) -> LeasedChunk:
+    return LeasedChunk(*name(path), 600, seconds_left, tenant, share)
+
+
+def test_what_comes_is_leased_for_the_time_that_was_left_and_then_anew_with_each_use() -> None:
+    store = Store()
+    store.keep(leased("a"), leased("ab"))
+    assert not store.take_overs.has_answers
+    for path in ("a", "ab"):
+        store.directory.filled(key(path))
+    assert store.answer() == (TAKEN, TAKEN)
+    assert [record.seconds_left for record in store.directory.leases.all_records()] == [100.0, 100.0]
+    store.directory.use([key("a")])
+    assert [record.seconds_left for record in store.directory.leases.all_records()] == [600.0, 100.0]
+
+
+def test_what_does_not_come_is_leased_no_more_and_breaks_no_promise_here() -> None:
+    store = Store()
+    store.keep(leased("a"), leased("ab"))
+    store.directory.filled(key("a"))
+    store.directory.given_up(key("ab"))
+    assert store.answer() == (TAKEN, NOT_SENT)
+    leases = store.directory.leases
+    assert (leases.num_leased, leases.counts.leased, leases.counts.broken.total()) == (1, 1, 0)
+    assert leases.charged.host == 1
+
+
+def test_what_was_leased_here_before_stays_so_if_it_does_not_come() -> None:
+    store = Store()
+    assert store.directory.grant([key("a")], 600) is None
+    store.keep(leased("a"))
+    store.directory.given_up(key("a"))
+    assert store.answer() == (NOT_SENT,)
+    assert store.directory.leases.holds(key("a"))
+
+
+def test_what_is_here_is_leased_and_not_pulled() -> None:
+    store = Store()
+    store.directory.offer(name("a"))
+    store.directory.filled(key("a"))
+    store.keep(leased("a"))
+    assert store.answer() == (TAKEN,)
+    assert store.directory.leases.holds(key("a")) and store.directory.num_in_host == 1
+
+
+def test_the_budget_and_the_tenants_share_bind_what_is_taken_over() -> None:
+    store = Store(num_leased=4)
+    store.keep(*(leased(path, tenant=b"t", share=0.5) for path in ("a", "ab", "abc")))
+    for path in ("a", "ab"):
+        store.directory.filled(key(path))
+    assert store.answer() == (TAKEN, TAKEN, HandOverOutcome.TENANT_SHARE)
+    store.keep(*map(leased, ("x", "xy", "xyz")))
+    for path in ("x", "xy"):
+        store.directory.filled(key(path))
+    assert store.answer() == (TAKEN, TAKEN, HandOverOutcome.BUDGET)
+    assert store.directory.place(key("xyz")) is None
+
+
+def test_chunks_of_many_tenants_come_in_one_transfer() -> None:
+    store = Store(num_slots=80)
+    paths = "abcdefgh"
+    store.keep(*(leased(path, tenant=path.encode(), share=0.5) for path in paths))
+    assert store.pulls.num_transfers == 1
+    for path in paths:
+        store.directory.filled(key(path))
+    assert store.answer() == (TAKEN,) * len(paths)
+
+
+def test_the_share_that_a_tenant_has_here_outlasts_what_a_record_says() -> None:
+    store = Store(num_leased=4)
+    store.keep(leased("a", tenant=b"t", share=0.25), leased("x", tenant=b"t"))
+    store.directory.filled(key("a"))
+    assert store.answer() == (TAKEN, HandOverOutcome.TENANT_SHARE)
+
+
+def test_one_peer_fills_a_quarter_of_the_slots_at_most_over_all_its_calls() -> None:
+    store = Store(num_slots=12, num_leased=12)
+    no_room = HandOverOutcome.NO_ROOM
+    for path, expected in (("ab", [TAKEN] * 2), ("xyz", [TAKEN, no_room, no_room])):
+        names = [path[: end + 1] for end in range(len(path))]
+        store.keep(*map(leased, names))
+        for each in names:
+            if store.directory.place(key(each)) is Place.COMING:
+                store.directory.filled(key(each))
+        assert list(store.answer()) == expected
+
+
+def test_what_is_lost_is_a_tombstone_until_its_lease_would_have_ended_or_it_comes() -> None:
+    store = Store()
+    store.keep(leased("a"), leased("ab"), are_lost=True)
+    assert store.answer() == (HandOverOutcome.NOTED,) * 2
+    assert store.directory.broken([key("a"), key("ab")]) == (2, LeaseBreak.LEFT)
+    assert store.directory.leases.counts.broken == {LeaseBreak.LEFT: 2}
+    store.directory.offer(name("a"))
+    store.directory.filled(key("a"))
+    assert store.directory.broken([key("a"), key("ab")]) == (1, LeaseBreak.LEFT)
+    store.directory.pass_time(101.0)
+    assert store.directory.broken([key("a"), key("ab")]) == (0, None)
+
+
+def test_only_what_is_there_is_listed_with_its_time_and_whose_it_is() -> None:
+    store = Store()
+    tenancy = Tenancy(b"t", 0.5, 0.25)  # type: ignore[arg-type]
+    store.directory.offer(name("a"), tenancy)
+    store.directory.filled(key("a"))
+    assert store.directory.grant([key("a"), key("ab")], 600, tenancy, b"bucket") is None
+    store.now = 50.0
+    store.take_overs.ask(ListLeases(3))
+    (answer,) = store.take_overs.take_answers()
+    assert answer.leased == (LeasedChunk(*name("a"), 600, 550.0, b"t", 0.5, 0.25, b"bucket"),)

@@ -1,0 +1,75 @@
+"""Which leased chunks are offered to whom, and in which order."""
+
+from replicas.leaving.plan import MAX_TRIES, Plan
+from replicas.protocol.affinity import AffinityRanking
+from replicas.protocol.hand_overs import HandOverOutcome, LeasedChunk
+from replicas.protocol.pulls import PullHint
+from replicas.protocol.status import Epoch, ReplicaId
+from tests.replicas.kvstore.chunk_names import key
+
+PEERS = [PullHint(ReplicaId(f"r{number}"), Epoch("e"), f"127.0.0.1:{number + 1}", 0) for number in range(4)]
+
+
+def chunk(path: str, bucket: bytes = b"b" * 16, *, has_file: bool = False) -> LeasedChunk:
+    """`path` names it and, without its last letter, the one before it."""
+    parent = key(path[:-1]) if len(path) > 1 else None
+    return LeasedChunk(key(path), parent, 8 * len(path) - 1, 600, 300.0, bucket=bucket, has_file=has_file)
+
+
+def order(bucket: bytes) -> list[ReplicaId]:
+    return AffinityRanking([peer.replica_id for peer in PEERS]).of(bucket).whole()
+
+
+def test_chains_of_a_bucket_go_to_its_home_each_chunk_once_and_after_what_is_before_it() -> None:
+    plan = Plan([chunk("abd"), chunk("abc"), chunk("ab"), chunk("a")])
+    (offer,) = plan.offers(PEERS)
+    assert offer.peer.replica_id == order(b"b" * 16)[0]
+    sent = [each.key for each in offer.chunks]
+    assert sorted(sent) == sorted(map(key, ("a", "ab", "abc", "abd")))
+    assert sent[:2] == [key("a"), key("ab")]
+    for each in offer.chunks:
+        plan.answered(each, HandOverOutcome.TAKEN)
+    assert plan.offers(PEERS) == [] and plan.left == []
+
+
+def test_what_is_not_taken_goes_to_the_next_as_a_whole_and_to_a_few_only() -> None:
+    plan = Plan([chunk("a"), chunk("ab")])
+    asked = []
+    while offers := plan.offers(PEERS):
+        (offer,) = offers
+        asked.append(offer.peer.replica_id)
+        assert [each.key for each in offer.chunks] == [key("a"), key("ab")]
+        plan.answered(offer.chunks[0], HandOverOutcome.TAKEN)
+        plan.answered(offer.chunks[1], HandOverOutcome.BUDGET)
+    assert asked == order(b"b" * 16)[:MAX_TRIES]
+    assert [each.key for each in plan.left] == [key("ab")]
+    assert plan.outcomes[key("ab")] is HandOverOutcome.BUDGET
+    (home,) = plan.homes(PEERS)
+    assert home.peer.replica_id == asked[0]
+
+
+def test_what_lacks_its_beginning_is_offered_to_nobody() -> None:
+    plan = Plan([chunk("abc"), chunk("ab"), chunk("x")])
+    (offer,) = plan.offers(PEERS)
+    assert [each.key for each in offer.chunks] == [key("x")]
+    assert plan.outcomes[key("abc")] is plan.outcomes[key("ab")] is HandOverOutcome.INCOMPLETE
+
+
+def test_what_has_no_file_comes_before_what_has_one_where_not_all_may_go() -> None:
+    plan = Plan([chunk("a", has_file=True), chunk("ab", has_file=True), chunk("x"), chunk("xy")], 3)
+    (offer,) = plan.offers(PEERS)
+    assert [each.key for each in offer.chunks] == [key("x"), key("xy")]
+    assert plan.outcomes[key("ab")] is HandOverOutcome.TOO_MUCH
+
+
+def test_without_a_bucket_the_first_chunk_says_where_a_chain_belongs() -> None:
+    plan = Plan([chunk("a", b""), chunk("ab", b""), chunk("abc", b""), chunk("abd", b"")])
+    (offer,) = plan.offers(PEERS)
+    assert offer.peer.replica_id == order(key("a"))[0]
+
+
+def test_without_peers_all_is_left() -> None:
+    plan = Plan([chunk("a"), chunk("ab")])
+    assert plan.offers([]) == [] and plan.homes([]) == []
+    assert set(plan.outcomes.values()) == {HandOverOutcome.NO_PEER}
+    assert len(plan.left) == 2

@@ -1,0 +1,149 @@
+"""Who is let in by which header, and that nothing of one tenant is another's."""
+
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.router import tiny_model
+from tests.router.http_server import HttpServer, http_server
+from tests.router.tenants.some_keys import ACME, BETA, GAMMA, OLD, OPERATOR, bearer, some_keys
+
+CHAT = {"model": tiny_model.MODEL, "messages": [{"role": "user", "content": "How are you?"}], "max_tokens": 2}
+ANTHROPIC = {**CHAT, "max_tokens": 2}
+GEMINI = {"contents": [{"parts": [{"text": "How are you?"}]}]}
+GEMINI_PATH = f"/v1beta/models/{tiny_model.MODEL}:generateContent"
+
+
+@pytest.fixture
+async def gated() -> AsyncIterator[HttpServer]:
+    async with http_server(keys=some_keys()) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gated: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gated.url, timeout=60) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/v1/chat/completions", CHAT, bearer(ACME)),
+        ("/v1/chat/completions", CHAT, {"authorization": f"bearer  {ACME}"}),
+        ("/v1/messages", ANTHROPIC, {"x-api-key": ACME}),
+        ("/v1/messages", ANTHROPIC, bearer(ACME)),
+        (GEMINI_PATH, GEMINI, {"x-goog-api-key": ACME}),
+        (GEMINI_PATH, GEMINI, bearer(ACME)),
+        ("/tokenize", {"model": tiny_model.MODEL, "prompt": "a"}, bearer(ACME)),
+    ],
+)
+async def test_each_dialect_has_its_header(
+    client: httpx.AsyncClient, path: str, body: object, headers: dict[str, str]
+) -> None:
+    assert (await client.post(path, json=body, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({}, "no API key"),
+        ({"authorization": "Basic eDp5"}, "no API key for this route"),
+        ({"x-api-key": ACME}, "'x-api-key' has no API key for this route"),
+        ({"x-goog-api-key": ACME}, "'x-goog-api-key'"),
+        (bearer(ACME[:-1] + "x"), "Incorrect API key"),
+        (bearer("sk-none"), "Incorrect API key"),
+        (bearer("\xff" * 9), "Incorrect API key"),
+        (bearer(OLD), "expired"),
+    ],
+)
+async def test_a_key_that_is_none_is_a_401_before_the_body_is_read(
+    client: httpx.AsyncClient, gated: HttpServer, headers: dict[str, str], words: str
+) -> None:
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    answer = await client.post("/v1/chat/completions", content=b"no JSON", headers=raw)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert error["code"] == "invalid_api_key"
+    assert words in error["message"]
+    assert not gated.dispatcher.generations
+
+
+async def test_the_401_is_written_as_the_dialect_writes_it(client: httpx.AsyncClient) -> None:
+    anthropic = await client.post("/v1/messages", json=ANTHROPIC)
+    assert anthropic.status_code == 401
+    assert anthropic.json()["error"]["type"] == "authentication_error"
+    gemini = await client.post(GEMINI_PATH, json=GEMINI)
+    assert gemini.json()["error"]["status"] == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/", "/docs", "/openapi.json"])
+async def test_what_is_nobodys_takes_no_key(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("before", ["/docs", "/docs/x", "/health", "/explain", "/openapi.json", "/"])
+@pytest.mark.parametrize("path", [GEMINI_PATH, "/v1/chat/completions", "/v1/messages", "/tokenize"])
+async def test_what_is_open_opens_nothing_behind_it(
+    client: httpx.AsyncClient, gated: HttpServer, before: str, path: str
+) -> None:
+    url = httpx.URL(str(client.base_url), path=before + path)
+    assert (await client.post(url, json=CHAT)).status_code == 401
+    assert not gated.dispatcher.generations
+    assert (await client.post(url, json=CHAT, headers=bearer(OPERATOR))).status_code in (200, 400, 404)
+    assert not gated.dispatcher.generations
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/load"])
+async def test_what_tells_of_all_tenants_takes_an_operators_key(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.get(path)).status_code == 401
+    assert (await client.get(path, headers=bearer(ACME))).status_code == 403
+    assert (await client.get(path, headers=bearer(OPERATOR))).status_code == 200
+
+
+async def roots_of(
+    client: httpx.AsyncClient, gated: HttpServer, *asked: tuple[str, dict[str, str]]
+) -> list[bytes]:
+    for key, headers in asked:
+        answer = await client.post("/v1/chat/completions", json=CHAT, headers={**bearer(key), **headers})
+        assert answer.status_code == 200, answer.text
+    return [generation.submit.root for generation in gated.dispatcher.generations]
+
+
+async def test_two_tenants_share_no_root_and_those_of_a_group_do(
+    client: httpx.AsyncClient, gated: HttpServer
+) -> None:
+    alone = {"x-kvasir-cache-group": "none"}
+    attic = {"x-kvasir-cache-group": "attic"}
+    acme, beta, gamma, alone_root, attic_root = await roots_of(
+        client, gated, (ACME, {}), (BETA, {}), (GAMMA, {}), (GAMMA, alone), (GAMMA, attic)
+    )
+    assert beta == gamma
+    assert len({acme, beta, alone_root, attic_root}) == 4
+    foreign = {**bearer(ACME), "x-kvasir-cache-group": "lab"}
+    refused = await client.post("/v1/chat/completions", json=CHAT, headers=foreign)
+    assert refused.status_code == 403
+
+
+async def test_a_user_of_two_tenants_is_two_users(client: httpx.AsyncClient, gated: HttpServer) -> None:
+    for key in (BETA, GAMMA, BETA):
+        await client.post("/v1/chat/completions", json={**CHAT, "user": "ada"}, headers=bearer(key))
+    first, other, again = (generation.submit.user for generation in gated.dispatcher.generations)
+    assert first == again != other
+
+
+async def test_what_is_encoded_for_one_is_not_found_by_another(
+    client: httpx.AsyncClient, gated: HttpServer
+) -> None:
+    cache = gated.context.catalog.get(tiny_model.MODEL).tokenizer.cache
+    body = {"model": tiny_model.MODEL, "prompt": json.dumps("a text that nobody has sent before " * 20)}
+    num_misses = []
+    for key, path in ((ACME, "/tokenize"), (BETA, "/tokenize"), (ACME, "/tokenize"), (BETA, "/tokenize")):
+        before = cache.statistics().num_misses
+        assert (await client.post(path, json=body, headers=bearer(key))).status_code == 200
+        num_misses.append(cache.statistics().num_misses - before)
+    assert num_misses[0] == num_misses[1] > 0
+    assert num_misses[2] == num_misses[3] == 0

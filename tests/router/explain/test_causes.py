@@ -1,0 +1,200 @@
+"""Why tokens were not read: each has one cause, and together they are what was computed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.protocol.frames import PromptUsage
+from replicas.protocol.prefix_leases import LeaseBreak
+from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import NO_MOVES, MoveSpeeds
+from router.explain.causes import Cause, Departed, Misses, Past, misses
+from router.observation.sightings import Known
+from router.routing.decision import Decision
+from tests.router.explain.decisions import BLOCK_SIZE, decision
+
+A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
+
+
+def told(found: Misses) -> list[tuple[str, int]]:
+    return [(span.cause.value, span.num_tokens) for span in found.spans]
+
+
+NEW = Past(Known(0))
+SLOW = MoveSpeeds(host=1.0, disk=None, pull=None)
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "made", "past", "cause", "spans"),
+    [
+        (992, decision(a=992, b=0), Past(Known(992)), "hit", [("below_a_block", 8)]),
+        (0, decision(a=0, b=0), NEW, "never_cached", [("never_cached", 992), ("below_a_block", 8)]),
+        (
+            0,
+            decision(a=0, b=512),
+            Past(Known(512, B)),
+            "held_elsewhere",
+            [("held_elsewhere", 512), ("never_cached", 480), ("below_a_block", 8)],
+        ),
+        (
+            128,
+            decision(a=128, b=0),
+            Past(Known(800, B), [Departed(512, A, False, 1.0), Departed(768, B, True, 2.0)], False),
+            "evicted",
+            [
+                ("evicted", 384),
+                ("replica_restarted", 256),
+                ("evicted", 32),
+                ("never_cached", 192),
+                ("below_a_block", 8),
+            ],
+        ),
+        (
+            0,
+            decision(a=0, b=256, promised={"b": 512}),
+            NEW,
+            "held_elsewhere",
+            [("held_elsewhere", 256), ("not_yet_written", 256), ("never_cached", 480)],
+        ),
+        (
+            0,
+            decision(a=0, promised={"a": 512}),
+            NEW,
+            "not_yet_written",
+            [("not_yet_written", 512), ("never_cached", 480)],
+        ),
+        (
+            256,
+            decision(a=512, b=512),
+            Past(Known(512, A)),
+            "evicted",
+            [("evicted", 256), ("never_cached", 480)],
+        ),
+        (
+            0,
+            decision(a=0, b=256, c=512, gone=["c"]),
+            Past(Known(512, C)),
+            "held_elsewhere",
+            [("held_elsewhere", 256), ("replica_restarted", 256), ("never_cached", 480)],
+        ),
+        (0, decision(a=512, speeds=SLOW), NEW, "evicted", [("evicted", 512), ("never_cached", 480)]),
+        (
+            512,
+            decision(a=512, b=768, pull_from="b"),
+            NEW,
+            "held_elsewhere",
+            [("held_elsewhere", 256), ("never_cached", 224)],
+        ),
+        (  # behind the last block that the index has of another's chain
+            0,
+            decision(a=0, b=512),
+            Past(Known(592, B), (), False, stride_tokens=128),
+            "held_elsewhere",
+            [("held_elsewhere", 592), ("never_cached", 400)],
+        ),
+        (
+            0,
+            decision(a=0, b=384),
+            Past(Known(640, B), (), False, stride_tokens=128),
+            "held_elsewhere",
+            [("held_elsewhere", 384), ("evicted", 256), ("never_cached", 352)],
+        ),
+        (
+            0,
+            decision(a=0, b=0),
+            Past(Known(96, B), [Departed(96, B, False, 1.0)], False, stride_tokens=128),
+            "evicted",
+            [("evicted", 96), ("never_cached", 896)],
+        ),
+        (
+            0,
+            decision(a=0, b=0),
+            Past(Known(96, A), (), False, stride_tokens=128),
+            "evicted",
+            [("evicted", 96), ("never_cached", 896)],
+        ),
+        (0, None, Past(Known(0, is_elsewhere=True)), "other_namespace", [("other_namespace", 992)]),
+        (512, None, Past(Known(512), changed_at=520), "prefix_changed", [("prefix_changed", 480)]),
+        (0, None, Past(Known(512, C)), "unknown", [("unknown", 512), ("never_cached", 480)]),
+    ],
+)
+def test_causes_follow_from_facts(
+    num_cached: int, made: Decision | None, past: Past, cause: str, spans: list[tuple[str, int]]
+) -> None:
+    found = misses(PromptUsage(1000, num_cached, 0), made, past, BLOCK_SIZE)
+    assert found.cause.value == cause
+    assert told(found)[: len(spans)] == spans
+    assert told(found)[len(spans) :] in ([], [("below_a_block", 8)])
+
+
+def test_a_short_prompt_has_no_block() -> None:
+    assert misses(PromptUsage(16, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.BELOW_A_BLOCK
+    assert misses(PromptUsage(17, 0, 0), decision(a=0), NEW, BLOCK_SIZE).cause is Cause.NEVER_CACHED
+
+
+def test_what_the_replica_says_itself_comes_first() -> None:
+    usage = PromptUsage(
+        1000,
+        128,
+        0,
+        num_lost_tokens=64,
+        num_unmoved_tokens=32,
+        num_evicted_early_tokens=256,
+        broken_by=LeaseBreak.HOST_FULL,
+        num_expired_tokens=128,
+    )
+    found = misses(usage, decision(a=128, b=640), NEW, BLOCK_SIZE)
+    assert told(found)[:5] == [
+        ("lost_in_transfer", 64),
+        ("not_worth_moving", 32),
+        ("lease_broken", 256),
+        ("expired", 128),
+        ("held_elsewhere", 32),
+    ]
+
+
+tokens = st.integers(0, 2000)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[PromptUsage, Decision | None, Past]:
+    num_prompt = draw(st.integers(1, 2000))
+    num_cached = draw(st.integers(0, num_prompt))
+    usage = PromptUsage(
+        num_prompt,
+        num_cached,
+        0,
+        num_evicted_early_tokens=draw(tokens),
+        num_unmoved_tokens=draw(tokens),
+        num_lost_tokens=draw(tokens),
+        num_expired_tokens=draw(tokens),
+    )
+    promised = st.dictionaries(st.sampled_from("abc"), tokens)
+    gone = st.sampled_from(((), ("b",), ("b", "c")))
+    speeds = st.sampled_from((NO_MOVES, SLOW))
+    made = draw(
+        st.none()
+        | st.builds(decision, promised=promised, gone=gone, speeds=speeds, a=tokens, b=tokens, c=tokens)
+    )
+    departed = draw(
+        st.lists(st.builds(Departed, tokens, st.just(C), st.booleans(), st.just(1.0)), max_size=5)
+    )
+    known = draw(st.builds(Known, tokens, st.sampled_from((None, B)), st.booleans()))
+    past = Past(known, sorted(departed), draw(st.sampled_from((None, True, False))), draw(st.none() | tokens))
+    return usage, made, past
+
+
+@given(situations())
+def test_spans_are_all_that_was_not_read(situation: tuple[PromptUsage, Decision | None, Past]) -> None:
+    usage, made, past = situation
+    found = misses(usage, made, past, BLOCK_SIZE)
+    assert found.num_tokens == usage.num_prompt_tokens - usage.num_cached_tokens
+    at = usage.num_cached_tokens
+    for span in found.spans:
+        assert span.start == at and span.end > at
+        at = span.end
+    assert Cause.HIT not in [span.cause for span in found.spans]
+    num_reusable = (usage.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert (found.cause is Cause.HIT) == (bool(num_reusable) and usage.num_cached_tokens >= num_reusable) or (
+        not found.spans
+    )

@@ -1,0 +1,168 @@
+"""The nearest earlier prompt: against a list of all of them, within a tenant alone, and within the bound."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.protocol.blocks import BlockHash, hash_blocks, pack_token_ids
+from router.explain.outline import outline_of
+from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompts
+from router.observation.chain_tree import NamespaceName
+from tests.examples import examples
+
+BLOCK_SIZE = 4
+ROOTS = [BlockHash(bytes([number]) * 16) for number in range(3)]
+KEY = b"k" * 16
+PLENTY = 2**24
+
+
+def facts(
+    token_ids: list[int],
+    *,
+    tenant: str = "ada",
+    root: int = 0,
+    salt: bytes = b"",
+    texts: tuple[str, ...] = (),
+) -> PromptFacts:
+    hashes = hash_blocks(ROOTS[root], token_ids, BLOCK_SIZE)
+    messages = [{"role": "user", "content": text} for text in texts]
+    return PromptFacts(
+        tenant,
+        ROOTS[root],
+        NamespaceName(f"model-{root}", None, tenant),
+        BLOCK_SIZE,
+        b"".join(hashes),
+        pack_token_ids(token_ids),
+        salt,
+        outline_of([], messages, {}, None),
+    )
+
+
+def num_common(ours: list[int], theirs: list[int]) -> int:
+    both = zip(ours, theirs, strict=False)
+    return next((at for at, (a, b) in enumerate(both) if a != b), min(len(ours), len(theirs)))
+
+
+PROMPTS = st.lists(st.integers(0, 2), max_size=14)
+WHOLE_BLOCKS = st.lists(st.integers(0, 2), max_size=4).map(
+    lambda some: [one for one in some for _ in range(4)]
+)
+SENT = st.tuples(st.integers(0, 1), st.integers(0, 1))
+
+
+@settings(max_examples=examples(300))
+@given(st.booleans(), st.data())
+def test_the_longest_common_beginning_is_that_of_a_list(is_whole: bool, data: st.DataObject) -> None:
+    """To the token for whole blocks; tokens behind a prompt's last whole block may be forgotten."""
+    prompts = WHOLE_BLOCKS if is_whole else PROMPTS
+    earlier = data.draw(st.lists(st.tuples(SENT, prompts), max_size=15))
+    asked = data.draw(prompts)
+    memory = RememberedPrompts(PLENTY, KEY)
+    for number, ((tenant, root), token_ids) in enumerate(earlier):
+        one = facts(token_ids, tenant=f"t{tenant}", root=root)
+        memory.remember(one, (f"id-{number}",), float(number))
+    found = memory.nearest(facts(asked, tenant="t0", root=0))
+    mine = [token_ids for sent, token_ids in earlier if sent == (0, 0)]
+    longest = max((num_common(asked, one) for one in mine), default=0)
+    least = longest if is_whole else longest // BLOCK_SIZE * BLOCK_SIZE
+    if found is None:
+        assert not least
+        return
+    sent, theirs = earlier[int(found.prompt.ids[0].removeprefix("id-"))]
+    assert sent == (0, 0)
+    assert found.num_common_tokens == num_common(asked, theirs) >= least
+    assert found.goes_on == (found.num_common_tokens < min(len(theirs), len(asked)))
+
+
+def test_prompts_of_one_conversation_find_each_other_under_another_root_and_in_their_first_token() -> None:
+    memory = RememberedPrompts(PLENTY, KEY)
+    texts = ("where is the lamp", "by the river", "and the stone")
+    memory.remember(facts(list(range(40)), texts=texts), ("first",), 1.0)
+    elsewhere = memory.nearest(facts(list(range(40)), root=1, texts=texts))
+    assert elsewhere is not None
+    assert (elsewhere.prompt.ids, elsewhere.num_common_tokens) == (("first",), None)
+    changed = memory.nearest(facts([99, *range(1, 40)], texts=texts))
+    assert changed is not None
+    assert (changed.num_common_tokens, changed.goes_on) == (0, True)
+
+
+def test_some_tokens_more_in_common_by_chance_do_not_outweigh_the_pieces_of_a_conversation() -> None:
+    memory = RememberedPrompts(PLENTY, KEY)
+    mine, others = ("what I said", "what I heard", "and more"), ("of another", "who said", "other things")
+    memory.remember(facts([1, 1, 1, 2, 5, 5, 5, 5], texts=mine), ("mine",), 1.0)
+    memory.remember(facts([1, 1, 1, 1, 1, 3, 6, 6], texts=others), ("other",), 2.0)
+    asked = facts([1, 1, 1, 1, 1, 4, 5, 5], texts=mine)
+    found = memory.nearest(asked)
+    assert found is not None and (found.prompt.ids, found.num_common_tokens) == (("mine",), 3)
+    memory.remember(facts([1, 1, 1, 1, 1, 4, 5, 7], texts=others), ("longer",), 3.0)
+    found = memory.nearest(asked)
+    assert found is not None and found.prompt.ids == ("longer",)
+
+
+def test_who_chooses_a_salt_is_found_only_by_those_who_may_look_across_salts() -> None:
+    memory = RememberedPrompts(PLENTY, KEY)
+    texts = ("one", "two", "three")
+    memory.remember(facts(list(range(20)), salt=b"a", texts=texts), ("first",), 1.0)
+    asked = facts(list(range(20)), root=1, salt=b"b", texts=texts)
+    assert memory.nearest(asked) is None
+    assert memory.nearest(asked, across_salts=True) is not None
+
+
+def test_nothing_of_another_tenant_is_found_by_prompt_or_by_id() -> None:
+    memory = RememberedPrompts(PLENTY, KEY)
+    memory.remember(facts(list(range(20)), tenant="ada", texts=("a", "b", "c")), ("first",), 1.0)
+    assert memory.nearest(facts(list(range(20)), tenant="grace", texts=("a", "b", "c"))) is None
+    assert memory.find("grace", "first") is None
+    assert memory.find("ada", "first") is not None
+
+
+def test_memory_is_bounded_and_a_tenant_keeps_its_part_beside_one_that_floods() -> None:
+    memory = RememberedPrompts(200_000, KEY)
+    rng = Random(1)
+    small = [facts([rng.randrange(9) for _ in range(30)], tenant="small") for _ in range(20)]
+    for number, one in enumerate(small):
+        memory.remember(one, (f"small-{number}",), 0.0)
+    for number in range(2000):
+        token_ids = [rng.randrange(9) for _ in range(60)]
+        memory.remember(facts(token_ids, tenant="big", texts=(str(number),)), (f"big-{number}",), 0.0)
+        assert memory.num_bytes <= 200_000
+    assert all(memory.find("small", f"small-{number}") is not None for number in range(20))
+    assert memory.find("big", "big-0") is None
+    assert memory.find("big", "big-1999") is not None
+    assert memory.num_forgotten > 1000
+
+
+def test_all_is_given_back_when_a_tenant_is_forgotten() -> None:
+    memory = RememberedPrompts(30_000, KEY)
+    rng = Random(2)
+    for number in range(500):
+        token_ids = [rng.randrange(3) for _ in range(rng.randrange(40))]
+        memory.remember(
+            facts(token_ids, tenant=f"t{number % 50}", texts=("x", str(number))), (str(number),), 0.0
+        )
+    held = sum(tenant.num_bytes for tenant in memory._tenants.values())
+    assert held == memory.num_bytes <= 30_000
+    for tenant in memory._tenants.values():
+        assert len(tenant.records) >= 1
+        assert tenant.num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_changed"),
+    [
+        (("q", "a", "r"), ("q", "a", "R", "s"), True),
+        (("q", "a", "r"), ("Q", "a", "r", "s"), True),
+        (("q", "a"), ("q", "b"), False),
+        (("q",), ("other",), False),
+    ],
+)
+def test_a_prompt_is_changed_where_it_is_the_same_conversation_with_something_else_in_its_midst(
+    before: tuple[str, ...], now: tuple[str, ...], is_changed: bool
+) -> None:
+    memory = RememberedPrompts(PLENTY, KEY)
+    memory.remember(facts([1, 2, 3, 4, 5, 6, 7, 8, 9], texts=before), ("first",), 1.0)
+    found = memory.nearest(facts([1, 2, 3, 4, 5, 0, 7, 8, 9, 9, 9], texts=now))
+    assert isinstance(found, Nearest)
+    assert (found.num_common_tokens, found.is_changed) == (5, is_changed)
