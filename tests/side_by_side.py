@@ -1,7 +1,9 @@
 """How `pytest -n` shares the tests out: a file to one worker, what takes longest first, some not at all.
 
-The `--dist loadgroup` of xdist does not: it writes groups into the names of tests, which pytest 9 ignores
-without a word. So groups are made of the names that tests have anyway.
+Also which files have failed, so that `./kvasir test` can run them again.
+
+The `--dist loadgroup` of xdist does not share out: it writes groups into the names of tests, which pytest 9
+ignores without a word. So groups are made of the names that tests have anyway.
 """
 
 import os
@@ -40,16 +42,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", action="store_true", help="only what needs the machine to itself")
+    parser.addoption("--failed-to", metavar="FILE", help="where to list the files of tests that have failed")
+    parser.addoption("--only-files", metavar="FILE", help="only tests of the files that this one lists")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of those that run alone there are few, and whatever lies in other files need not be loaded."""
-    if not config.getoption("--alone") or collection_path.suffix != ".py":
+    """What is left out below need not be loaded, where a whole file is."""
+    if collection_path.suffix != ".py":
         return None
-    return "mark.alone" not in collection_path.read_text() or None
+    wanted = _wanted_files(config)
+    if wanted is not None and collection_path not in wanted:
+        return True
+    return (config.getoption("--alone") and "mark.alone" not in collection_path.read_text()) or None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    file = config.getoption("--failed-to")
+    if not file:
+        return
+    reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    names = sorted({report.nodeid.partition("::")[0] for report in reports})
+    Path(file).write_text("".join(f"{name}\n" for name in names))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = _wanted_files(config)
+    if wanted is not None:
+        items[:] = [item for item in items if item.path in wanted]
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if not is_worker and not config.getoption("--alone"):
         return
@@ -63,6 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}, and its name does not say so")
         turns[group] = min(_turn(item), turns.get(group, _turn(item)))
     items.sort(key=lambda item: turns[group_of(item.nodeid)])
+
+
+def _wanted_files(config: pytest.Config) -> set[Path] | None:
+    listed = config.getoption("--only-files")
+    return {config.rootpath / name for name in Path(listed).read_text().split()} if listed else None
 
 
 def _turn(item: pytest.Item) -> int:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 FILE = """
@@ -69,3 +71,38 @@ def test_all_tests_of_clients_share_one_cluster_and_so_one_worker(tmp_path: Path
         (folder / f"test_{name}.py").write_text(FILE)
     passed = run(tmp_path, "-n", "2")
     assert len(passed) == 4 * 6 and len({worker for worker, _ in passed}) == 1
+
+
+FAILS_ONCE = """
+from pathlib import Path
+
+def test_before(): ...
+
+def test_once():
+    file = Path("been-here")
+    if not file.exists():
+        file.touch()
+        raise AssertionError("not steady")
+"""
+
+
+def test_the_files_of_tests_that_failed_are_listed_and_run_again_alone(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    (tmp_path / "test_a.py").write_text(FILE)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "test_b.py").write_text(FAILS_ONCE)
+    (folder / "test_c.py").write_text("def test_c(missing): ...")
+    failed = tmp_path / "failed"
+    with pytest.raises(AssertionError):
+        run(tmp_path, "-n", "2", "--failed-to", str(failed))
+    assert failed.read_text().split() == ["folder/test_b.py", "folder/test_c.py"]
+    (folder / "test_c.py").write_text("def test_c(): ...")
+    for what in (".", "folder/test_b.py", "test_a.py"):
+        passed = {name for _, name in run(tmp_path, "-n", "1", "--only-files", str(failed), ".", what)}
+        expected = {
+            "folder/test_b.py::test_before",
+            "folder/test_b.py::test_once",
+            "folder/test_c.py::test_c",
+        }
+        assert passed == expected

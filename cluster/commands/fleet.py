@@ -185,22 +185,24 @@ def connected(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     host = address.rpartition(":")[0]
     # On loopback Ray would look for this machine under its address on the network.
     options: dict[str, Any] = {"_node_ip_address": host} if host.startswith("127.") else {}
-    try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **options,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"there is no Ray cluster at {address}: {' '.join(str(error).split())}") from error
-    try:
-        # What its machines complain of Ray prints to stdout, and there are our answers.
-        with _in_our_words(ray), contextlib.redirect_stdout(sys.stderr):
-            yield ray
-    finally:
-        ray.shutdown()
+    # What its machines complain of Ray prints to stdout, also while it ends, and there are our answers.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            said = " ".join(str(error).split())
+            raise ClusterError(f"there is no Ray cluster at {address}: {said}") from error
+        try:
+            with _in_our_words(ray):
+                yield ray
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def alpha(num_replicas: int) -> dict[str, Any]:
 def test_replicas_without_room_make_ray_add_machines(fleet: RunningFleet) -> None:
     applied = fleet.apply(alpha(4), ray_autoscaler=True)
     assert applied.returncode == 0, applied.stdout + applied.stderr
-    said = applied.stdout.splitlines()
+    said = [line for line in applied.stdout.splitlines() if line]  # Ray's libraries may end with an empty one
     assert said[0] == "no machine could say whether the model of pool alpha loads: its first replica will"
     assert any("waits for room" in line for line in said), "which is no failure"
     # Where everything is busy Ray gives new machines up after 30 s, with the replicas that are there already.
