@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private.utils import publish_error_to_driver
 from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
@@ -27,6 +29,8 @@ HEAD = "127.0.0.10"
 
 
 def main(folder: str, num_machines: int) -> None:
+    # Ray writes its address there, whatever folder it is told to use, and makes it only on its usual ways.
+    Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
