@@ -11,6 +11,9 @@ ROUTER_KILL = "router-kill"
 RESET_SECONDS = 3.0
 """A stream of a killed router ends at once; so late its end may be noticed on a busy machine."""
 
+DYING_SECONDS = 0.5
+"""So long after the kill the system may still take what is sent to the process: it frees its memory first."""
+
 
 class Failure(Enum):
     RESET = "reset"
@@ -98,10 +101,13 @@ def is_wrong(request: StormRequest, reference: str) -> bool:
 
 
 def is_of_killed_router(request: StormRequest, kills: Sequence[float]) -> bool:
-    """A reset of a request that was under way at the kill. What is sent again must not fail."""
+    """A reset of a request that was under way while the process died. What is sent again must not fail."""
     if not request.was_cut or request.is_retry:
         return False
-    return any(request.sent <= kill <= request.ended <= kill + RESET_SECONDS for kill in kills)
+    return any(
+        request.sent <= kill + DYING_SECONDS and kill <= request.ended <= kill + RESET_SECONDS
+        for kill in kills
+    )
 
 
 def ttfts(requests: Sequence[StormRequest], faults: Sequence[Fault] = ()) -> list[float]:

@@ -92,7 +92,7 @@ def test_equal_prompts_of_two_tenants_share_nothing_on_any_tier(tenanted: Tenant
     below = tenanted.details("acme", other)
     assert below[HOST_TOKENS] + below[DISK_TOKENS] > 256
 
-    tenanted.stack.kill("replica-0")
+    tenanted.stack.terminate("replica-0")  # which writes what it holds
     tenanted.stack.start("replica-0")
     tenanted.stack.wait_ready(1)
     third = tenanted.details("beta", other)

@@ -63,11 +63,13 @@ def test_a_killed_router_excuses_the_resets_of_its_moment_and_nothing_else() -> 
     reset = request("one", failure=Failure.RESET)
     assert judge([reset], REFERENCES, [kill]).of_killed_routers == (reset,)
     assert not judge([reset], REFERENCES, [kill]).is_broken
+    to_the_dying = request("", failure=Failure.RESET, sent=11.95)
+    assert not judge([to_the_dying], REFERENCES, [kill]).is_broken
     for inexcusable in (
         request("one", failure=Failure.REFUSED),
         request("one", failure=Failure.HANG),
         request("one", failure=Failure.RESET, is_retry=True),
-        request("one", failure=Failure.RESET, sent=11.95),
+        request("one", failure=Failure.RESET, sent=12.45, ended=12.5),
         request("one", failure=Failure.RESET, ended=11.8),
         request("one", failure=Failure.RESET, ended=30.0),
     ):
