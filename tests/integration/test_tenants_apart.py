@@ -95,7 +95,7 @@ def test_equal_prompts_of_two_tenants_share_nothing_on_any_tier(tenanted: Tenant
     tenanted.stack.terminate("replica-0")  # which writes what it holds
     tenanted.stack.start("replica-0")
     tenanted.stack.wait_ready(1)
-    third = tenanted.details("beta", other)
+    third = tenanted.details("left", other)
     assert third["cached_tokens"] == third[HOST_TOKENS] == third[DISK_TOKENS] == 0
     assert tenanted.details("acme", other)[DISK_TOKENS] > 256
 
