@@ -39,6 +39,7 @@ from replicas.kvstore.write_queues import WriteQueues
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
+from replicas.protocol.status import Epoch
 
 COLD_SHARE = 0.25
 """Of host memory: the part that is written to disk and evicted from."""
@@ -221,13 +222,13 @@ class Directory:
             self._keep_leased(chunks)
         return refusal
 
-    def take_leases(self, records: Sequence[LeaseRecord]) -> list[LeaseRefusal | None]:
-        """Lease what another replica had leased, each chunk by itself, of which some are here and others are
+    def take_leases(self, records: Sequence[LeaseRecord], source: Epoch) -> list[LeaseRefusal | None]:
+        """Lease what this replica had leased, each chunk by itself, of which some are here and others are
         to come at once. For each why it is not leased, or None.
         """
         chunks = [self._chunks.get(record.key) for record in records]
         refusals = [
-            self.leases.take_over(record, has_file=chunk is not None and chunk.has_file)
+            self.leases.take_over(record, has_file=chunk is not None and chunk.has_file, source=source)
             for record, chunk in zip(records, chunks, strict=True)
         ]
         taken = [None if refusal else chunk for chunk, refusal in zip(chunks, refusals, strict=True)]
@@ -250,6 +251,10 @@ class Directory:
             chunk = self._chunks.get(record.key)
             if chunk is not None and chunk.is_ready:
                 yield record, chunk, self._shares.share_of(record.tenant)
+
+    def known(self, tenancy: Tenancy) -> Tenancy:
+        """As a record has it, with the share of the store that its requests have last said here, if any."""
+        return self._shares.known(tenancy)
 
     def broken(self, keys: Iterable[BlockHash]) -> tuple[int, LeaseBreak | None]:
         """How many of these chunks went before the end of their leases and are still missing, and why the

@@ -56,6 +56,11 @@ class TenantShares:
             tenant = self._tenants[tenancy.tag] = StoreTenant(tenancy.store_share)
         return tenant
 
+    def known(self, tenancy: Tenancy) -> Tenancy:
+        """What a record says of a tenant, unless its requests have said here which share it has."""
+        tenant = self._tenants.get(tenancy.tag)
+        return tenancy if tenant is None else tenancy._replace(store_share=tenant.share)
+
     def share_of(self, tag: TenantTag) -> float:
         """0 is none of its own."""
         tenant = self._tenants.get(tag)

@@ -59,6 +59,8 @@ class TakeOverDesk:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the chunks did not come in time")
         finally:
             self._num_calls -= 1
+        if self.is_draining:  # since it was asked: what it has kept goes with it
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica has begun to leave")
         for outcome in outcomes:
             self._outcomes.labels(outcome.value).inc()
         return TakenOver(tuple(outcomes))

@@ -35,12 +35,16 @@ from replicas.protocol.prefix_leases import (
     LeaseBreak,
     LeaseRefusal,
 )
+from replicas.protocol.status import Epoch
 
 STORE_SECONDS = 600.0
 """A leased chunk is stored this long after it was leased, or its lease is broken."""
 
 MAX_TOMBSTONES = 1 << 15
 MAX_KEPT = 1 << 15
+
+MAX_SOURCES = 4
+"""Replicas that hand one lease over and of which each may take that back. With more it stays."""
 
 _SPARE_ENTRIES = 64
 
@@ -111,6 +115,8 @@ class _Lease:
     """Until it is stored."""
     broken_by: LeaseBreak | None = None
     bucket: bytes = b""
+    sources: tuple[Epoch, ...] | None = None
+    """Who has handed it over; None if a request has asked for it here."""
 
     @property
     def charge(self) -> Charge:
@@ -248,10 +254,11 @@ class Leases:
         self.counts.granted += 1
         for wish in wishes:
             self._lease(wish, seconds, tenant, seconds, bucket)
+            self._leases[wish.key].sources = None
             self.use(wish.key)
         return None
 
-    def take_over(self, record: LeaseRecord, *, has_file: bool) -> LeaseRefusal | None:
+    def take_over(self, record: LeaseRecord, *, has_file: bool, source: Epoch) -> LeaseRefusal | None:
         """Lease as another replica had, for the time that is left. None if it is leased now."""
         wish, seconds = Wish(record.key, has_file), min(record.seconds, MAX_LEASE_SECONDS)
         left = min(record.seconds_left, float(seconds))
@@ -261,17 +268,30 @@ class Leases:
         share = self._shares.get(record.tenant, record.tenant_share)
         refusal = self._refusal_within(share, [wish], seconds, record.tenant)
         if refusal is None:
+            is_new = record.key not in self._leases
             self._lease(wish, seconds, record.tenant, left, record.bucket)
             lease = self._leases[record.key]
             lease.end = max(lease.end, self.now + left)
+            if is_new:
+                lease.sources = (source,)
+            elif lease.sources is not None and source not in lease.sources:
+                has_room = len(lease.sources) < MAX_SOURCES
+                lease.sources = (*lease.sources, source) if has_room else None
         return refusal
 
-    def withdraw(self, key: BlockHash) -> None:
-        """What was to be taken over did not come: as if it had never been leased here."""
+    def withdraw(self, key: BlockHash, source: Epoch) -> bool:
+        """As if this replica had never handed the chunk's lease over. It ends unless another has done so too,
+        or a request has asked for it here; says whether it does.
+        """
         lease = self._leases.get(key)
-        if lease is not None and lease.store_by is not None:
-            self._end(lease)
-            self.counts.leased -= 1
+        if lease is None or lease.sources is None or source not in lease.sources:
+            return False
+        lease.sources = tuple(other for other in lease.sources if other != source)
+        if lease.sources:
+            return False
+        self._end(lease)
+        self.counts.leased -= 1
+        return True
 
     def lost_elsewhere(self, record: LeaseRecord, *, is_broken: bool) -> None:
         """Its replica has left, and nobody keeps it: a tombstone, of what is not leased here. One whose copy

@@ -9,7 +9,7 @@ then pulled unless it is here. What does not come is leased no more.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas.kvstore.chunk import ChunkName
@@ -62,12 +62,13 @@ class Pulls(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """`outcomes` lack those of chunks that are `coming`, each of which was leased for this or before."""
+    """`outcomes` lack those of chunks that are `coming`, each of which is leased."""
 
     number: int
+    source: Epoch
     chunks: Sequence[LeasedChunk]
-    outcomes: dict[BlockHash, HandOverOutcome]
-    coming: dict[BlockHash, bool]
+    outcomes: dict[BlockHash, HandOverOutcome] = field(default_factory=dict)
+    coming: set[BlockHash] = field(default_factory=set)
 
 
 class TakeOvers:
@@ -114,9 +115,9 @@ class TakeOvers:
                 place = self._directory.place(key)
                 if place is Place.COMING:
                     continue
-                was_leased_for_it = asked.coming.pop(key)
-                if place is None and was_leased_for_it:
-                    self._directory.leases.withdraw(key)
+                asked.coming.remove(key)
+                if place is None:
+                    self._directory.leases.withdraw(key, asked.source)
                 asked.outcomes[key] = HandOverOutcome.NOT_SENT if place is None else HandOverOutcome.TAKEN
             self._answer_if_done(asked)
 
@@ -140,12 +141,11 @@ class TakeOvers:
         return tuple(found[:MAX_LISTED_CHUNKS])
 
     def _keep(self, number: int, take_over: TakeOver) -> None:
-        asked = _Asked(number, take_over.chunks, {}, {})
+        source = take_over.source.epoch
+        asked = _Asked(number, source, take_over.chunks)
         self._asked.append(asked)
-        epoch = take_over.source.epoch
-        chunks = self._within_room(asked, epoch)
-        held = {chunk.key for chunk in chunks if self._directory.leases.holds(chunk.key)}
-        refusals = self._directory.take_leases([*map(_record, chunks)])
+        chunks = self._within_room(asked)
+        refusals = self._directory.take_leases([*map(_record, chunks)], source)
         to_pull: list[LeasedChunk] = []
         for chunk, refusal in zip(chunks, refusals, strict=True):
             before = None if chunk.parent is None else asked.outcomes.get(chunk.parent)
@@ -155,15 +155,15 @@ class TakeOvers:
             elif place in (Place.HOST, Place.DISK):
                 asked.outcomes[chunk.key] = HandOverOutcome.TAKEN
             else:
-                asked.coming[chunk.key] = chunk.key not in held
+                asked.coming.add(chunk.key)
                 if before in (None, HandOverOutcome.TAKEN) and place is None:
                     to_pull.append(chunk)
         self._pull(take_over, to_pull)
         self.poll()
 
-    def _within_room(self, asked: _Asked, epoch: Epoch) -> list[LeasedChunk]:
+    def _within_room(self, asked: _Asked) -> list[LeasedChunk]:
         """What of it may be pulled, as far as it must be; the rest has its outcome."""
-        room = int(self._directory.num_host_slots * MAX_HOST_SHARE) - self._num_pulled.get(epoch, 0)
+        room = int(self._directory.num_host_slots * MAX_HOST_SHARE) - self._num_pulled.get(asked.source, 0)
         chunks: list[LeasedChunk] = []
         for chunk in asked.chunks:
             is_here = self._directory.place(chunk.key) is not None
@@ -180,8 +180,9 @@ class TakeOvers:
         if not chunks or self._pulls is None or not self._pulls.may_pull(source):
             return
         names = [ChunkName(chunk.key, chunk.parent, chunk.last_block) for chunk in chunks]
+        known = self._directory.known
         self._pulls.begin(
-            source, [(name, _tenancy(chunk)) for name, chunk in zip(names, chunks, strict=True)]
+            source, [(name, known(_tenancy(chunk))) for name, chunk in zip(names, chunks, strict=True)]
         )
         num_pulled = sum(self._directory.place(name.key) is Place.COMING for name in names)
         self._num_pulled[source.epoch] = self._num_pulled.get(source.epoch, 0) + num_pulled

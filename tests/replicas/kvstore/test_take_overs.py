@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import pytest
+from msgspec.structs import replace
+
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory, Place
 from replicas.kvstore.leasing.lease_desk import LeaseDesk
-from replicas.kvstore.leasing.leases import Leases
+from replicas.kvstore.leasing.leases import Leases, TenantTag
 from replicas.kvstore.pulling.take_overs import TakeOvers
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.protocol.hand_overs import HandOverOutcome, KeepChunks, LeasedChunk, ListLeases, TakeOver
@@ -163,3 +166,46 @@ def test_only_what_is_there_is_listed_with_its_time_and_whose_it_is() -> None:
     store.take_overs.ask(ListLeases(3))
     (answer,) = store.take_overs.take_answers()
     assert answer.leased == (LeasedChunk(*name("a"), 600, 550.0, b"t", 0.5, 0.25, b"bucket"),)
+
+
+def test_a_lease_that_a_request_wants_meanwhile_outlasts_a_take_over_that_fails() -> None:
+    store = Store()
+    store.keep(leased("a"), leased("ab"))
+    assert store.directory.grant([key("a")], 60) is None
+    store.directory.given_up(key("a"))
+    store.directory.given_up(key("ab"))
+    assert store.answer() == (NOT_SENT, NOT_SENT)
+    leases = store.directory.leases
+    assert leases.holds(key("a")) and not leases.holds(key("ab"))
+    store.directory.offer(name("a"))
+    store.directory.filled(key("a"))
+    store.directory.pass_time(50.0)
+    assert leases.holds(key("a")) and leases.counts.broken.total() == 0
+
+
+def test_what_two_replicas_hand_over_is_leased_until_neither_has_sent_it() -> None:
+    store = Store()
+    store.keep(leased("a"))
+    other = replace(SOURCE, replica_id=ReplicaId("other"), epoch=Epoch("f"))
+    store.take_overs.ask(KeepChunks(8, TakeOver(other, bytes(16), (leased("a"),))))
+    assert not store.directory.leases.withdraw(key("a"), SOURCE.epoch)
+    assert store.directory.leases.holds(key("a"))
+    store.directory.given_up(key("a"))
+    store.take_overs.poll()
+    assert [answer.outcomes for answer in store.take_overs.take_answers()] == [(NOT_SENT,)] * 2
+    assert not store.directory.leases.holds(key("a"))
+
+
+@pytest.mark.parametrize("record_share", [0.0, 0.75])
+def test_the_share_of_the_store_that_a_tenant_has_here_outlasts_what_a_record_says(
+    record_share: float,
+) -> None:
+    store = Store(num_slots=12, num_leased=12)
+    tenancy = Tenancy(TenantTag(b"t"), 0.0, 0.25)
+    store.directory.offer(name("x"), tenancy)
+    store.directory.filled(key("x"))
+    assert store.directory.grant([key("x")], 600, tenancy) is None
+    store.keep(replace(leased("a", tenant=b"t"), store_share=record_share))
+    store.directory.filled(key("a"))
+    assert store.answer() == (TAKEN,)
+    assert {share for _, _, share in store.directory.leased()} == {0.25}
