@@ -181,5 +181,16 @@ def _extras(media: Sequence[MediaSpan], block_start: int, block_size: int) -> by
     )
 
 
+def media_within(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
+    """What the extra keys of the blocks in tokens `[start, end)` follow from, besides where these begin."""
+    return b"".join(
+        _tagged(b"media", span.content_hash)
+        + (span.start - start).to_bytes(8, "little", signed=True)
+        + span.length.to_bytes(4, "little")
+        for span in media
+        if span.start < end and span.start + span.length > start
+    )
+
+
 def _tagged(tag: bytes, value: bytes) -> bytes:
     return len(tag).to_bytes(1, "little") + tag + len(value).to_bytes(4, "little") + value

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from replicas.protocol.blocks import (
     BlockHash,
+    MediaSpan,
     Namespace,
     PublishedBeginning,
     namespace_root,
@@ -143,15 +144,22 @@ class ServedModel:
         return self._root(namespace, salt)
 
     def block_hashes(
-        self, root: BlockHash, packed_tokens: bytes, published: PublishedBeginning | None = None
+        self,
+        root: BlockHash,
+        packed_tokens: bytes,
+        published: PublishedBeginning | None = None,
+        media: Sequence[MediaSpan] = (),
     ) -> list[BlockHash]:
         """Of the prompt's full blocks, under a root of this model's, as `hash_blocks` makes them."""
-        block_size = self.card.block_size
+        size = self.card.block_size
         if published is None:
-            return self._chains.hash_packed(root, packed_tokens, block_size)
-        cut = published.num_blocks * block_size * 4
-        hashes = self._chains.hash_packed(published.root, packed_tokens[:cut], block_size)
-        return hashes + self._chains.hash_packed(root, packed_tokens[cut:], block_size, parent=hashes[-1])
+            return self._chains.hash_packed(root, packed_tokens, size, media=media)
+        start = published.num_blocks * size
+        head, rest = packed_tokens[: start * 4], packed_tokens[start * 4 :]
+        hashes = self._chains.hash_packed(published.root, head, size, media=media)
+        return hashes + self._chains.hash_packed(
+            root, rest, size, parent=hashes[-1], start=start, media=media
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ A chain is cut into runs of blocks, and a run's hashes are found by a digest of 
     block   0 .. 15                 16 .. 31                                32 .. 47    48 .. 52
     key     SHA-256(root | tokens)  SHA-256(root | hash of 15 | tokens)     ...         too short: hashed
 
-Equal digests mean equal parents and equal tokens, however hard an attacker tries; and since the namespace's
-root is in each, no request finds what another namespace has left here.
+Equal digests mean equal parents, equal tokens and equal media, however hard an attacker tries; and since the
+namespace's root is in each, no request finds what another namespace has left here.
 
 Of an unknown chain only the first run is remembered, and each time it comes back as much again as was
 known, and one more: a prefix that many share is known whole after a few of them, while a prompt that
@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicas.protocol.blocks import BlockHash, hash_packed
+from replicas.protocol.blocks import BlockHash, MediaSpan, hash_packed, media_within
 
 DEFAULT_CACHE_BYTES = 32 * 2**20
 
@@ -49,29 +49,48 @@ class ChainHasher:
         self._num_misses = 0
 
     def hash_packed(
-        self, root: BlockHash, packed: bytes, block_size: int, *, parent: BlockHash | None = None
+        self,
+        root: BlockHash,
+        packed: bytes,
+        block_size: int,
+        *,
+        parent: BlockHash | None = None,
+        start: int = 0,
+        media: Sequence[MediaSpan] = (),
     ) -> list[BlockHash]:
-        """What `hash_packed` of `blocks.py` says of text: a prompt, or what of one is behind `parent`."""
-        run_bytes = BLOCKS_PER_RUN * block_size * 4
+        """What `hash_packed` of `blocks.py` says of a prompt, or of its part behind `parent`, which begins
+        at token `start`."""
+        run_tokens = BLOCKS_PER_RUN * block_size
+        run_bytes = run_tokens * 4
         num_full_runs = len(packed) // run_bytes
+
+        def key(run: int, parent: BlockHash | None) -> bytes:
+            digest = hashlib.sha256(root if parent is None else root + parent)
+            digest.update(packed[run * run_bytes : (run + 1) * run_bytes])
+            if media:
+                run_start = start + run * run_tokens
+                digest.update(media_within(media, run_start, run_start + run_tokens))
+            return digest.digest()
+
         hashes: list[BlockHash] = []
         keys: list[bytes] = []
         before = parent
-        for start in range(0, num_full_runs * run_bytes, run_bytes):
-            key = _key(root, parent, packed[start : start + run_bytes])
-            known = self._runs.get(key)
+        for run in range(num_full_runs):
+            known = self._runs.get(one := key(run, parent))
             if known is None:
                 break
-            keys.append(key)
+            keys.append(one)
             hashes += known
             parent = known[-1]
         num_known = len(keys)
-        hashes += hash_packed(root, packed[num_known * run_bytes :], block_size, parent=parent)
+        rest, rest_start = packed[num_known * run_bytes :], start + num_known * run_tokens
+        hashes += hash_packed(root, rest, block_size, parent=parent, start=rest_start, media=media)
         self._num_hits += num_known * BLOCKS_PER_RUN
         self._num_misses += len(hashes) - num_known * BLOCKS_PER_RUN
-        for run in range(num_known, min(num_full_runs, 2 * num_known + 1)):
-            parent = hashes[run * BLOCKS_PER_RUN - 1] if run else before
-            keys.append(_key(root, parent, packed[run * run_bytes : (run + 1) * run_bytes]))
+        keys += [
+            key(run, hashes[run * BLOCKS_PER_RUN - 1] if run else before)
+            for run in range(num_known, min(num_full_runs, 2 * num_known + 1))
+        ]
         self._remember(keys, num_known, hashes)
         return hashes
 
@@ -88,7 +107,3 @@ class ChainHasher:
             runs.move_to_end(key)
         while len(runs) > self._max_runs:
             runs.popitem(last=False)
-
-
-def _key(root: BlockHash, parent: BlockHash | None, packed: bytes) -> bytes:
-    return hashlib.sha256((root if parent is None else root + parent) + packed).digest()

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from replicas.protocol.affinity import tagged
-from replicas.protocol.blocks import BlockHash, pack_token_ids
+from replicas.protocol.blocks import BlockHash, MediaSpan, media_within, pack_token_ids
 
 BUCKET_TOKENS = 256
 """A prompt is pinned by this many of its first tokens, in whole blocks."""
@@ -21,12 +21,14 @@ def bucket_of(
     token_ids: Sequence[int],
     num_stable_tokens: int | None,
     block_size: int,
+    media: Sequence[MediaSpan] = (),
 ) -> bytes:
     """What a request is pinned by: its namespace, its `prompt_cache_key` and the head of its prompt.
 
     `num_stable_tokens` is the length of the part that later turns of the conversation repeat (tools,
     system, first user message). Where that is shorter than the usual head it *is* the head, so that a
-    short conversation keeps its bucket as it grows. None or 0: nothing is known of later turns.
+    short conversation keeps its bucket as it grows. None or 0: nothing is known of later turns. Media count
+    that begin in the head: their placeholders are alike for all.
     """
     num_head_tokens = max(block_size, BUCKET_TOKENS // block_size * block_size)
     if num_stable_tokens:
@@ -36,4 +38,7 @@ def bucket_of(
     if prompt_cache_key is not None:
         digest.update(tagged(b"key", prompt_cache_key.encode("utf-8", "surrogatepass")))
     digest.update(tagged(b"head", pack_token_ids(token_ids[:num_head_tokens])))
+    in_head = [span for span in media if span.start < num_head_tokens]
+    if in_head:
+        digest.update(tagged(b"media", media_within(in_head, 0, num_head_tokens)))
     return digest.digest()

@@ -5,7 +5,16 @@ import logging
 
 import pytest
 
-from replicas.protocol.blocks import Namespace, namespace_root
+from replicas.protocol.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    MediaSpan,
+    Namespace,
+    PublishedBeginning,
+    hash_blocks,
+    namespace_root,
+    pack_token_ids,
+)
 from replicas.protocol.frames import NO_USER
 from replicas.protocol.status import Adapter
 from router.errors import NoReplicaAvailable, UnknownModel
@@ -52,6 +61,20 @@ def test_roots_are_those_of_the_namespace_and_differ_with_tenant_salt_and_secret
         other.get(model.card.name).root(),
     ]
     assert len(set(roots)) == len(roots)
+
+
+@pytest.mark.parametrize("published", [None, PublishedBeginning(BlockHash(bytes(HASH_BYTES)), 20)])
+def test_block_hashes_are_those_of_everyone_where_prompts_have_media_and_a_published_beginning(
+    published: PublishedBeginning | None,
+) -> None:
+    model = tiny_model.catalog().get(tiny_model.MODEL)
+    root, size = model.root("us"), tiny_model.BLOCK_SIZE
+    token_ids = list(range(50 * size + 1))
+    media = [MediaSpan(b"an image", 19 * size - 1, size + 3), MediaSpan(b"another", 40 * size, 1)]
+    expected = hash_blocks(root, token_ids, size, media=media, published=published)
+    for _ in range(3):
+        assert model.block_hashes(root, pack_token_ids(token_ids), published, media) == expected
+    assert model.block_hashes(root, pack_token_ids(token_ids), published, media[:1])[:40] == expected[:40]
 
 
 SQL = Adapter("sql", "a1" * 16)

@@ -1,13 +1,21 @@
 """Hashing with reuse: the same hashes as without, whatever came before, in bounded memory."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, hash_blocks, hash_packed, pack_token_ids
+from replicas.protocol.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    MediaSpan,
+    hash_blocks,
+    hash_packed,
+    pack_token_ids,
+)
 from router.prompt import chains
 from router.prompt.chains import BLOCKS_PER_RUN, BYTES_PER_RUN, ChainHasher
 
@@ -53,16 +61,41 @@ def test_a_prompt_that_comes_again_has_the_same_hashes(token_ids: list[int], blo
         )
 
 
+spans = st.builds(
+    MediaSpan,
+    st.sampled_from([b"an image", b"another one"]),
+    st.integers(0, 4 * RUN_TOKENS),
+    st.integers(0, RUN_TOKENS + 3),
+)
+
+
+@given(
+    asked=st.lists(st.tuples(runs, st.lists(spans, max_size=2), st.integers(0, 2)), max_size=12),
+    max_runs=st.integers(0, 20),
+)
+def test_prompts_of_equal_tokens_with_media_in_them_are_told_apart(
+    asked: list[tuple[list[int], Sequence[MediaSpan], int]], max_runs: int
+) -> None:
+    hasher = ChainHasher(max_runs * BYTES_PER_RUN)
+    for numbers, media, num_before in asked:
+        token_ids, cut = tokens(numbers, 3), num_before * BLOCK_SIZE
+        whole = hash_blocks(ROOT, token_ids, BLOCK_SIZE, media=media)
+        parent = whole[num_before - 1] if num_before and len(whole) >= num_before else None
+        start = cut if parent else 0
+        behind = hasher.hash_packed(
+            ROOT, pack_token_ids(token_ids[start:]), BLOCK_SIZE, parent=parent, start=start, media=media
+        )
+        assert behind == whole[start // BLOCK_SIZE :]
+
+
 @pytest.fixture
 def num_hashed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many blocks were hashed since the last call."""
     counted = [0]
     hash_packed = chains.hash_packed
 
-    def counting(
-        root: BlockHash, packed: bytes, block_size: int, *, parent: BlockHash | None
-    ) -> list[BlockHash]:
-        hashes = hash_packed(root, packed, block_size, parent=parent)
+    def counting(root: BlockHash, packed: bytes, block_size: int, **more: Any) -> list[BlockHash]:
+        hashes = hash_packed(root, packed, block_size, **more)
         counted[0] += len(hashes)
         return hashes
 
