@@ -2,7 +2,8 @@
 
 Owns what became of each leased chunk. Its bounds are the seconds that the drain has left, the bytes that may
 be handed over, the chunks in one call, the calls at once and the seconds that one peer may take: a peer that
-hangs, lies or vanishes is asked once, and its chains go to the next.
+lies or vanishes is asked once, one that hangs or is busy a few times (`pace.py`), and its chains go to the
+next.
 
     leased chunks ──Plan──▶ offers ──TakeOver──▶ a peer leases them, pulls them from here, and answers
                      ▲                    │
@@ -11,6 +12,7 @@ hangs, lies or vanishes is asked once, and its chains go to the next.
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 
 from replicas.leaving.live_peers import LivePeers
+from replicas.leaving.pace import Pace, busy_pauses
 from replicas.leaving.peer_calls import CallFailed, PeerCalls
 from replicas.observation.leaving_metrics import LeavingMetrics
 from replicas.protocol.blocks import BlockHash
@@ -40,7 +43,7 @@ SETTLE_SECONDS = 0.3
 REDIS_SECONDS = 1.0
 
 CALL_SECONDS = 5.0
-"""A peer that has not taken `MAX_CALL_BYTES` in this time is not asked again."""
+"""A peer that has not taken `MAX_CALL_BYTES` in this time is asked for less."""
 
 MAX_CALL_BYTES = 128 << 20
 
@@ -76,7 +79,7 @@ class HandOver:
         self._metrics = metrics
         self._chunks_per_call = max(1, min(MAX_HANDED_CHUNKS, MAX_CALL_BYTES // chunk_bytes))
         self._at_once = asyncio.Semaphore(MAX_CALLS)
-        self._failed: dict[PullHint, HandOverOutcome] = {}
+        self._paces: dict[PullHint, Pace] = {}
         self._outcomes: dict[BlockHash, HandOverOutcome] = {}
         """Of earlier runs."""
 
@@ -99,6 +102,8 @@ class HandOver:
         # Here, since a replica has no other use for numpy in this process.
         from replicas.leaving.plan import Plan
 
+        for pace in self._paces.values():
+            pace.recover()
         taken = {key for key, outcome in self._outcomes.items() if outcome is HandOverOutcome.TAKEN}
         plan = Plan(chunks, self._max_chunks)
         plan.outcomes.update((key, HandOverOutcome.TAKEN) for key in taken)
@@ -122,41 +127,70 @@ class HandOver:
             return []
 
     async def _offer_all(self, plan: "Plan", peers: Collection[PullHint]) -> None:
-        while offers := plan.offers([peer for peer in peers if peer not in self._failed]):
+        while offers := plan.offers(self._asked(peers)):
             async with asyncio.TaskGroup() as group:
                 for offer in offers:
                     group.create_task(self._offer(plan, offer))
 
     async def _offer(self, plan: "Plan", offer: "Offer") -> None:
-        for chunks in _batches(offer.chunks, self._chunks_per_call):
-            for chunk, outcome in zip(chunks, await self._ask(offer.peer, chunks), strict=True):
-                plan.answered(chunk, outcome)
+        pace, left = self._pace(offer.peer), [*offer.chunks]
+        while left and pace.given_up is None:
+            chunks = left[: pace.num_chunks]
+            outcomes = await self._ask(offer.peer, chunks)
+            if outcomes is not None:
+                del left[: len(chunks)]
+                for chunk, outcome in zip(chunks, outcomes, strict=True):
+                    plan.answered(chunk, outcome)
+        for chunk in left:
+            plan.answered(chunk, pace.given_up or HandOverOutcome.LATE)
 
     async def _ask(
         self, peer: PullHint, chunks: Sequence[LeasedChunk], *, are_lost: bool = False
-    ) -> Sequence[HandOverOutcome]:
-        """What the peer says of each, or why it says nothing."""
-        async with self._at_once:
-            failure = self._failed.get(peer)
-            if failure is not None:
-                return (failure,) * len(chunks)
-            request = TakeOver(self._source(), self._layout, tuple(chunks), are_lost)
+    ) -> Sequence[HandOverOutcome] | None:
+        """What the peer says of each, or None if it says nothing: then its pace has changed."""
+        pace, request = self._pace(peer), TakeOver(self._source(), self._layout, tuple(chunks), are_lost)
+        try:
+            outcomes = await self._ask_patiently(peer, request)
+        except CallFailed as failed:
+            logger.warning(
+                "a peer does not take leased KV over peer=%s reason=%s: %s",
+                peer.replica_id,
+                failed.outcome.value,
+                failed,
+            )
+            pace.failed(failed.outcome, len(chunks))
+            return None
+        pace.answered()
+        return outcomes
+
+    async def _ask_patiently(self, peer: PullHint, request: TakeOver) -> Sequence[HandOverOutcome]:
+        """Asks one that is busy again, at times that other replicas that leave do not share."""
+        for pause in busy_pauses():
             try:
-                return await self._calls.take_over(peer, request, CALL_SECONDS)
+                async with self._at_once:
+                    return await self._calls.take_over(peer, request, CALL_SECONDS)
             except CallFailed as failed:
-                logger.warning(
-                    "a peer does not take leased KV over peer=%s reason=%s: %s",
-                    peer.replica_id,
-                    failed.outcome.value,
-                    failed,
-                )
-                self._failed[peer] = failed.outcome
-                return (failed.outcome,) * len(chunks)
+                if failed.outcome is not HandOverOutcome.BUSY:
+                    raise
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        async with self._at_once:
+            return await self._calls.take_over(peer, request, CALL_SECONDS)
+
+    def _pace(self, peer: PullHint) -> Pace:
+        return self._paces.setdefault(peer, Pace(self._chunks_per_call))
+
+    def _asked(self, peers: Collection[PullHint]) -> list[PullHint]:
+        """Those that have not been given up."""
+        return [peer for peer in peers if self._pace(peer).given_up is None]
 
     def _take_note(self, plan: "Plan", taken_before: Collection[BlockHash], seconds: float) -> None:
         outcomes = {key: plan.outcomes.get(key, HandOverOutcome.LATE) for key in plan.chunks}
+        counts = Counter(
+            outcome
+            for key, outcome in outcomes.items()
+            if key not in taken_before and (key not in self._outcomes or outcome is HandOverOutcome.TAKEN)
+        )
         self._outcomes.update(outcomes)
-        counts = Counter(outcome for key, outcome in outcomes.items() if key not in taken_before)
         num_bytes = counts[HandOverOutcome.TAKEN] * self._chunk_bytes
         self._metrics.handed_over(counts, num_bytes, seconds)
         logger.info(
@@ -172,7 +206,7 @@ class HandOver:
 
     async def _tell_lost(self, plan: "Plan", peers: Collection[PullHint]) -> None:
         """Best effort: a request for it is computed, told or not."""
-        homes = plan.homes([peer for peer in peers if peer not in self._failed])
+        homes = plan.homes(self._asked(peers))
         try:
             async with asyncio.timeout(TELL_SECONDS), asyncio.TaskGroup() as group:
                 for home in homes:
@@ -182,7 +216,8 @@ class HandOver:
 
     async def _tell(self, home: "Offer") -> None:
         for chunks in _batches(home.chunks, MAX_HANDED_CHUNKS):
-            await self._ask(home.peer, chunks, are_lost=True)
+            if self._pace(home.peer).given_up is None:
+                await self._ask(home.peer, chunks, are_lost=True)
 
 
 def _batches(chunks: Sequence[LeasedChunk], most: int) -> Iterator[Sequence[LeasedChunk]]:

@@ -30,6 +30,7 @@ _OUTCOMES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: HandOverOutcome.LATE,
     grpc.StatusCode.UNAVAILABLE: HandOverOutcome.UNREACHABLE,
     grpc.StatusCode.CANCELLED: HandOverOutcome.UNREACHABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: HandOverOutcome.BUSY,
 }
 """All others are refusals."""
 

@@ -51,6 +51,8 @@ class HandOverOutcome(enum.StrEnum):
     """The lease has ended."""
     LATE = "late"
     """The peer did not answer in time, or the drain was over before it was asked."""
+    BUSY = "busy"
+    """The peer took over from as many others as it can, whenever it was asked."""
     UNREACHABLE = "unreachable"
     REFUSED = "refused"
     """The peer takes nothing: it drains too, or its KV has another layout."""

@@ -20,6 +20,9 @@ MAX_PULL_SECONDS = 60.0
 
 MAX_PART_BYTES = 1 << 20
 
+TOO_MANY_PULLS = "as many pulls as may be are served already"
+"""With RESOURCE_EXHAUSTED, which gRPC itself says of a peer that sends too much."""
+
 
 class PullHint(Struct, frozen=True, array_like=True):
     """A peer that has more of a prompt than the replica that the prompt goes to, and how much of it.

@@ -24,6 +24,8 @@ class MoveFailure(enum.StrEnum):
     IO_ERROR = "io_error"
     REFUSED = "refused"
     """Too much waits for the disk already, or it takes nothing any more; or the peer would not."""
+    BUSY = "busy"
+    """The peer sends to as many others as it may."""
     UNREACHABLE = "unreachable"
     """The peer's connection could not be had, or broke."""
 

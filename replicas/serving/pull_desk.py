@@ -1,7 +1,7 @@
 """PullDesk: chunks of KV for other replicas, straight from this one's host memory.
 
-Owns how many pulls are served at once, and that each has a deadline. The engine is not asked and does not
-know; copies and checksums are made by threads, beside the event loop.
+Owns how many pulls are served at once, how many wait for that and how long, and that each has a deadline. The
+engine is not asked and does not know; copies and checksums are made by threads, beside the event loop.
 """
 
 import asyncio
@@ -12,14 +12,19 @@ import grpc
 from prometheus_client import Counter
 
 from replicas.kvstore.pulling.chunk_reader import ChunkReader
-from replicas.protocol.pulls import MAX_PART_BYTES, MAX_PULL_SECONDS, PullPart, PullRequest
+from replicas.protocol.pulls import MAX_PART_BYTES, MAX_PULL_SECONDS, TOO_MANY_PULLS, PullPart, PullRequest
 from replicas.protocol.status import Epoch
 from replicas.protocol.wire import decode_pull_request
 
 MAX_PULLS = 8
 MAX_BYTES = 256 << 20
-"""Pulls at once, of which each holds a chunk, and what these may take in memory. More are refused, but for
-one."""
+"""Pulls at once, of which each holds a chunk, and what these may take in memory. More wait, but for one."""
+
+MAX_WAITING = 32
+WAIT_SECONDS = 1.0
+WAIT_SHARE = 0.5
+"""Pulls that wait, how long, and which share of their time: then they are refused. Several replicas that take
+over what one leaves behind pull from it at the same time, each by several threads."""
 
 NUM_THREADS = 2
 
@@ -36,10 +41,12 @@ class PullDesk:
         self._epoch = epoch
         self._chunks = chunks
         self._num_pulls = 0
+        """Those that wait, too."""
         self._idle = asyncio.Event()
         self._idle.set()
         most = 0 if reader is None else MAX_BYTES // reader.image_bytes
         self._max_pulls = max(1, min(MAX_PULLS, most))
+        self._places = asyncio.Semaphore(self._max_pulls)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-pull-desk")
 
     async def serve(self, encoded: bytes, context: Any) -> None:
@@ -61,15 +68,13 @@ class PullDesk:
                 grpc.StatusCode.INVALID_ARGUMENT, f"a pull has a deadline within {MAX_PULL_SECONDS:g} seconds"
             )
             return
-        if self._num_pulls >= self._max_pulls:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._num_pulls} pulls are served already"
-            )
+        if self._num_pulls >= self._max_pulls + MAX_WAITING:
+            await _refuse_for_now(context)
             return
         self._num_pulls += 1
         self._idle.clear()
         try:
-            await self._serve(reader, request, context)
+            await self._serve_in_turn(reader, request, context, min(WAIT_SECONDS, WAIT_SHARE * seconds))
         except grpc.aio.BaseError:
             return  # the peer has gone
         finally:
@@ -91,6 +96,20 @@ class PullDesk:
         if self._reader is not None:
             self._reader.close()
 
+    async def _serve_in_turn(
+        self, reader: ChunkReader, request: PullRequest, context: Any, patience: float
+    ) -> None:
+        try:
+            async with asyncio.timeout(patience):
+                await self._places.acquire()
+        except TimeoutError:
+            await _refuse_for_now(context)
+            return
+        try:
+            await self._serve(reader, request, context)
+        finally:
+            self._places.release()
+
     async def _serve(self, reader: ChunkReader, request: PullRequest, context: Any) -> None:
         loop = asyncio.get_running_loop()
         image = memoryview(bytearray(reader.image_bytes))
@@ -100,3 +119,7 @@ class PullDesk:
             for begin in range(0, len(image), MAX_PART_BYTES):
                 await context.write(PullPart(index, bytes(image[begin : begin + MAX_PART_BYTES])))
             self._chunks.inc()
+
+
+async def _refuse_for_now(context: Any) -> None:
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, TOO_MANY_PULLS)

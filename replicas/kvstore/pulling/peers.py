@@ -18,7 +18,7 @@ from replicas.kvstore.on_disk.breaker import Breaker
 from replicas.kvstore.pulling.incoming import PullFailed
 from replicas.process.tls import RouterTls
 from replicas.protocol.call_tokens import METADATA_KEY, NONCE_BYTES, Audience, Caller, Role
-from replicas.protocol.pulls import MAX_PART_BYTES, PullHint, PullPart, PullRequest
+from replicas.protocol.pulls import MAX_PART_BYTES, TOO_MANY_PULLS, PullHint, PullPart, PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.tier_figures import MoveFailure
 from replicas.protocol.wire import decode_pull_part, encode
@@ -172,4 +172,6 @@ def _parts(call: Any) -> Iterator[PullPart]:
         yield from call
     except grpc.RpcError as error:
         code: grpc.StatusCode = call.code()
-        raise PullFailed(_REASONS.get(code, MoveFailure.REFUSED), f"{code.name}: {call.details()}") from error
+        is_busy = code is grpc.StatusCode.RESOURCE_EXHAUSTED and call.details() == TOO_MANY_PULLS
+        reason = MoveFailure.BUSY if is_busy else _REASONS.get(code, MoveFailure.REFUSED)
+        raise PullFailed(reason, f"{code.name}: {call.details()}") from error

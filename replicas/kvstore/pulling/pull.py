@@ -9,6 +9,7 @@ the chunks that have not come are misses, and no errors::
     the peer has not, or not all      the stream ends early
     it lies, sends half or too much   the transfer ends, and the peer is left alone for a while
     it refuses, stalls or vanishes    likewise, at the deadline at the latest
+    it is busy with others            the transfer ends, and the next may be tried at once
     a thread hangs                    its slots come back when it does
     no thread can be started          the transfer ends at once, as one that the peer has failed
 """
@@ -244,7 +245,7 @@ class Puller:
                 self._speed.ended(now, transfer.num_done * self.kind.image_bytes)
                 if failure in (None, MoveFailure.MISSING):
                     self._peers.succeeded(transfer.peer)
-                elif not self._is_closed:
+                elif failure is not MoveFailure.BUSY and not self._is_closed:
                     self._peers.failed(transfer.peer, now)
                 self._end(transfer, failure)
 

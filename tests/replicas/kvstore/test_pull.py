@@ -18,7 +18,7 @@ from replicas.kvstore.pulling import pull as pull_module
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
 from replicas.kvstore.pulling.peers import MAX_PEERS, Peers
 from replicas.kvstore.pulling.pull import MAX_TRANSFERS, Pulled, Puller
-from replicas.protocol.pulls import PullHint, PullPart, PullRequest
+from replicas.protocol.pulls import TOO_MANY_PULLS, PullHint, PullPart, PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch, ReplicaId
 from replicas.protocol.tier_figures import MoveFailure
@@ -176,6 +176,21 @@ def test_a_peer_that_lies_is_left_alone_for_a_while(answer: Answer, reasons: set
         assert not puller.may_pull(peer.hint)
         clock.more += 2.0
         assert puller.may_pull(peer.hint)
+
+
+def test_a_peer_that_is_busy_with_others_may_be_asked_again_at_once() -> None:
+    def is_busy(request: PullRequest, context: Any) -> Iterator[PullPart]:
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, TOO_MANY_PULLS)
+        yield PullPart(0, b"x")
+
+    with scripted(is_busy) as peer, pulling() as puller:
+        puller.pull(peer.hint, wanted("a"))
+        assert [each.ending for each in settle(puller)] == [Ending.FAILED]
+        assert puller.take_failures() == [MoveFailure.BUSY]
+        assert puller.may_pull(peer.hint)
+        peer.answer = sends("a")
+        puller.pull(peer.hint, wanted("a"))
+        assert [each.ending for each in settle(puller)] == [Ending.FILLED]
 
 
 def test_a_peer_that_stalls_costs_its_deadline() -> None:

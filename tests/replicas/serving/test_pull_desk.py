@@ -18,6 +18,7 @@ from replicas.protocol.pulls import PullRequest
 from replicas.protocol.service import path
 from replicas.protocol.status import Epoch
 from replicas.protocol.wire import decode_pull_part, encode
+from replicas.serving import pull_desk
 from replicas.serving.pull_desk import MAX_PULLS, PullDesk
 from tests.replicas.kvstore.chunk_images import LAYOUT
 from tests.replicas.kvstore.chunk_names import key, name
@@ -101,6 +102,35 @@ async def test_peers_that_do_not_read_take_a_bounded_number_of_pulls_and_a_bound
         assert await code(pull(asking("a"), timeout=30)) is grpc.StatusCode.OK
         for call in stalled:
             call.cancel()
+
+
+async def test_a_pull_waits_for_its_turn_and_begins_when_another_ends(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_desk, "WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(pull_desk, "MAX_WAITING", 2)
+    async with served(arena) as (desk, pull):
+        stalled = [pull(asking(*["a", "ab", "abc"] * 30), timeout=60) for _ in range(MAX_PULLS)]
+        for call in stalled:
+            await call.read()
+        waiting = pull(asking("a"), timeout=60)
+        gone = pull(asking("a"), timeout=60)
+        await num_pulls(desk, MAX_PULLS + 2)
+        assert await code(pull(asking("a"), timeout=60)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        gone.cancel()
+        await num_pulls(desk, MAX_PULLS + 1)
+        assert not desk.is_idle
+        stalled.pop().cancel()
+        assert await code(waiting) is grpc.StatusCode.OK
+        for call in stalled:
+            call.cancel()
+        await desk.wait_idle()
+        assert desk._num_pulls == 0 and desk._places._value == MAX_PULLS
+
+
+async def num_pulls(desk: PullDesk, number: int) -> None:
+    while desk._num_pulls != number:  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("seconds", [None, 600.0])

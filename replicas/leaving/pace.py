@@ -1,0 +1,51 @@
+"""Pace: how much one peer is asked to take over at once, and from when on it is asked nothing.
+
+Owns that. Pure: what the peer has answered is told. One that is late is asked for half as much next time, and
+is left alone if it is late again; one that is busy is asked again after pauses. All other failures are final.
+"""
+
+from collections.abc import Iterator
+
+from replicas.protocol.hand_overs import HandOverOutcome
+
+MAX_LATE = 2
+"""In a row: so a peer that hangs is waited for twice."""
+
+FIRST_PAUSE_SECONDS = 0.1
+MAX_PAUSE_SECONDS = 1.0
+MAX_BUSY = 7
+"""Pauses in a row, five seconds of them at most."""
+
+PASSING = (HandOverOutcome.LATE, HandOverOutcome.BUSY)
+
+
+class Pace:
+    """`num_chunks` are asked for at once."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
+        self.given_up: HandOverOutcome | None = None
+        """Why it is asked nothing more."""
+        self._num_late = 0
+
+    def recover(self) -> None:
+        """Time has passed: it may be asked again if what it was given up for passes."""
+        if self.given_up in PASSING:
+            self.given_up = None
+            self._num_late = 0
+
+    def answered(self) -> None:
+        self._num_late = 0
+
+    def failed(self, outcome: HandOverOutcome, num_asked: int) -> None:
+        """It was asked for so many, busy ones after all pauses."""
+        if outcome is HandOverOutcome.LATE:
+            self._num_late += 1
+            self.num_chunks = max(1, num_asked // 2)
+        if outcome is not HandOverOutcome.LATE or self._num_late >= MAX_LATE:
+            self.given_up = outcome
+
+
+def busy_pauses() -> Iterator[float]:
+    """The seconds to wait after each answer that the peer is busy, the longest last."""
+    return (min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**number) for number in range(MAX_BUSY))
