@@ -263,8 +263,12 @@ class VirtualStore:
     def leased(self) -> list[LeasedChunk]:
         """What is leased here, for one that leaves."""
         self._take_overs.ask(ListLeases(0))
-        (answer,) = self._take_overs.take_answers()
-        return [*answer.leased]
+        while True:
+            for answer in self._take_overs.take_answers():
+                if not answer.number:
+                    return [*answer.leased]
+                self._answered.append(answer)
+            self._take_overs.poll()
 
     def take_over(self, take_over: TakeOver, source: "VirtualStore", now: float) -> None:
         """Lease and pull what another has leased that leaves."""

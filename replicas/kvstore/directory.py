@@ -27,7 +27,7 @@ until it is given back.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from replicas.kvstore.chunk import Chunk, ChunkName, StoreTenant, chain_before
@@ -245,12 +245,18 @@ class Directory:
             self._put_newest(chunk)
         self._cool()
 
-    def leased(self) -> Iterator[tuple[LeaseRecord, Chunk, float]]:
-        """What is leased and there, and its tenant's share of the store."""
-        for record in self.leases.all_records():
-            chunk = self._chunks.get(record.key)
-            if chunk is not None and chunk.is_ready:
-                yield record, chunk, self._shares.share_of(record.tenant)
+    def lease_end(self, key: BlockHash) -> tuple[float, int] | None:
+        """When the lease of a chunk ends that is leased and there, and the chunk's last block."""
+        chunk, end = self._chunks.get(key), self.leases.end(key)
+        return None if chunk is None or end is None or not chunk.is_ready else (end, chunk.name.last_block)
+
+    def leased(self, key: BlockHash) -> tuple[LeaseRecord, Chunk, float] | None:
+        """The lease of a chunk that is leased and there, and its tenant's share of the store."""
+        chunk = self._chunks.get(key)
+        records = self.leases.records([key]) if chunk is not None and chunk.is_ready else []
+        if chunk is None or not records:
+            return None
+        return records[0], chunk, self._shares.share_of(records[0].tenant)
 
     def known(self, tenancy: Tenancy) -> Tenancy:
         """As a record has it, with the share of the store that its requests have last said here, if any."""

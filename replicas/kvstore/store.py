@@ -309,7 +309,7 @@ class ChunkStore:
     @property
     def look_again_seconds(self) -> float | None:
         """When to `poll` again; None while nothing ends by itself."""
-        if self._reads or (self._pulls is not None and self._pulls.is_busy):
+        if self._reads or self.take_overs.is_listing or (self._pulls is not None and self._pulls.is_busy):
             return MOVING_SECONDS
         if self._writes or self._erasures or self.take_overs.is_busy:
             return WRITING_SECONDS

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIST_SECONDS = 5.0
+LIST_SECONDS = 10.0
 """How long the engine may take to say what is leased."""
 
 SETTLE_SECONDS = 0.3
@@ -46,6 +46,10 @@ CALL_SECONDS = 5.0
 """A peer that has not taken `MAX_CALL_BYTES` in this time is asked for less."""
 
 MAX_CALL_BYTES = 128 << 20
+
+SEND_AGAIN_SECONDS = (1.5, 3.0)
+"""After so long a peer is asked again for what it could not pull whole and in time: a little longer than it
+leaves this replica alone after a pull that failed."""
 
 MAX_CALLS = 4
 """At once, each to another peer."""
@@ -133,7 +137,17 @@ class HandOver:
                     group.create_task(self._offer(plan, offer))
 
     async def _offer(self, plan: "Plan", offer: "Offer") -> None:
+        left = await self._offer_once(plan, offer)
+        for pause in SEND_AGAIN_SECONDS:
+            if not left or self._pace(offer.peer).given_up is not None:
+                break
+            await asyncio.sleep(pause)
+            left = await self._offer_once(plan, offer._replace(chunks=left))
+
+    async def _offer_once(self, plan: "Plan", offer: "Offer") -> list[LeasedChunk]:
+        """What the peer would have taken if it had come."""
         pace, left = self._pace(offer.peer), [*offer.chunks]
+        not_sent: list[LeasedChunk] = []
         while left and pace.given_up is None:
             chunks = left[: pace.num_chunks]
             outcomes = await self._ask(offer.peer, chunks)
@@ -141,8 +155,11 @@ class HandOver:
                 del left[: len(chunks)]
                 for chunk, outcome in zip(chunks, outcomes, strict=True):
                     plan.answered(chunk, outcome)
+                    has_failed = outcome in (HandOverOutcome.NOT_SENT, HandOverOutcome.INCOMPLETE)
+                    not_sent += [chunk] * has_failed
         for chunk in left:
             plan.answered(chunk, pace.given_up or HandOverOutcome.LATE)
+        return not_sent if HandOverOutcome.NOT_SENT in map(plan.outcome, not_sent) else []
 
     async def _ask(
         self, peer: PullHint, chunks: Sequence[LeasedChunk], *, are_lost: bool = False

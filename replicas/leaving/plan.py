@@ -56,6 +56,9 @@ class Plan:
     def num_taken(self) -> int:
         return sum(map(self._is_taken, self.chunks))
 
+    def outcome(self, chunk: LeasedChunk) -> HandOverOutcome | None:
+        return self.outcomes.get(chunk.key)
+
     def answered(self, chunk: LeasedChunk, outcome: HandOverOutcome) -> None:
         if not self._is_taken(chunk.key):
             self.outcomes[chunk.key] = outcome

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from prometheus_client import Counter
 
-from replicas.protocol.hand_overs import MAX_HAND_OVER_SECONDS, TakenOver
+from replicas.protocol.hand_overs import MAX_HAND_OVER_SECONDS, HandOverOutcome, TakenOver
 from replicas.protocol.wire import decode_take_over
 from replicas.serving.store_questions import StoreQuestions
 
@@ -59,6 +59,10 @@ class TakeOverDesk:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the chunks did not come in time")
         finally:
             self._num_calls -= 1
+        if HandOverOutcome.BUSY in outcomes:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "too many chunks are on their way already"
+            )
         if self.is_draining:  # since it was asked: what it has kept goes with it
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica has begun to leave")
         for outcome in outcomes:

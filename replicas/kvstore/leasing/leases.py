@@ -186,6 +186,15 @@ class Leases:
         """Whether a chunk went after its lease had run out."""
         return self._kept.get(key, False)
 
+    def end(self, key: BlockHash) -> float | None:
+        """When the chunk's lease ends, if it has one."""
+        lease = self._leases.get(key)
+        return None if lease is None else lease.end
+
+    def keys(self) -> list[BlockHash]:
+        """Of all that is leased, stored or not."""
+        return [*self._leases]
+
     def records(self, keys: Iterable[BlockHash]) -> list[LeaseRecord]:
         """The leases among these chunks."""
         return [self._record(lease) for key in keys if (lease := self._leases.get(key)) is not None]

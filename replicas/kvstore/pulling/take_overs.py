@@ -1,7 +1,8 @@
 """TakeOvers: leased chunks that go from one replica's store to another's, as both stores see it.
 
 Owns what a store has been asked of that and has not answered, and how much of it one peer may fill. Who takes
-what is decided by the replica that leaves. Called by the engine's thread alone; nothing waits.
+what is decided by the replica that leaves. Called by the engine's thread alone; nothing waits, and what one
+call does is bounded.
 
 A chunk that is to be taken over is leased first, so that nothing is pulled for which there is no budget, and
 then pulled unless it is here. What does not come is leased no more.
@@ -14,11 +15,11 @@ from typing import Protocol
 
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.leasing.lease_list import LeaseList
 from replicas.kvstore.leasing.leases import LeaseRecord, TenantTag
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.hand_overs import (
-    MAX_LISTED_CHUNKS,
     HandOverOutcome,
     KeepChunks,
     LeasedChunk,
@@ -27,13 +28,17 @@ from replicas.protocol.hand_overs import (
     StoreQuestion,
     TakeOver,
 )
-from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseRefusal
+from replicas.protocol.prefix_leases import LeaseRefusal
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch
 
 MAX_HOST_SHARE = 0.25
 """Of the slots: what one incarnation of a replica may hand over. What is used here must not go for what was
 used there."""
+
+MAX_ASKED = 16
+"""Questions of peers that wait for chunks. One that has been given up counts until its chunks have come, or
+will not."""
 
 MAX_SOURCES = 64
 """Of which it is remembered how much they have handed over."""
@@ -79,12 +84,19 @@ class TakeOvers:
         self._leases = leases
         self._pulls = pulls
         self._asked: list[_Asked] = []
+        self._list: LeaseList | None = None
+        """That is being made. Only the last one that was asked for is waited for."""
         self._answers: list[StoreAnswer] = []
         self._num_pulled: OrderedDict[Epoch, int] = OrderedDict()
 
     @property
     def is_busy(self) -> bool:
         return bool(self._asked)
+
+    @property
+    def is_listing(self) -> bool:
+        """Whether there is more to do at once."""
+        return self._list is not None
 
     @property
     def has_answers(self) -> bool:
@@ -98,7 +110,8 @@ class TakeOvers:
         self._leases.look()
         match question:
             case ListLeases(number):
-                self._answers.append(StoreAnswer(number, leased=self._leased()))
+                self._list = LeaseList(self._directory, number)
+                self._list_on()
             case KeepChunks(number, take_over) if take_over.are_lost:
                 for chunk in take_over.chunks:
                     record = _record(chunk)
@@ -110,6 +123,7 @@ class TakeOvers:
 
     def poll(self) -> None:
         """Take note of what has come, and answer who waits for nothing more."""
+        self._list_on()
         for asked in [*self._asked]:
             for key in [*asked.coming]:
                 place = self._directory.place(key)
@@ -121,26 +135,17 @@ class TakeOvers:
                 asked.outcomes[key] = HandOverOutcome.NOT_SENT if place is None else HandOverOutcome.TAKEN
             self._answer_if_done(asked)
 
-    def _leased(self) -> tuple[LeasedChunk, ...]:
-        """Those that last longest, if they are too many."""
-        found = [
-            LeasedChunk(
-                *chunk.name,
-                record.seconds,
-                min(record.seconds_left, float(MAX_LEASE_SECONDS)),
-                record.tenant,
-                record.tenant_share,
-                store_share,
-                record.bucket,
-                chunk.is_on_disk,
-            )
-            for record, chunk, store_share in self._directory.leased()
-            if record.seconds_left > 0
-        ]
-        found.sort(key=lambda chunk: (-chunk.seconds_left, chunk.last_block))
-        return tuple(found[:MAX_LISTED_CHUNKS])
+    def _list_on(self) -> None:
+        leased = None if self._list is None else self._list.go_on()
+        if self._list is not None and leased is not None:
+            self._answers.append(StoreAnswer(self._list.number, leased=leased))
+            self._list = None
 
     def _keep(self, number: int, take_over: TakeOver) -> None:
+        if len(self._asked) >= MAX_ASKED:
+            busy = (HandOverOutcome.BUSY,) * len(take_over.chunks)
+            self._answers.append(StoreAnswer(number, outcomes=busy))
+            return
         source = take_over.source.epoch
         asked = _Asked(number, source, take_over.chunks)
         self._asked.append(asked)
@@ -148,18 +153,25 @@ class TakeOvers:
         refusals = self._directory.take_leases([*map(_record, chunks)], source)
         to_pull: list[LeasedChunk] = []
         for chunk, refusal in zip(chunks, refusals, strict=True):
-            before = None if chunk.parent is None else asked.outcomes.get(chunk.parent)
             place = self._directory.place(chunk.key)
             if refusal is not None:
                 asked.outcomes[chunk.key] = _OUTCOMES.get(refusal, HandOverOutcome.OVER)
             elif place in (Place.HOST, Place.DISK):
                 asked.outcomes[chunk.key] = HandOverOutcome.TAKEN
+            elif place is None and not self._has_before(asked, chunk):
+                self._directory.leases.withdraw(chunk.key, source)
+                asked.outcomes[chunk.key] = HandOverOutcome.INCOMPLETE
             else:
                 asked.coming.add(chunk.key)
-                if before in (None, HandOverOutcome.TAKEN) and place is None:
+                if place is None:
                     to_pull.append(chunk)
         self._pull(take_over, to_pull)
         self.poll()
+
+    def _has_before(self, asked: _Asked, chunk: LeasedChunk) -> bool:
+        """Whether what comes before it is here or about to be, asked for now or not."""
+        before = chunk.parent
+        return before is None or before in asked.coming or self._directory.place(before) is not None
 
     def _within_room(self, asked: _Asked) -> list[LeasedChunk]:
         """What of it may be pulled, as far as it must be; the rest has its outcome."""

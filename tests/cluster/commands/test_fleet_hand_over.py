@@ -19,6 +19,7 @@ MODEL = "alpha"
 STAYS, LEAVES = "alpha-0", "alpha-1"
 TEXT = "The cat that sails asks the dog that sings for the long way home. " * 40
 MIB = 1 << 20
+LEASED = "replica_prefix_leased_tokens"
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,14 @@ def routed(fleet: RunningFleet) -> list[str]:
         return []
 
 
-def prompt_at_home(fleet: RunningFleet, replica_id: str) -> str:
-    prompts = (f"Story {number}. {TEXT}" for number in range(200))
-    return next(each for each in prompts if fleet.explain(MODEL, each)["affinity_order"][0] == replica_id)
+def leased_at(fleet: RunningFleet, replica_id: str) -> tuple[str, httpx.Response]:
+    """A prompt that was answered there and is to be kept for a day, and the answer."""
+    for number in range(200):
+        prompt = f"Story {number}. {TEXT}"
+        answer = ask(fleet, prompt, prompt_cache_retention="24h")
+        if answer.headers["x-kvasir-replica"] == replica_id:
+            return prompt, answer
+    raise AssertionError(f"no prompt goes to {replica_id}")
 
 
 def metric(address: str, name: str) -> float:
@@ -80,24 +86,24 @@ def test_a_replica_that_is_scaled_away_leaves_what_it_has_leased_to_the_one_that
     fleet: RunningFleet,
 ) -> None:
     wait_until(lambda: routed(fleet) == [STAYS, LEAVES], lambda: str(routed(fleet)), SECONDS)
-    prompt = prompt_at_home(fleet, LEAVES)
-    first = ask(fleet, prompt, prompt_cache_retention="24h")
-    assert first.headers["x-kvasir-replica"] == LEAVES
+    prompt, first = leased_at(fleet, LEAVES)
     (lease,) = details(first)["cache_leases"]
     assert (lease["status"], lease["seconds"]) == ("granted", 86_400)
     num_leased = lease["tokens"]
-    assert num_leased >= 512 and details(first)["cached_tokens"] == 0
+    assert num_leased >= 512
     there, here = (fleet.ready()[name]["metrics_address"] for name in (LEAVES, STAYS))
     wait_until(
-        lambda: metric(there, "replica_prefix_leased_tokens") == num_leased,
+        lambda: metric(there, LEASED) == num_leased,
         lambda: "\n".join(fleet.controller_log()[-40:]),
         SECONDS,
     )
+    num_before = metric(here, LEASED)
 
     assert "ready: alpha 1" in fleet.do("scale", MODEL, "1")
 
     assert sorted(fleet.ready()) == [STAYS]
-    assert metric(here, "replica_prefix_leased_tokens") == num_leased
+    assert metric(here, LEASED) == num_before + num_leased, "the lease is known there"
+    assert metric(here, "replica_taken_over_chunks_total") == num_leased / 128
     assert metric(here, "replica_prefix_lease_broken_tokens_total") == 0
     wait_until(lambda: routed(fleet) == [STAYS], lambda: str(routed(fleet)), SECONDS)
     wait_until(

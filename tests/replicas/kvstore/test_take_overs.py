@@ -7,8 +7,10 @@ from msgspec.structs import replace
 
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory, Place
+from replicas.kvstore.leasing import lease_list
 from replicas.kvstore.leasing.lease_desk import LeaseDesk
 from replicas.kvstore.leasing.leases import Leases, TenantTag
+from replicas.kvstore.pulling import take_overs
 from replicas.kvstore.pulling.take_overs import TakeOvers
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.protocol.hand_overs import HandOverOutcome, KeepChunks, LeasedChunk, ListLeases, TakeOver
@@ -208,4 +210,77 @@ def test_the_share_of_the_store_that_a_tenant_has_here_outlasts_what_a_record_sa
     store.keep(replace(leased("a", tenant=b"t"), store_share=record_share))
     store.directory.filled(key("a"))
     assert store.answer() == (TAKEN,)
-    assert {share for _, _, share in store.directory.leased()} == {0.25}
+    for each in ("a", "x"):
+        found = store.directory.leased(key(each))
+        assert found is not None and found[2] == 0.25
+
+
+def test_what_comes_before_a_chunk_may_have_come_in_another_call_or_not() -> None:
+    store = Store()
+    store.keep(leased("a"), leased("x"))
+    store.directory.filled(key("a"))
+    store.directory.given_up(key("x"))
+    assert store.answer() == (TAKEN, NOT_SENT)
+    store.keep(leased("ab"), leased("xy"), leased("xyz"))
+    store.directory.filled(key("ab"))
+    incomplete = HandOverOutcome.INCOMPLETE
+    assert store.answer() == (TAKEN, incomplete, incomplete)
+    assert store.directory.leases.num_leased == 2 and store.directory.num_in_host == 2
+
+
+def test_what_comes_after_a_chunk_that_may_not_be_leased_is_not_leased_either() -> None:
+    store = Store(num_leased=4)
+    share = 0.25
+    store.keep(*(leased(path, tenant=b"t", share=share) for path in ("a", "ab")), leased("abc"))
+    store.directory.filled(key("a"))
+    assert store.answer() == (TAKEN, HandOverOutcome.TENANT_SHARE, HandOverOutcome.INCOMPLETE)
+    assert store.directory.leases.num_leased == 1
+
+
+def test_questions_that_wait_for_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(take_overs, "MAX_ASKED", 2)
+    store = Store()
+    for path in "ax":
+        store.keep(leased(path))
+    store.keep(leased("y"), leased("yz"))
+    (answer,) = store.take_overs.take_answers()
+    assert answer.outcomes == (HandOverOutcome.BUSY,) * 2
+    assert not store.directory.leases.holds(key("y"))
+    for path in "ax":
+        store.directory.given_up(key(path))
+    store.take_overs.poll()
+    assert len(store.take_overs.take_answers()) == 2
+    store.keep(leased("y"))
+    assert store.take_overs.is_busy
+
+
+def test_leases_are_listed_a_few_at_a_time_the_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_list, "SEEN_PER_STEP", 3)
+    monkeypatch.setattr(lease_list, "TOLD_PER_STEP", 2)
+    monkeypatch.setattr(lease_list, "MAX_LISTED_CHUNKS", 5)
+    store = Store()
+    for number, path in enumerate("abcdefg"):
+        for each in (path, path + "x"):
+            store.directory.offer(name(each))
+            store.directory.filled(key(each))
+        assert store.directory.grant([key(path), key(path + "x")], 100 + number) is None
+    store.take_overs.ask(ListLeases(3))
+    num_steps = 1
+    while store.take_overs.is_listing:
+        assert not store.take_overs.has_answers
+        store.take_overs.poll()
+        num_steps += 1
+    assert num_steps == 7, "14 leases to look at and 5 to tell, of which 2 in the step that sees the last"
+    (answer,) = store.take_overs.take_answers()
+    assert [each.key for each in answer.leased] == [key(each) for each in ("g", "gx", "f", "fx", "e")]
+
+
+def test_of_several_lists_the_last_one_is_made() -> None:
+    store = Store()
+    store.directory.offer(name("a"))
+    store.directory.filled(key("a"))
+    assert store.directory.grant([key("a")], 600) is None
+    for number in (3, 4):
+        store.take_overs.ask(ListLeases(number))
+    assert [answer.number for answer in store.take_overs.take_answers()][-1] == 4
+    assert not store.take_overs.is_listing

@@ -27,6 +27,7 @@ Answer = Callable[[int], Sequence[HandOverOutcome]]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand_over, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(hand_over, "SEND_AGAIN_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(pace, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(pace, "MAX_PAUSE_SECONDS", 0.001)
 
@@ -119,6 +120,18 @@ async def test_one_that_is_late_again_is_left_alone_until_there_is_more_to_hand_
     await scripted.hand_over.run(30.0)
     assert scripted.num(TAKEN) == NUM_CHUNKS + 1
     assert scripted.num(LATE) == 8, "what has failed is counted once"
+
+
+async def test_what_could_not_be_pulled_is_asked_for_again_a_few_times_and_nothing_else() -> None:
+    budget, not_sent = HandOverOutcome.BUDGET, HandOverOutcome.NOT_SENT
+    scripted = Scripted(
+        lambda count: (TAKEN, budget) + (not_sent,) * (count - 2),
+        lambda count: (TAKEN,) * (count - 4) + (not_sent,) * 4,
+        lambda count: (not_sent,) * count,
+    )
+    await scripted.hand_over.run(30.0)
+    assert scripted.asked == [16, 14, 4]
+    assert [scripted.num(each) for each in (TAKEN, budget, not_sent)] == [11, 1, 4]
 
 
 async def test_what_fails_in_every_run_is_counted_once() -> None:

@@ -57,6 +57,15 @@ def desk_of(store: ScriptedStore) -> tuple[TakeOverDesk, CollectorRegistry]:
     ), registry
 
 
+async def test_where_too_much_is_on_its_way_a_peer_is_told_to_come_again() -> None:
+    desk, registry = desk_of(ScriptedStore([HandOverOutcome.BUSY]))
+    with pytest.raises(Aborted) as aborted:
+        await desk.serve(asking(), Call())
+    assert aborted.value.args == (grpc.StatusCode.RESOURCE_EXHAUSTED,)
+    assert not registry.get_sample_value("taken_total", {"outcome": "busy"})
+    assert desk._num_calls == 0
+
+
 async def test_one_that_begins_to_leave_meanwhile_has_taken_nothing() -> None:
     store = ScriptedStore([HandOverOutcome.TAKEN])
     desk, registry = desk_of(store)
