@@ -63,7 +63,7 @@ class VirtualHandOver:
         outcomes = peers[replica_id][1].take_outcomes(self._here.epoch)
         if outcomes is not None:
             for chunk, outcome in zip(self._asked.pop(replica_id), outcomes, strict=True):
-                self._plan.answered(chunk, outcome)
+                self._plan.answered(chunk, outcome, replica_id)
 
     def _ask(
         self, replica_id: ReplicaId, peers: Mapping[ReplicaId, tuple[PullHint, VirtualStore]], now: float

@@ -275,7 +275,15 @@ class Directory:
 
     def pass_time(self, now: float) -> None:
         """It is `now` seconds, by a clock that does not go back: the latest time is what leases go by."""
-        ended = [chunk for key in self.leases.pass_time(now) if (chunk := self._chunks.get(key)) is not None]
+        self._end_leases(self.leases.pass_time(now))
+
+    def withdraw(self, keys: Iterable[BlockHash], source: Epoch) -> None:
+        """This replica has handed these leases over, and another keeps them instead."""
+        self._end_leases([key for key in keys if self.leases.withdraw(key, source)])
+
+    def _end_leases(self, keys: Iterable[BlockHash]) -> None:
+        """They are leased no more."""
+        ended = [chunk for key in keys if (chunk := self._chunks.get(key)) is not None]
         for chunk in sorted(ended, key=lambda chunk: chunk.name.last_block):
             key = chunk.name.key
             if self._disk_leased.take(key):

@@ -109,8 +109,7 @@ class HandOver:
         for pace in self._paces.values():
             pace.recover()
         taken = {key for key, outcome in self._outcomes.items() if outcome is HandOverOutcome.TAKEN}
-        plan = Plan(chunks, self._max_chunks)
-        plan.outcomes.update((key, HandOverOutcome.TAKEN) for key in taken)
+        plan = Plan(chunks, self._max_chunks, taken)
         peers: list[PullHint] = []
         try:
             async with asyncio.timeout(max(0.0, seconds - (time.monotonic() - began) - TELL_SECONDS)):
@@ -120,7 +119,7 @@ class HandOver:
         except TimeoutError:
             logger.warning("the time of the drain is over before all leased KV is handed over")
         self._take_note(plan, taken, time.monotonic() - began)
-        await self._tell_lost(plan, peers)
+        await self._tell_all(plan, peers)
 
     async def _read_peers(self) -> list[PullHint]:
         try:
@@ -154,18 +153,24 @@ class HandOver:
             if outcomes is not None:
                 del left[: len(chunks)]
                 for chunk, outcome in zip(chunks, outcomes, strict=True):
-                    plan.answered(chunk, outcome)
+                    plan.answered(chunk, outcome, offer.peer.replica_id)
                     has_failed = outcome in (HandOverOutcome.NOT_SENT, HandOverOutcome.INCOMPLETE)
                     not_sent += [chunk] * has_failed
         for chunk in left:
-            plan.answered(chunk, pace.given_up or HandOverOutcome.LATE)
+            plan.answered(chunk, pace.given_up or HandOverOutcome.LATE, offer.peer.replica_id)
         return not_sent if HandOverOutcome.NOT_SENT in map(plan.outcome, not_sent) else []
 
     async def _ask(
-        self, peer: PullHint, chunks: Sequence[LeasedChunk], *, are_lost: bool = False
+        self,
+        peer: PullHint,
+        chunks: Sequence[LeasedChunk],
+        *,
+        are_lost: bool = False,
+        are_elsewhere: bool = False,
     ) -> Sequence[HandOverOutcome] | None:
         """What the peer says of each, or None if it says nothing: then its pace has changed."""
-        pace, request = self._pace(peer), TakeOver(self._source(), self._layout, tuple(chunks), are_lost)
+        pace = self._pace(peer)
+        request = TakeOver(self._source(), self._layout, tuple(chunks), are_lost, are_elsewhere)
         try:
             outcomes = await self._ask_patiently(peer, request)
         except CallFailed as failed:
@@ -221,20 +226,26 @@ class HandOver:
         if lost:
             logger.warning("leases are broken, since no other replica has taken them over chunks=%s", lost)
 
-    async def _tell_lost(self, plan: "Plan", peers: Collection[PullHint]) -> None:
-        """Best effort: a request for it is computed, told or not."""
+    async def _tell_all(self, plan: "Plan", peers: Collection[PullHint]) -> None:
+        """Who has what is of use elsewhere, and who will miss what nobody has. Best effort: a request is
+        computed, told or not, and what is spare is leased until the end of its time.
+        """
         homes = plan.homes(self._asked(peers))
+        for pace in self._paces.values():
+            pace.recover()  # it may hold what it had no time to answer for
         try:
             async with asyncio.timeout(TELL_SECONDS), asyncio.TaskGroup() as group:
+                for spare in plan.spare():
+                    group.create_task(self._tell(spare, are_elsewhere=True))
                 for home in homes:
-                    group.create_task(self._tell(home))
+                    group.create_task(self._tell(home, are_lost=True))
         except TimeoutError:
-            logger.warning("not all replicas could be told which leases are broken")
+            logger.warning("not all replicas could be told which leases are broken, or kept by others")
 
-    async def _tell(self, home: "Offer") -> None:
-        for chunks in _batches(home.chunks, MAX_HANDED_CHUNKS):
-            if self._pace(home.peer).given_up is None:
-                await self._ask(home.peer, chunks, are_lost=True)
+    async def _tell(self, told: "Offer", *, are_lost: bool = False, are_elsewhere: bool = False) -> None:
+        for chunks in _batches(told.chunks, MAX_HANDED_CHUNKS):
+            if self._pace(told.peer).given_up is None:
+                await self._ask(told.peer, chunks, are_lost=are_lost, are_elsewhere=are_elsewhere)
 
 
 def _batches(chunks: Sequence[LeasedChunk], most: int) -> Iterator[Sequence[LeasedChunk]]:

@@ -4,7 +4,8 @@ Owns that plan. Pure: who lives, who has failed and what was answered is told.
 
 A *chain* is a leased chunk that no other one comes after, with all before it: that is what a prompt needs, so
 it goes to one replica whole, the first in the affinity order of its bucket that was not tried for it. Chains
-of one bucket meet there, and share what they begin with.
+of one bucket meet there, and share what they begin with. What was tried elsewhere before is *spare* there: it
+would take room from other leases, and is to be given back.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -36,12 +37,23 @@ class _Chain:
 
 
 class Plan:
-    """`chunks` are those to offer first first, `max_chunks` how many may be handed over at most."""
+    """`chunks` are those to offer first first, `max_chunks` how many may be handed over at most. `taken` are
+    kept by others since an earlier plan.
+    """
 
-    def __init__(self, chunks: Iterable[LeasedChunk], max_chunks: int | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[LeasedChunk],
+        max_chunks: int | None = None,
+        taken: Collection[BlockHash] = (),
+    ) -> None:
         self.chunks = {chunk.key: chunk for chunk in chunks}
-        self.outcomes: dict[BlockHash, HandOverOutcome] = {}
+        self.outcomes: dict[BlockHash, HandOverOutcome] = dict.fromkeys(taken, HandOverOutcome.TAKEN)
         """Of each chunk the last one, unless it was taken before."""
+        self._taken_before = frozenset(taken)
+        self._held: dict[ReplicaId, dict[BlockHash, bool]] = {}
+        """What each may hold of what it was offered, and whether it has said so."""
+        self._peers: dict[ReplicaId, PullHint] = {}
         self._max_chunks = max_chunks
         self._roots: dict[BlockHash, BlockHash] = {}
         """The first chunk of the prompt of each, where none between them is missing."""
@@ -59,7 +71,12 @@ class Plan:
     def outcome(self, chunk: LeasedChunk) -> HandOverOutcome | None:
         return self.outcomes.get(chunk.key)
 
-    def answered(self, chunk: LeasedChunk, outcome: HandOverOutcome) -> None:
+    def answered(self, chunk: LeasedChunk, outcome: HandOverOutcome, by: ReplicaId | None = None) -> None:
+        held = None if by is None else self._held.get(by)
+        if held is not None and outcome is HandOverOutcome.TAKEN:
+            held[chunk.key] = True
+        elif held is not None and outcome is not HandOverOutcome.LATE:
+            held.pop(chunk.key, None)
         if not self._is_taken(chunk.key):
             self.outcomes[chunk.key] = outcome
 
@@ -86,7 +103,28 @@ class Plan:
                 continue
             chain.tried.append(target)
             chunks.update((chunk.key, chunk) for chunk in more)
+            held = self._held.setdefault(target, {})
+            for chunk in more:
+                held.setdefault(chunk.key, False)
+        self._peers.update(by_id)
         return [Offer(by_id[target], [*chunks.values()]) for target, chunks in wanted.items() if chunks]
+
+    def spare(self) -> list[Offer]:
+        """What each may hold that is of use elsewhere alone."""
+        if all(len(chain.tried) < 2 for chain in self._chains):
+            return []
+        needed: dict[ReplicaId, set[BlockHash]] = {}
+        for chain in self._chains:
+            if chain.tried:
+                keys = needed.setdefault(self._keeper(chain), set())
+                keys.update(chunk.key for chunk in self._before(chain.last, keys))
+        found: list[Offer] = []
+        for replica_id, held in self._held.items():
+            others = self._taken_before.union(needed.get(replica_id, ()))
+            chunks = [self.chunks[key] for key in held if key not in others]
+            if chunks:
+                found.append(Offer(self._peers[replica_id], chunks))
+        return found
 
     def homes(self, peers: Collection[PullHint]) -> list[Offer]:
         """Whom to tell what is left: the first in the affinity order of each chunk."""
@@ -100,6 +138,16 @@ class Plan:
             (home,) = ranking.of(bucket).first(1)
             told.setdefault(home, []).append(chunk)
         return [Offer(by_id[home], chunks) for home, chunks in told.items()]
+
+    def _keeper(self, chain: _Chain) -> ReplicaId:
+        """Of those that were tried the one that has taken most of it, the first of several."""
+        whole = self._before(chain.last, ())
+
+        def num_taken(replica_id: ReplicaId) -> int:
+            held = self._held[replica_id]
+            return next((at for at, chunk in enumerate(whole) if not held.get(chunk.key)), len(whole))
+
+        return chain.tried[0] if len(chain.tried) == 1 else max(chain.tried, key=num_taken)
 
     def _give_up(self, chain: _Chain, outcome: HandOverOutcome) -> None:
         """It and what is before it have this outcome, unless they have another."""

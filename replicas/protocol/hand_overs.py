@@ -35,7 +35,7 @@ class HandOverOutcome(enum.StrEnum):
 
     TAKEN = "taken"
     NOTED = "noted"
-    """It is lost, and who asks this replica for it is told so."""
+    """It is lost, and who asks this replica for it is told so; or another keeps it, and this one need not."""
     BUDGET = "budget"
     """All of the bytes that may be leased there are."""
     TENANT_SHARE = "tenant_share"
@@ -84,13 +84,15 @@ class LeasedChunk(Struct, frozen=True, array_like=True):
 class TakeOver(Struct, frozen=True, array_like=True):
     """Keep these chunks, whose KV has this layout; `source` has them still. A chain's come in its order.
 
-    With `are_lost` nobody has kept them: who misses them is to be told that they went before their time.
+    With `are_lost` nobody has kept them: who misses them is to be told that they went before their time. With
+    `are_elsewhere` another replica keeps them: what is leased for the source's sake alone is leased no more.
     """
 
     source: PullHint
     layout: Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
     chunks: Annotated[tuple[LeasedChunk, ...], Meta(min_length=1, max_length=MAX_HANDED_CHUNKS)]
     are_lost: bool = False
+    are_elsewhere: bool = False
 
 
 class TakenOver(Struct, frozen=True, array_like=True):

@@ -11,8 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from replicas.leaving import hand_over
+from replicas.protocol.affinity import AffinityRanking
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak, PrefixLease
+from replicas.protocol.status import ReplicaId
 from tests.certificates import Authority
 from tests.replicas.router_client import submit
 from tests.replicas.test_peer_pull import (
@@ -145,6 +147,29 @@ async def test_of_several_the_first_in_the_affinity_order_takes_it_and_else_the_
         await drained(there)
         assert other.metric("replica_prefix_leased_tokens") == 0, "it has another layout"
         assert here.metric("replica_prefix_leased_tokens") == TOKENS
+
+
+async def test_what_one_takes_in_part_and_the_next_whole_takes_no_room_at_the_first(redis_url: str) -> None:
+    ids = [ReplicaId("r1"), ReplicaId("r2")]
+    (home,) = AffinityRanking(ids).of(b"b" * 16).first(1)
+    async with contextlib.AsyncExitStack() as stack:
+        there = await stack.enter_async_context(peer(redis_url, 0))
+        by_id = {
+            each: await stack.enter_async_context(
+                peer(redis_url, number, **({"lease_share": 0.1} if each == home else {}))
+            )
+            for number, each in enumerate(ids, 1)
+        }
+        await lease(there, 1)
+        await drained(there)
+        first, second = by_id.pop(home), *by_id.values()
+        assert first.metric("replica_taken_over_chunks_total", outcome="taken") == 4
+        assert second.metric("replica_prefix_leased_tokens") == TOKENS
+        await first.ask(2)
+        assert first.metric("replica_prefix_leased_tokens") == 0
+        assert first.metric("replica_prefix_lease_broken_tokens_total", cause="left") == 0
+        _, usage = await second.ask(1)
+        assert usage.num_host_tokens == TOKENS
 
 
 async def test_no_more_than_the_setting_allows_goes_and_none_without_a_peer(redis_url: str) -> None:

@@ -112,10 +112,8 @@ class TakeOvers:
             case ListLeases(number):
                 self._list = LeaseList(self._directory, number)
                 self._list_on()
-            case KeepChunks(number, take_over) if take_over.are_lost:
-                for chunk in take_over.chunks:
-                    record = _record(chunk)
-                    self._directory.leases.lost_elsewhere(record, is_broken=not chunk.has_file)
+            case KeepChunks(number, take_over) if take_over.are_lost or take_over.are_elsewhere:
+                self._note(take_over)
                 noted = (HandOverOutcome.NOTED,) * len(take_over.chunks)
                 self._answers.append(StoreAnswer(number, outcomes=noted))
             case KeepChunks(number, take_over):
@@ -134,6 +132,14 @@ class TakeOvers:
                     self._directory.leases.withdraw(key, asked.source)
                 asked.outcomes[key] = HandOverOutcome.NOT_SENT if place is None else HandOverOutcome.TAKEN
             self._answer_if_done(asked)
+
+    def _note(self, take_over: TakeOver) -> None:
+        if take_over.are_elsewhere:
+            keys = [chunk.key for chunk in take_over.chunks]
+            self._directory.withdraw(keys, take_over.source.epoch)
+            return
+        for chunk in take_over.chunks:
+            self._directory.leases.lost_elsewhere(_record(chunk), is_broken=not chunk.has_file)
 
     def _list_on(self) -> None:
         leased = None if self._list is None else self._list.go_on()

@@ -158,6 +158,30 @@ def test_what_is_lost_is_a_tombstone_until_its_lease_would_have_ended_or_it_come
     assert store.directory.broken([key("a"), key("ab")]) == (0, None)
 
 
+def test_what_another_keeps_instead_is_given_back_unless_it_is_wanted_here() -> None:
+    store = Store(num_leased=4)
+    store.keep(*map(leased, ("a", "ab", "abc", "abcd")))
+    for path in ("a", "ab", "abc"):
+        store.directory.filled(key(path))
+    assert store.directory.grant([key("a")], 600) is None
+    other = replace(SOURCE, epoch=Epoch("f"))
+    for source, num_left in ((other, 4), (SOURCE, 1)):
+        chunks = tuple(map(leased, ("a", "ab", "abc", "abcd")))
+        store.take_overs.ask(KeepChunks(8, TakeOver(source, bytes(16), chunks, are_elsewhere=True)))
+        (answer,) = store.take_overs.take_answers()
+        assert answer.outcomes == (HandOverOutcome.NOTED,) * 4
+        assert store.directory.leases.num_leased == store.directory.leases.charged.host == num_left
+    assert store.directory.place(key("abc")) is Place.HOST, "what has come stays while there is room"
+    assert key("abc") not in store.directory._owed, "it may go when there is none"
+    store.directory.filled(key("abcd"))
+    assert store.answer() == (TAKEN,) * 4
+    assert store.directory.leases.counts.broken.total() == 0
+    store.keep(leased("x"), leased("xy"), leased("xyz"))
+    for path in ("x", "xy", "xyz"):
+        store.directory.filled(key(path))
+    assert store.answer() == (TAKEN,) * 3, "there is room for others' leases again"
+
+
 def test_only_what_is_there_is_listed_with_its_time_and_whose_it_is() -> None:
     store = Store()
     tenancy = Tenancy(b"t", 0.5, 0.25)  # type: ignore[arg-type]

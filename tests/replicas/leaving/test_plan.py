@@ -1,6 +1,6 @@
 """Which leased chunks are offered to whom, and in which order."""
 
-from replicas.leaving.plan import MAX_TRIES, Plan
+from replicas.leaving.plan import MAX_TRIES, Offer, Plan
 from replicas.protocol.affinity import AffinityRanking
 from replicas.protocol.hand_overs import HandOverOutcome, LeasedChunk
 from replicas.protocol.pulls import PullHint
@@ -73,3 +73,46 @@ def test_without_peers_all_is_left() -> None:
     assert plan.offers([]) == [] and plan.homes([]) == []
     assert set(plan.outcomes.values()) == {HandOverOutcome.NO_PEER}
     assert len(plan.left) == 2
+
+
+def answer(plan: Plan, offer: Offer, *outcomes: HandOverOutcome) -> None:
+    for each, outcome in zip(offer.chunks, outcomes, strict=True):
+        plan.answered(each, outcome, offer.peer.replica_id)
+
+
+def spare(plan: Plan) -> dict[ReplicaId, list[bytes]]:
+    return {offer.peer.replica_id: [each.key for each in offer.chunks] for offer in plan.spare()}
+
+
+TAKEN, BUDGET, LATE = HandOverOutcome.TAKEN, HandOverOutcome.BUDGET, HandOverOutcome.LATE
+
+
+def test_what_one_has_in_vain_is_spare_once_another_has_taken_the_whole_chain() -> None:
+    plan = Plan([chunk("a"), chunk("ab"), chunk("abc")])
+    for outcomes in ((TAKEN, BUDGET, BUDGET), (LATE, LATE, LATE), (TAKEN, TAKEN, TAKEN)):
+        (offer,) = plan.offers(PEERS)
+        answer(plan, offer, *outcomes)
+    first, second, _ = order(b"b" * 16)[:MAX_TRIES]
+    assert spare(plan) == {first: [key("a")], second: [key("a"), key("ab"), key("abc")]}
+
+
+def test_of_what_nobody_takes_whole_the_longest_beginning_stays_and_the_first_of_equals() -> None:
+    plan = Plan([chunk("a"), chunk("ab"), chunk("abc")])
+    for outcomes in ((TAKEN, BUDGET, BUDGET), (TAKEN, TAKEN, BUDGET), (TAKEN, TAKEN, BUDGET)):
+        (offer,) = plan.offers(PEERS)
+        answer(plan, offer, *outcomes)
+    first, _, third = order(b"b" * 16)[:MAX_TRIES]
+    assert spare(plan) == {first: [key("a")], third: [key("a"), key("ab")]}
+
+
+def test_what_other_chains_begin_with_or_was_taken_before_is_not_spare() -> None:
+    plan = Plan([chunk("a"), chunk("ab"), chunk("ac"), chunk("x"), chunk("xy")], taken=[key("x")])
+    (offer,) = plan.offers(PEERS)
+    refused = {key("ac"), key("xy")}
+    answer(plan, offer, *(BUDGET if each.key in refused else TAKEN for each in offer.chunks))
+    (offer,) = plan.offers(PEERS)
+    answer(plan, offer, *(TAKEN for _ in offer.chunks))
+    assert spare(plan) == {}, "ab needs what it begins with"
+    plan = Plan([chunk("a"), chunk("ab")])
+    answer(plan, plan.offers(PEERS)[0], TAKEN, TAKEN)
+    assert plan.offers(PEERS) == [] and spare(plan) == {}

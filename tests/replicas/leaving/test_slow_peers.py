@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from replicas.leaving import hand_over, pace
@@ -11,6 +12,7 @@ from replicas.leaving.hand_over import HandOver
 from replicas.leaving.live_peers import LivePeers
 from replicas.leaving.peer_calls import CallFailed, PeerCalls
 from replicas.observation.leaving_metrics import LeavingMetrics
+from replicas.protocol.affinity import AffinityRanking
 from replicas.protocol.hand_overs import HandOverOutcome, LeasedChunk, TakeOver
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import Epoch, ReplicaId
@@ -39,6 +41,8 @@ class Scripted:
         self.answers = [*answers]
         self.asked: list[int] = []
         self.told: list[int] = []
+        self.given_back: list[tuple[PullHint, int]] = []
+        self.peers = [PEER]
         self.chunks = [chunk(number) for number in range(NUM_CHUNKS)]
         self.registry = CollectorRegistry()
         self.hand_over = HandOver(
@@ -56,11 +60,14 @@ class Scripted:
         return self.chunks
 
     async def read(self) -> list[PullHint]:
-        return [PEER]
+        return self.peers
 
     async def take_over(
         self, peer: PullHint, take_over: TakeOver, seconds: float
     ) -> Sequence[HandOverOutcome]:
+        if take_over.are_elsewhere:
+            self.given_back.append((peer, len(take_over.chunks)))
+            return (HandOverOutcome.NOTED,) * len(take_over.chunks)
         if take_over.are_lost:
             self.told.append(len(take_over.chunks))
             return (HandOverOutcome.NOTED,) * len(take_over.chunks)
@@ -120,6 +127,16 @@ async def test_one_that_is_late_again_is_left_alone_until_there_is_more_to_hand_
     await scripted.hand_over.run(30.0)
     assert scripted.num(TAKEN) == NUM_CHUNKS + 1
     assert scripted.num(LATE) == 8, "what has failed is counted once"
+
+
+async def test_one_that_was_late_is_told_what_another_has_taken_instead() -> None:
+    scripted = Scripted(fails(LATE), fails(LATE), takes)
+    scripted.peers = [PEER, replace(PEER, replica_id=ReplicaId("other"), epoch=Epoch("g"))]
+    scripted.chunks = [LeasedChunk(key("a"), None, 7, 600, 300.0, bucket=b"b" * 16)]
+    await scripted.hand_over.run(30.0)
+    assert scripted.num(TAKEN) == 1
+    home = AffinityRanking(sorted(each.replica_id for each in scripted.peers)).of(b"b" * 16).first(1)[0]
+    assert [(peer.replica_id, number) for peer, number in scripted.given_back] == [(home, 1)]
 
 
 async def test_what_could_not_be_pulled_is_asked_for_again_a_few_times_and_nothing_else() -> None:
