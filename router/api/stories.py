@@ -31,16 +31,17 @@ PLACE_SHARE = 0.02
 """Of one processor, for looking for places; with what is left over of the last seconds."""
 MAX_SAVED_SECONDS = 0.1
 NO_LOSS_SHARE = 0.005
+NO_LOSS_SAVED_SECONDS = 0.005
 """The same, of small bodies whose prompts have lost nothing: there the place only says where they are new."""
 
 
 class Allowance:
     """Processor time that may be spent: a share of what passes, and some that was saved up."""
 
-    def __init__(self, share: float, clock: Callable[[], float]) -> None:
+    def __init__(self, share: float, most: float, clock: Callable[[], float]) -> None:
         self._share = share
         self._clock = clock
-        self._most = self._saved = MAX_SAVED_SECONDS * share / PLACE_SHARE
+        self._most = self._saved = most
         self._since = clock()
 
     def is_left(self) -> bool:
@@ -61,8 +62,8 @@ class Stories:
     ) -> None:
         self.remembered = RememberedPrompts(max_bytes, key)
         self.witness = witness
-        self._time = Allowance(PLACE_SHARE, clock)
-        self._time_without_loss = Allowance(NO_LOSS_SHARE, clock)
+        self._time = Allowance(PLACE_SHARE, MAX_SAVED_SECONDS, clock)
+        self._time_without_loss = Allowance(NO_LOSS_SHARE, NO_LOSS_SAVED_SECONDS, clock)
         self._thread: ThreadPoolExecutor | None = None
         self._num_waiting = 0
         self._num_places = self._num_left_out = 0

@@ -272,9 +272,10 @@ class RememberedPrompts:
         if last is not None and newest is not None and newest.tip == last.number:
             offer(newest.number, newest.tail, is_all=True)
         children = mine.tree.first_nodes(facts.root) if last is None else reversed(last.children.values())
-        first = ours[:MARK_BYTES]
-        for child in islice(children, MAX_SIBLINGS if first else 0):
-            if child.uses.marks.startswith(first):
+        for child in islice(children, MAX_SIBLINGS if ours else 0):
+            is_newer = best is None or child.uses.latest > best.prompt.number
+            least = max(1, most if is_newer else most + 1)  # tokens, or it is no nearer than what was found
+            if child.uses.marks.startswith(ours[: least * MARK_BYTES]):
                 offer(child.uses.latest, child.uses.marks[: block_size * MARK_BYTES])
         if (
             best is None and last is not None and newest is not None

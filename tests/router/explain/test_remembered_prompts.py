@@ -88,6 +88,14 @@ def test_prompts_of_one_conversation_find_each_other_under_another_root_and_in_t
     assert (changed.num_common_tokens, changed.goes_on) == (0, True)
 
 
+def test_of_prompts_that_part_at_one_token_the_last_is_the_nearest() -> None:
+    memory = RememberedPrompts(PLENTY, KEY)
+    for at, (name, token_id) in enumerate([("first", 5), ("second", 6), ("like the first", 5)]):
+        memory.remember(facts([1, 1, 1, 1, 7, token_id, 2, 2]), (name,), float(at))
+    found = memory.nearest(facts([1, 1, 1, 1, 7, 3, 2, 2]))
+    assert found is not None and (found.prompt.ids, found.num_common_tokens) == (("like the first",), 5)
+
+
 def test_some_tokens_more_in_common_by_chance_do_not_outweigh_the_pieces_of_a_conversation() -> None:
     memory = RememberedPrompts(PLENTY, KEY)
     mine, others = ("what I said", "what I heard", "and more"), ("of another", "who said", "other things")
