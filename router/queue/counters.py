@@ -15,16 +15,82 @@ SPARE_ENTRIES = 64
 """Void entries that the heap may keep beside as many as it has valid ones."""
 
 
-class _Account:
-    __slots__ = ("counter", "name", "num_waiting", "stamp", "weight")
+class Account:
+    """One tenant's. Read it; only the counters write."""
+
+    __slots__ = ("counter", "name", "num_waiting", "orders", "weight")
 
     def __init__(self, name: str, counter: float) -> None:
         self.name = name
         self.counter = counter
         self.weight = 1.0
         self.num_waiting = 0
-        self.stamp = 0
+        self.orders: list[LeastFirst] = []
+        """In which it stands."""
+
+
+class LeastFirst:
+    """Accounts by their counters, then by name. A counter may grow without a word, but not fall."""
+
+    __slots__ = ("_accounts", "_heap", "_last_stamp", "_stamps")
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._stamps: dict[str, int] = {}
         """Only a heap entry with this one is valid."""
+        self._heap: list[tuple[float, str, int]] = []
+        """An entry's counter is put right where it is the first."""
+        self._last_stamp = 0
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._accounts
+
+    @property
+    def num_entries(self) -> int:
+        """In memory, valid and void."""
+        return len(self._heap)
+
+    def add(self, account: Account) -> None:
+        """Also one that stands in it, whose counter has fallen."""
+        self._accounts[account.name] = account
+        self._last_stamp += 1
+        self._stamps[account.name] = self._last_stamp
+        heappush(self._heap, (account.counter, account.name, self._last_stamp))
+        if len(self._heap) > 2 * len(self._accounts) + SPARE_ENTRIES:
+            accounts = self._accounts
+            self._heap = [(accounts[name].counter, name, stamp) for name, stamp in self._stamps.items()]
+            heapify(self._heap)
+
+    def remove(self, account: Account) -> None:
+        del self._accounts[account.name], self._stamps[account.name]
+        if not self._accounts:
+            self._heap.clear()
+
+    def first(self) -> Account | None:
+        heap = self._heap
+        while heap:
+            value, name, stamp = heap[0]
+            if self._stamps.get(name) != stamp:
+                heappop(heap)
+                continue
+            account = self._accounts[name]
+            if account.counter == value:
+                return account
+            heapreplace(heap, (account.counter, name, stamp))
+        return None
+
+    def firsts(self, count: int) -> list[Account]:
+        found: list[Account] = []
+        entries = []
+        while len(found) < count and (account := self.first()) is not None:
+            found.append(account)
+            entries.append(heappop(self._heap))
+        for entry in entries:
+            heappush(self._heap, entry)
+        return found
 
 
 class VirtualCounters:
@@ -33,10 +99,8 @@ class VirtualCounters:
 
     def __init__(self, *, max_tenants: int = MAX_TENANTS) -> None:
         self._max_tenants = max_tenants
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()
-        self._heap: list[tuple[float, int, str]] = []
-        """Of the active; counters have only grown since. Looked at where the least is wanted."""
-        self._num_active = 0
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
+        self._active = LeastFirst()
         self._last = 0.0
         """Where the last one stood that was let go while nobody waited, or the last that waited."""
 
@@ -46,7 +110,7 @@ class VirtualCounters:
 
     @property
     def num_active(self) -> int:
-        return self._num_active
+        return len(self._active)
 
     def counter(self, name: str) -> float:
         """Where it stands, or would if it came now."""
@@ -74,17 +138,8 @@ class VirtualCounters:
 
     def floor(self) -> float:
         """The least of the active; without any, where the last one stood."""
-        heap = self._heap
-        while heap:
-            value, stamp, name = heap[0]
-            account = self._accounts.get(name)
-            if account is None or account.stamp != stamp:
-                heappop(heap)
-            elif account.counter > value:
-                heapreplace(heap, (account.counter, stamp, name))
-            else:
-                return value
-        return self._last
+        first = self._active.first()
+        return self._last if first is None else first.counter
 
     def spread(self) -> float:
         """The most of the active less the least of them."""
@@ -96,8 +151,7 @@ class VirtualCounters:
         account = self._touch(name, weight)
         if not account.num_waiting:
             account.counter = max(account.counter, self.floor())
-            self._num_active += 1
-            self._note(account)
+            self._join(self._active, account)
         account.num_waiting += 1
 
     def stops_waiting(self, name: str) -> None:
@@ -106,18 +160,26 @@ class VirtualCounters:
         account.num_waiting -= 1
         if account.num_waiting:
             return
-        account.stamp += 1
-        self._num_active -= 1
-        if not self._num_active:
-            self._heap.clear()
+        self.leave(self._active, name)
+        if not self._active:
             self._last = account.counter
+
+    def join(self, order: LeastFirst, name: str) -> None:
+        """One that waits is to stand in this order as well, until it leaves it."""
+        if name not in order:
+            self._join(order, self._accounts[name])
+
+    def leave(self, order: LeastFirst, name: str) -> None:
+        account = self._accounts[name]
+        account.orders.remove(order)
+        order.remove(account)
 
     def passes(self, name: str, weight: float, work: float) -> None:
         """A request of it goes without having waited, and is charged."""
         account = self._touch(name, weight)
         if not account.num_waiting:
             account.counter = max(account.counter, self.floor())
-            if not self._num_active:
+            if not self._active:
                 self._last = account.counter
         account.counter += work / account.weight
 
@@ -133,29 +195,24 @@ class VirtualCounters:
         if account is None:
             return
         account.counter -= work / account.weight
-        if account.num_waiting:
-            account.stamp += 1
-            self._note(account)
+        for order in account.orders:
+            order.add(account)
 
-    def _touch(self, name: str, weight: float) -> _Account:
+    def _join(self, order: LeastFirst, account: Account) -> None:
+        order.add(account)
+        account.orders.append(order)
+
+    def _touch(self, name: str, weight: float) -> Account:
         account = self._accounts.get(name)
         if account is None:
             self._make_room()
-            account = self._accounts[name] = _Account(name, 0.0)
+            account = self._accounts[name] = Account(name, 0.0)
         else:
             self._accounts.move_to_end(name)
         account.weight = weight
         return account
 
     def _make_room(self) -> None:
-        while len(self._accounts) - self._num_active >= self._max_tenants:
+        while len(self._accounts) - len(self._active) >= self._max_tenants:
             name = next(each for each, account in self._accounts.items() if not account.num_waiting)
             del self._accounts[name]
-
-    def _note(self, account: _Account) -> None:
-        heappush(self._heap, (account.counter, account.stamp, account.name))
-        if len(self._heap) > 2 * self._num_active + SPARE_ENTRIES:
-            self._heap = [
-                (each.counter, each.stamp, each.name) for each in self._accounts.values() if each.num_waiting
-            ]
-            heapify(self._heap)

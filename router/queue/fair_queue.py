@@ -8,11 +8,10 @@ that floods waits behind its own requests; another that comes with one is next. 
 has most requests in it for its weight loses its last one to a tenant that has fewer.
 """
 
-from heapq import nsmallest
 from typing import NamedTuple
 
 from replicas.protocol.status import ReplicaId
-from router.queue.counters import MAX_TENANTS, VirtualCounters
+from router.queue.counters import MAX_TENANTS, LeastFirst, VirtualCounters
 from router.queue.line import Line, Waiter
 
 MAX_WAITING = 4096
@@ -42,6 +41,8 @@ class FairQueue:
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._lines: dict[ReplicaId, Line] = {}
+        self._orders: dict[ReplicaId, LeastFirst] = {}
+        """Of each line, its tenants."""
         self._num_of: dict[str, int] = {}
         self._num_waiting = 0
         self._num_bytes = 0
@@ -69,39 +70,35 @@ class FairQueue:
     def leave(self, waiter: Waiter) -> None:
         """It waits no more, and was not served: it is not charged."""
         self._lines[waiter.line].remove(waiter)
+        self._has_left_line(waiter)
         self._is_out(waiter)
 
     def next(self, line: ReplicaId) -> Waiter | None:
         """Who should go next in this line."""
-        found = self._lines.get(line)
-        if found is None:
-            return None
-        counter = self.counters.counter_of_waiting
-        tenant = min(found.tenants, key=lambda name: (counter(name), name))
-        return found.next_of(tenant)
+        return next(iter(self.firsts(line, 1)), None)
 
     def firsts(self, line: ReplicaId, count: int) -> list[Waiter]:
         """Who goes next, and those that would be next if its tenant had none, and so on."""
-        found = self._lines.get(line)
-        if found is None:
+        order = self._orders.get(line)
+        if order is None:
             return []
-        counter = self.counters.counter_of_waiting
-        tenants = nsmallest(count, found.tenants, key=lambda name: (counter(name), name))
-        return [found.next_of(tenant) for tenant in tenants]
+        found = self._lines[line]
+        return [found.next_of(account.name) for account in order.firsts(count)]
 
     def goes(self, waiter: Waiter) -> None:
         """It goes to be served, and its tenant is charged."""
         self._lines[waiter.line].goes(waiter)
+        self._has_left_line(waiter)
         self.counters.charge(waiter.tenant, waiter.work)
         self._is_out(waiter)
 
     def move(self, waiter: Waiter, line: ReplicaId) -> None:
         """To another line, in the place that its order gives it there."""
         self._lines[waiter.line].remove(waiter)
-        self._drop_if_empty(waiter.line)
+        self._has_left_line(waiter)
         waiter.line = line
         waiter.num_moves += 1
-        self._lines.setdefault(line, Line()).add(waiter)
+        self._join_line(waiter)
 
     def in_line(self, line: ReplicaId) -> list[Waiter]:
         found = self._lines.get(line)
@@ -146,13 +143,12 @@ class FairQueue:
 
     def _add(self, waiter: Waiter) -> None:
         self.counters.starts_to_wait(waiter.tenant, waiter.weight)
-        self._lines.setdefault(waiter.line, Line()).add(waiter)
+        self._join_line(waiter)
         self._num_of[waiter.tenant] = self._num_of.get(waiter.tenant, 0) + 1
         self._num_waiting += 1
         self._num_bytes += waiter.num_bytes
 
     def _is_out(self, waiter: Waiter) -> None:
-        self._drop_if_empty(waiter.line)
         self.counters.stops_waiting(waiter.tenant)
         self._num_waiting -= 1
         self._num_bytes -= waiter.num_bytes
@@ -160,9 +156,16 @@ class FairQueue:
         if not self._num_of[waiter.tenant]:
             del self._num_of[waiter.tenant]
 
-    def _drop_if_empty(self, line: ReplicaId) -> None:
-        if not self._lines[line].num_waiting:
-            del self._lines[line]
+    def _join_line(self, waiter: Waiter) -> None:
+        self._lines.setdefault(waiter.line, Line()).add(waiter)
+        self.counters.join(self._orders.setdefault(waiter.line, LeastFirst()), waiter.tenant)
+
+    def _has_left_line(self, waiter: Waiter) -> None:
+        line = self._lines[waiter.line]
+        if waiter.tenant not in line.tenants:
+            self.counters.leave(self._orders[waiter.line], waiter.tenant)
+        if not line.num_waiting:
+            del self._lines[waiter.line], self._orders[waiter.line]
 
     def _last_of_the_largest(self, waiter: Waiter) -> Waiter | None:
         """Of the tenant that has most requests for its weight, if it has more than the one that comes."""

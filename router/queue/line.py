@@ -8,7 +8,7 @@ a tenant's own requests are ever ordered so: order must not tell what others hav
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection
 from operator import attrgetter
 
 from replicas.protocol.status import ReplicaId
@@ -96,7 +96,7 @@ class Line:
         self.num_waiting = 0
 
     @property
-    def tenants(self) -> Iterable[str]:
+    def tenants(self) -> Collection[str]:
         """Those of whom some wait."""
         return self._tenants
 

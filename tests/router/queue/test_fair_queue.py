@@ -8,6 +8,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from replicas.protocol.status import ReplicaId
+from router.queue.counters import SPARE_ENTRIES, LeastFirst, VirtualCounters
 from router.queue.fair_queue import FairQueue
 from router.queue.line import MAX_OVERTAKEN, NUM_LOOKED_AT, Waiter
 
@@ -187,6 +188,10 @@ class QueueMachine(RuleBasedStateMachine):
             there = model.in_line(line)
             assert queue.num_in_line(line) == len(there)
             assert sorted(each.order for each in queue.in_line(line)) == sorted(each.order for each in there)
+            in_order = sorted({(model.counters[each.tenant], each.tenant) for each in there})
+            for count in (1, 3):
+                firsts = queue.firsts(line, count)
+                assert [each.tenant for each in firsts] == [name for _, name in in_order[:count]]
         statistics = queue.statistics(now=5.0)
         assert statistics.num_bytes == sum(each.num_bytes for each in model.waiting) <= MAX_BYTES
         assert statistics.num_active_tenants == len(model.active())
@@ -299,6 +304,19 @@ def test_what_others_have_asked_orders_nothing() -> None:
             served.append((chosen.tenant, chosen.order))
         orders.append([each for each in served if each[0] == "red"])
     assert orders[0] == orders[1]
+
+
+def test_an_order_keeps_no_more_than_twice_what_stands_in_it() -> None:
+    counters = VirtualCounters()
+    order = LeastFirst()
+    for name in TENANTS:
+        counters.starts_to_wait(name, 1.0)
+        counters.join(order, name)
+    for number in range(10_000):
+        counters.give_back(TENANTS[number % len(TENANTS)], 1.0)
+        assert order.num_entries <= 2 * len(order) + SPARE_ENTRIES
+    counters.give_back("grey", 1.0)
+    assert [account.name for account in order.firsts(2)] == ["grey", "blue"]
 
 
 def test_tenants_by_the_thousand_are_bounded() -> None:
