@@ -107,6 +107,7 @@ class Directory:
         self._generations = [0] * host_chunks
         self._removals: dict[BlockHash, None] = {}
         self._lease_changes: dict[BlockHash, None] = {}
+        self._lease_ends: dict[BlockHash, None] = {}
         self._events: list[CacheEvent] = []
 
     # What is there.
@@ -279,7 +280,9 @@ class Directory:
 
     def withdraw(self, keys: Iterable[BlockHash], source: Epoch) -> None:
         """This replica has handed these leases over, and another keeps them instead."""
-        self._end_leases([key for key in keys if self.leases.withdraw(key, source)])
+        ended = [key for key in keys if self.leases.withdraw(key, source)]
+        self._lease_ends.update(dict.fromkeys(ended))
+        self._end_leases(ended)
 
     def _end_leases(self, keys: Iterable[BlockHash]) -> None:
         """They are leased no more."""
@@ -300,6 +303,17 @@ class Directory:
         """The leases of files that were granted or used since the last call, and of files that are new."""
         changes, self._lease_changes = self._lease_changes, {}
         return self.leases.records(changes)
+
+    def take_lease_ends(self) -> list[BlockHash]:
+        """Files whose leases were withdrawn since the last call, and not granted again."""
+        ends, self._lease_ends = self._lease_ends, {}
+        return [
+            key
+            for key in ends
+            if not self.leases.holds(key)
+            and (chunk := self._chunks.get(key)) is not None
+            and chunk.is_on_disk
+        ]
 
     # Into host memory: from the device, from disk, from a peer.
 

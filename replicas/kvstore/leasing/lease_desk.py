@@ -102,11 +102,14 @@ class LeaseDesk:
     def poll(self) -> None:
         """Let time pass, and note in the journal what has changed."""
         self._directory.pass_time(self._clock())
-        changes = self._directory.take_lease_changes()
+        changes, ends = self._directory.take_lease_changes(), self._directory.take_lease_ends()
         if self._journal is not None and changes:
             now = self._wall_clock()
             for record in changes:
                 self._journal.note_lease(record.key, now + record.seconds_left, record.seconds)
+        if self._journal is not None:
+            for key in ends:
+                self._journal.note_lease(key, 0.0, 0)
 
     def is_to_be_synced(self, key: BlockHash) -> bool:
         """Whether a write of the chunk is to survive a power cut once it has ended."""

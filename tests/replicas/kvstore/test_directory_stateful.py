@@ -13,12 +13,13 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas.kvstore.directory import Directory, Place, Write
-from replicas.kvstore.leasing.leases import STORE_SECONDS, Leases, TenantTag
+from replicas.kvstore.leasing.leases import STORE_SECONDS, LeaseRecord, Leases, TenantTag
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from replicas.protocol.prefix_leases import HOUR_SECONDS, MAX_LEASE_SECONDS, LeaseBreak, LeaseRefusal
+from replicas.protocol.status import Epoch
 from tests.replicas.kvstore.chunk_names import chain, key, name
 
 PATHS = [
@@ -30,6 +31,7 @@ PATHS = [
 ]
 RATE = 2.0
 TENANTS = (TenantTag(b""), TenantTag(b"t"))
+SOURCES = (Epoch("e"), Epoch("f"))
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Promise:
     store_by: float
     tenant: TenantTag
     is_stored: bool = False
+    sources: set[Epoch] | None = None
+    """Who has handed it over; None if it was asked for here."""
 
 
 class Tiers(RuleBasedStateMachine):
@@ -170,6 +174,46 @@ class Tiers(RuleBasedStateMachine):
                 promise.seconds, promise.tenant = seconds, tenant
             promise.end = self.now + promise.seconds
             promise.store_by = self.now + STORE_SECONDS
+            promise.sources = None
+
+    @rule(
+        path=st.sampled_from(PATHS),
+        seconds=st.sampled_from([20, HOUR_SECONDS, MAX_LEASE_SECONDS]),
+        left=st.sampled_from([2.0, 20.0, 3000.0]),
+        tenant=st.sampled_from(TENANTS),
+        source=st.sampled_from(SOURCES),
+    )
+    def take_over(self, path: str, seconds: int, left: float, tenant: TenantTag, source: Epoch) -> None:
+        records = [LeaseRecord(chunk, seconds, left, tenant) for chunk in chain(path)]
+        for chunk, refusal in zip(chain(path), self.directory.take_leases(records, source), strict=True):
+            if refusal is not None:
+                continue
+            end = self.now + min(left, seconds)
+            promise = self.promises.get(chunk)
+            if promise is None:
+                self.num_promised += 1
+                self.promises[chunk] = Promise(
+                    seconds, end, self.now + STORE_SECONDS, tenant, self.has_copy(chunk), {source}
+                )
+                continue
+            if seconds > promise.seconds:
+                promise.seconds, promise.tenant = seconds, tenant
+            promise.end = max(promise.end, end)
+            promise.store_by = self.now + STORE_SECONDS
+            if promise.sources is not None:
+                promise.sources.add(source)
+
+    @rule(path=st.sampled_from(PATHS), source=st.sampled_from(SOURCES))
+    def withdraw(self, path: str, source: Epoch) -> None:
+        self.directory.withdraw(chain(path), source)
+        for chunk in chain(path):
+            promise = self.promises.get(chunk)
+            if promise is not None and promise.sources is not None:
+                promise.sources.discard(source)
+                if not promise.sources:
+                    del self.promises[chunk]
+                    self.num_promised -= 1
+        assert set(self.directory.take_lease_ends()) <= self.files.keys() - self.promises.keys()
 
     def has_copy(self, chunk: BlockHash) -> bool:
         return self.directory.place(chunk) in (Place.HOST, Place.DISK) or chunk in self.told[Tier.DISK]

@@ -9,6 +9,7 @@ from replicas.kvstore.leasing.lease_desk import LeaseDesk, restored_leases
 from replicas.kvstore.leasing.leases import LeaseRecord
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseAnswer, LeaseRefusal, PrefixLease
+from replicas.protocol.status import Epoch
 from replicas.protocol.tier_figures import WriteStop
 from tests.replicas.kvstore.chunk_names import BLOCKS_PER_CHUNK, chain, key, name
 from tests.replicas.kvstore.open_disk import opened
@@ -158,3 +159,17 @@ def test_a_file_that_is_found_late_keeps_what_is_leased() -> None:
     put(directory, *"uvwxyz")
     assert directory.place(key("a")) is Place.DISK and directory.leases.holds(key("a"))
     assert directory.leases.charged.host == 1
+
+
+def test_a_lease_that_another_replica_keeps_instead_ends_in_the_journal_too() -> None:
+    desk, source = Desk(), Epoch("e")
+    records = [LeaseRecord(each, DAY, 100.0) for each in chain("ab")]
+    assert desk.directory.take_leases(records, source) == [None, None]
+    put(desk.directory, "a", "ab")
+    write_all(desk.directory)
+    desk.desk.poll()
+    desk.disk.noted.clear()
+    desk.directory.withdraw(chain("ab"), source)
+    assert desk.ask("a", (BLOCKS_PER_CHUNK, DAY)) == (LeaseAnswer(DAY, 64),)
+    desk.desk.poll()
+    assert sorted(desk.disk.noted) == [(key("a"), 1e9 + DAY), (key("ab"), 0.0)]
