@@ -1,28 +1,33 @@
-"""Time to first token by where a prompt's KV lies: nowhere, on the device, in host memory, on disk.
+"""Time to first token by where KV lies: nowhere, on the device, in host memory, on disk, at a peer.
 
-Runs one engine in this process on the toy model, without HTTP and router. Each round takes a prompt that is
-new (miss), again (device), after others have taken the device (host), and after others have taken host memory
-as well (disk), in turns, so that whatever the machine does hits all alike.
+Runs one engine in this process on the toy model, without HTTP and router, and with `--peer` another in a
+process of its own. Each round takes a prompt that is new (miss), again (device), after others have taken the
+device (host), and after others have taken host memory as well (disk), and one that only the peer has
+computed, in turns, so that whatever the machine does hits all alike.
 
-    python -m loadtests.benches.tiers [--engine vllm] [--tokens 2048] [--rounds 9]
+    python -m loadtests.benches.tiers [--engine vllm] [--tokens 2048] [--rounds 9] [--peer]
 """
 
 import argparse
+import contextlib
 import os
 import random
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from loadtests.benches.tier_peer import TierPeer, settle, tier_peer
 from loadtests.figures import milliseconds, percentiles, print_header
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine, expand
 from replicas.engines import build_engine_here
 from replicas.protocol.blocks import HASH_BYTES, BlockHash, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit
+from replicas.protocol.pulls import PullHint
 from replicas.vllm_engine.environment import vllm_environment
 
 ROOT = BlockHash(bytes(HASH_BYTES))
@@ -33,12 +38,16 @@ HOST_PROMPTS = 3
 NUM_OTHERS = 5
 """What host memory holds, and how many others there are: more."""
 
-WHERE = ("miss", "device", "host", "disk")
+WHERE = ("miss", "device", "host", "disk", "peer")
+
+PULL_BYTES_PER_SECOND = 1e9
+"""What the network is taken for until pulls have shown it."""
 
 
 class Bench:
-    def __init__(self, engine: Engine, num_tokens: int) -> None:
+    def __init__(self, engine: Engine, num_tokens: int, peer: TierPeer | None = None) -> None:
         self._engine = engine
+        self._peer = peer
         self._num_tokens = num_tokens
         self._rng = random.Random(num_tokens)
         self._serial = 0
@@ -49,42 +58,48 @@ class Bench:
     def prompt(self) -> list[int]:
         return [self._rng.randrange(3, self._engine.card.vocab_size) for _ in range(self._num_tokens)]
 
-    def ask(self, prompt: list[int]) -> tuple[float, PromptUsage]:
+    def ask(self, prompt: list[int], pull: PullHint | None = None) -> tuple[float, PromptUsage]:
         """Seconds to the first token, and what it was made of."""
         self._serial += 1
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        (request,) = expand(Submit(0, pack_token_ids(prompt), sampling, ROOT), self._serial)
+        (request,) = expand(replace(_submit(prompt), pull=pull), self._serial)
         began = time.perf_counter()
         self._engine.add(request)
         while not (deltas := self._engine.step().deltas):
             pass
         seconds = time.perf_counter() - began
         assert deltas[0].usage is not None
-        self._settle()
+        settle(self._engine)
         return seconds, deltas[0].usage
-
-    def _settle(self) -> None:
-        """Until nothing is copied or written any more."""
-        while self._engine.step().look_again_seconds is not None or self._engine.has_work():
-            time.sleep(0.001)
 
     def round(self) -> Iterator[tuple[str, float]]:
         prompt = self.prompt()
         for where, others in (("miss", 0), ("device", 0), ("host", 1), ("disk", NUM_OTHERS)):
             for other in self._others[:others]:
                 self.ask(other)
-            seconds, usage = self.ask(prompt)
-            if self._found(usage) != where:
-                print(f"  left out: found on {self._found(usage)} what was to be on {where}: {usage}")
-                continue
+            yield from self._told(where, *self.ask(prompt))
+        if self._peer is not None:
+            prompt = self.prompt()
+            yield from self._told("peer", *self.ask(prompt, self._peer.compute(_submit(prompt))))
+
+    def _told(self, where: str, seconds: float, usage: PromptUsage) -> Iterator[tuple[str, float]]:
+        if self._found(usage) == where:
             yield where, seconds
+        else:
+            print(f"  left out: found on {self._found(usage)} what was to be on {where}: {usage}")
 
     def _found(self, usage: PromptUsage) -> str:
         if usage.num_cached_tokens < self._num_tokens * 0.9:
             return "miss" if not usage.num_cached_tokens else "part"
+        if usage.num_pulled_tokens > usage.num_cached_tokens / 2:
+            return "peer"
         if usage.num_disk_tokens > usage.num_cached_tokens / 2:
             return "disk"
         return "host" if usage.num_slower_tier_tokens > usage.num_cached_tokens / 2 else "device"
+
+
+def _submit(prompt: list[int]) -> Submit:
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    return Submit(0, pack_token_ids(prompt), sampling, ROOT)
 
 
 def settings(engine: str, num_tokens: int, folder: str) -> dict[str, Any]:
@@ -102,6 +117,25 @@ def settings(engine: str, num_tokens: int, folder: str) -> dict[str, Any]:
     }
 
 
+def measure(arguments: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds to first tokens, by where the KV lay."""
+    times: dict[str, list[float]] = {where: [] for where in WHERE}
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if arguments.peer:
+            chosen["pull_bytes_per_second"] = PULL_BYTES_PER_SECOND
+            theirs = {**chosen, "disk_kv_bytes": None, "kv_folder": None}
+            peer = stack.enter_context(tier_peer(ReplicaConfig(**theirs)))
+        engine, _ = build_engine_here(ReplicaConfig(**chosen))
+        stack.callback(engine.close)
+        bench = Bench(engine, arguments.tokens, peer)
+        print_header(f"TTFT of {arguments.tokens} tokens by tier, {arguments.engine}, toy model, CPU")
+        for _ in range(arguments.rounds):
+            for where, seconds in bench.round():
+                times[where].append(seconds)
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -109,20 +143,13 @@ def main() -> None:
     parser.add_argument("--engine", choices=tuple(TOKEN_BYTES), default="torch")
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt, at most 8000")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--peer", action="store_true", help="and what another engine has computed, pulled")
     parser.add_argument("--folder", type=Path, help="where the disk's folder is made")
     arguments = parser.parse_args()
     if arguments.engine == "vllm":
         os.environ.update(vllm_environment(None))
-    times: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="kvasir-tiers-", dir=arguments.folder) as folder:
-        config = ReplicaConfig(**settings(arguments.engine, arguments.tokens, folder))
-        engine, _ = build_engine_here(config)
-        bench = Bench(engine, arguments.tokens)
-        print_header(f"TTFT of {arguments.tokens} tokens by tier, {arguments.engine}, toy model, CPU")
-        for _ in range(arguments.rounds):
-            for where, seconds in bench.round():
-                times[where].append(seconds)
-        engine.close()
+        times = measure(arguments, settings(arguments.engine, arguments.tokens, folder))
     for where in WHERE:
         if times[where]:
             share = percentiles(times[where]).p50 / percentiles(times["miss"]).p50
