@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from replicas.host import ReplicaHost
+from replicas.kvstore import plan
+from replicas.kvstore.pulling import pull as pull_module
 from replicas.protocol.call_tokens import METADATA_KEY, Audience, Caller, Role
 from replicas.protocol.cluster_secret import Purpose, derive
 from replicas.protocol.frames import PromptUsage
@@ -45,6 +48,24 @@ def prompt(number: int) -> list[int]:
     """Nine chunks and a bit: long enough that to pull it is sooner than to compute it."""
     rng = random.Random(number)
     return [rng.randrange(3, 500) for _ in range(128 * NUM_CHUNKS + 40)]
+
+
+PATIENCE = """
+from replicas.kvstore import plan
+from replicas.kvstore.pulling import pull
+
+plan.MIN_PATIENCE_SECONDS = pull.MIN_SECONDS = 60.0
+"""
+"""What a process of an engine reads first, so that it computes nothing because the machine is busy."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of engines in this process, and in their own: these have the path of this one."""
+    monkeypatch.setattr(plan, "MIN_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(pull_module, "MIN_SECONDS", 60.0)
+    (tmp_path / "sitecustomize.py").write_text(PATIENCE)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
 
 @dataclass
