@@ -88,6 +88,11 @@ class Peer:
         (usage,) = [delta.usage for delta in deltas if delta.usage is not None]
         return [token for delta in deltas for token in delta.token_ids], usage
 
+    async def has_copied(self, num_chunks: int) -> None:
+        """What is computed is copied beside the steps, and found by peers once that has been done."""
+        while await asyncio.to_thread(self.metric, "replica_tier_chunks", tier="host") < num_chunks:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
     def metric(self, name: str, **labels: str) -> float:
         assert self.host._parts is not None
         return self.host._parts.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -134,6 +139,7 @@ async def test_what_a_peer_computed_is_pulled_and_gives_the_same_tokens(
         for number in range(3):
             expected, usage = await there.ask(number)
             assert usage.num_cached_tokens == 0
+            await there.has_copied((number + 1) * NUM_CHUNKS)
             answer, usage = await here.ask(number, there.hint())
             assert answer == expected
             assert usage.num_pulled_tokens == usage.num_slower_tier_tokens == usage.num_cached_tokens
@@ -149,6 +155,7 @@ async def test_what_a_peer_computed_is_pulled_and_gives_the_same_tokens(
 async def test_a_replica_that_drains_is_pulled_from_until_its_last_request_has_ended(redis_url: str) -> None:
     async with two(redis_url, drain_seconds=60.0) as (there, here):
         expected, _ = await there.ask(0)
+        await there.has_copied(NUM_CHUNKS)
         await there.client.send(submit(70, prompt(1)[:40], max_tokens=600))
         draining = asyncio.create_task(there.host.drain())
         answer, usage = await here.ask(0, there.hint())
@@ -166,6 +173,7 @@ async def test_a_peer_that_has_only_the_beginning_sends_that(redis_url: str) -> 
         short = replace(submit(50, prompt(1)[:600], max_tokens=1))
         await there.client.send(short)
         await there.client.finish((50, 0))
+        await there.has_copied(4)
         answer, usage = await here.ask(1, there.hint())
         assert usage.num_pulled_tokens == 128 * 4
         assert answer == (await there.ask(1))[0]
@@ -256,6 +264,7 @@ async def test_with_tls_replicas_show_each_other_their_certificates(
     settings = {"tls_certificate": own.certificate, "tls_key": own.key, "tls_client_ca": ca.certificate}
     async with two(redis_url, credentials=credentials, secret=SECRET, **settings) as (there, here):
         expected, _ = await there.ask(1)
+        await there.has_copied(NUM_CHUNKS)
         answer, usage = await here.ask(1, there.hint())
         assert answer == expected
         assert usage.num_pulled_tokens == (128 * NUM_CHUNKS if may_call else 0)
