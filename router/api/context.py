@@ -33,6 +33,7 @@ from router.limits.admission import Admission, AdmissionHold, demand_of
 from router.limits.body_budget import BodyBudget, BodyHold
 from router.limits.connections import Connections, address_of
 from router.limits.in_flight import InFlight
+from router.limits.preparing import PreparingTurns
 from router.observation.body_recorder import BodyRecorder
 from router.observation.metrics import RouterMetrics
 from router.observation.served import Observer
@@ -132,6 +133,7 @@ class ApiContext:
     connections: Connections = field(init=False)
     """Of the clients' listener."""
     bodies: BodyBudget = field(init=False)
+    preparing: PreparingTurns = field(default_factory=PreparingTurns)
     turns: Turns = field(default_factory=Turns)
     """For what takes long and is done on the event loop all the same."""
 

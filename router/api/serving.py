@@ -84,6 +84,7 @@ class GenerationEndpoint:
                 exchange.has_read()
                 with context.in_flight.hold(address):
                     async with exchange.while_connected(receive):
+                        await context.preparing.turn(caller.tenant, len(body))
                         request = await self._prepare(context, Asked(body, address, scope))
                         set_timeout(request.prompts, timeout_seconds)
                         exchange.has_prepared(request, body, self._route)

@@ -1,0 +1,98 @@
+"""PreparingTurns: whose request the event loop prepares next.
+
+Owns that tenants take turns where a router is busy itself: a request that comes beside a hundred of somebody
+else's waits for one of them, not for all. What replicas are given is the business of `router/queue/`; before
+that stands the router's own work, most of it with the prompt's text.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+
+from router.tenants.caller import Tenant
+
+REQUEST_BYTES = 4 * 2**10
+"""A request counts as so much more than its body, since much of its work is the same for any."""
+
+MIXED_SECONDS = 1.0
+"""So long after the last request of another tenant one is taken to be alone, and nothing is held back."""
+
+
+class PreparingTurns:
+    """For one event loop. While several tenants ask, a pass of the loop prepares one request, beside all else
+    that it does. A tenant's turn comes by the bytes that it was given over its weight, counted from where
+    those that waited stood when it came; nothing is remembered of times when nobody waits."""
+
+    def __init__(self) -> None:
+        self._tenant = ""
+        """Who asked last."""
+        self._mixed_until = 0.0
+        self._is_taken = False
+        self._lines: dict[str, deque[_Waiter]] = {}
+        """Of tenants that wait; none is empty."""
+        self._order: list[tuple[float, int, str]] = []
+        """A heap with one entry for each of them: what it was given, which came first, and its name."""
+        self._given: dict[str, float] = {}
+        self._floor = 0.0
+        self._number = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    async def turn(self, tenant: Tenant, num_bytes: int) -> None:
+        """Returns when a request with a body of so many bytes may be prepared, which is to be begun at once,
+        without giving way. Who is cancelled has had its turn or lost its place."""
+        loop = asyncio.get_running_loop()
+        if tenant.name != self._tenant:
+            if self._tenant:
+                self._mixed_until = loop.time() + MIXED_SECONDS
+            self._tenant = tenant.name
+        if not self._lines and (not self._is_taken or loop.time() >= self._mixed_until):
+            self._take(loop)
+            return
+        waiter = _Waiter((num_bytes + REQUEST_BYTES) / tenant.weight, loop.create_future())
+        line = self._lines.get(tenant.name)
+        if line is None:
+            line = self._lines[tenant.name] = deque()
+            self._number += 1
+            given = max(self._floor, self._given.get(tenant.name, 0.0))
+            heapq.heappush(self._order, (given, self._number, tenant.name))
+        line.append(waiter)
+        await waiter.future
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._pass, loop)
+
+    def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins each pass of the loop after one in which something was prepared. Whoever is given the turn
+        runs in the next one, for which this is asked for again."""
+        self._is_taken = False
+        while self._lines and not self._is_taken:
+            given, number, name = heapq.heappop(self._order)
+            line = self._lines[name]
+            while line and line[0].future.done():  # cancelled
+                line.popleft()
+            if line:
+                waiter = line.popleft()
+                self._take(loop)
+                waiter.future.set_result(None)
+                self._floor = given
+                given = self._given[name] = given + waiter.work
+            if line:
+                heapq.heappush(self._order, (given, number, name))
+            else:
+                del self._lines[name]
+        if not self._lines:
+            self._given.clear()
+            self._floor = 0.0
+
+
+class _Waiter:
+    __slots__ = ("future", "work")
+
+    def __init__(self, work: float, future: asyncio.Future[None]) -> None:
+        self.work = work
+        self.future = future
