@@ -70,7 +70,7 @@ class PublishedBeginning(Struct, frozen=True, array_like=True):
 class MediaSpan:
     """Placeholder tokens `[start, start + length)` of a prompt that stand for one media item.
 
-    The tokens of two images are equal; `content_hash` (of the decoded content and its shape) is not.
+    The tokens of two images are equal; `content_hash` (`images.media_hash` of their bytes) is not.
     """
 
     content_hash: bytes
