@@ -58,7 +58,10 @@ def _answer(context: ApiContext, tenant: str, asked: str) -> Response:
     """Raises StoryGone."""
     story = context.stories.find(tenant, asked) if len(asked) <= MAX_ID else None
     if story is None:
-        raise StoryGone(f"Nothing is known of a request or answer '{asked[:60]}'.")
+        raise StoryGone(
+            f"Nothing is known here of a request or answer '{asked[:60]}'; of several routers, or processes"
+            " of one, only that which has served it knows."
+        )
     return Response(
         encode_json(told(story)), headers={"cache-control": "no-store"}, media_type="application/json"
     )
