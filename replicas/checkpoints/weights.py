@@ -36,6 +36,8 @@ _TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""What a model makes of an image follows from them: its number of tokens, and their KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def _read_checkpoint(
 
 
 def fingerprint(directory: Path) -> str:
-    """Hex digest over the config, the weights, the tokenizer and the chat template.
+    """Hex digest over the config, the weights, the tokenizer, the chat template and image processing.
 
     Raises CheckpointError, also for a model that is none of ours to compute.
     """
@@ -137,7 +139,8 @@ def files_fingerprint(directory: Path) -> str:
     threads run). Raises CheckpointError.
     """
     text_files = [directory / name for name in _bundle_names(directory)]
-    paths = sorted({directory / "config.json", *text_files, *weight_files(directory)})
+    processor_files = [directory / name for name in _PROCESSOR_FILES if (directory / name).is_file()]
+    paths = sorted({directory / "config.json", *text_files, *processor_files, *weight_files(directory)})
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = list(pool.map(_file_digest, paths))
     combined = hashlib.sha256(b"kvasir-model-v1")

@@ -209,6 +209,16 @@ def test_a_chat_template_beside_the_tokenizer_changes_the_fingerprint(
     assert fingerprint(checkpoint) != fingerprint(original)
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_how_images_are_processed_changes_the_fingerprint(
+    original: Path, checkpoint: Path, name: str
+) -> None:
+    (checkpoint / name).write_text('{"image_seq_len": 16}')
+    with_images = fingerprint(checkpoint)
+    (checkpoint / name).write_text('{"image_seq_len": 64}')
+    assert len({fingerprint(original), with_images, fingerprint(checkpoint)}) == 3
+
+
 def test_every_shard_enters_the_fingerprint(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", shard="40KB")
     before = fingerprint(tmp_path)
