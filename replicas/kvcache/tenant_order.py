@@ -3,8 +3,9 @@
 Owns who holds how many blocks of a pool, and each tenant's free cached blocks by themselves, oldest first.
 Pure, and without a clock: time is counted in blocks that were handed out.
 
-A tenant is *about* while it has come within one turnover, which is as many blocks handed out as the pool has.
-Those that are about have equal shares of the pool. When a cached block must go for a new one::
+A tenant is *about* while a request of it has come or ended within one turnover, which is as many blocks
+handed out as the pool has. Those that are about have equal shares of the pool. When a cached
+block must go for a new one::
 
     a tenant is not about any more     its oldest goes: without shares it would have gone by now
     the largest holds more than        its oldest goes
@@ -87,11 +88,7 @@ class TenantOrder:
         holding = self._holdings.get(tag)
         if holding is None:
             holding = self._holdings[tag] = _Holding(tag)
-        holding.seen_at = self._num_handed_out
-        holding.is_about = True
-        self._gone.pop(tag, None)
-        self._about[tag] = holding
-        self._about.move_to_end(tag)
+        self._see(holding)
 
     def takes(self, block_ids: Iterable[int], tag: bytes) -> None:
         """These blocks, which nobody used until now, are used by the tenant that has just come."""
@@ -125,13 +122,14 @@ class TenantOrder:
                 del self._holdings[tag]
 
     def is_free(self, block_id: int) -> None:
-        """Nobody uses it any more, and it holds a prefix."""
+        """Nobody uses it any more, and it holds a prefix. Whose request has run for longer than a turnover is
+        about still: what it leaves is its newest."""
         holding = self._holder[block_id]
         holding.free[block_id] = None
+        if holding.seen_at != self._num_handed_out:
+            self._see(holding)
         if len(holding.free) == 1:
             self._note(holding)
-            if not holding.is_about:
-                self._gone[holding.tag] = holding
 
     def is_empty(self, block_id: int) -> None:
         """Nobody uses it any more, and it holds nothing; or what it held is forgotten."""
@@ -163,6 +161,13 @@ class TenantOrder:
         held = [holding.num_held for holding in self._holdings.values() if holding.free]
         largest = self._largest()
         assert (None if largest is None else largest.num_held) == max(held, default=None)
+
+    def _see(self, holding: _Holding) -> None:
+        holding.seen_at = self._num_handed_out
+        holding.is_about = True
+        self._gone.pop(holding.tag, None)
+        self._about[holding.tag] = holding
+        self._about.move_to_end(holding.tag)
 
     def _unfree(self, holding: _Holding, block_id: int) -> None:
         holding.free.pop(block_id, None)

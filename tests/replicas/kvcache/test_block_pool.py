@@ -170,6 +170,37 @@ def test_a_tenant_that_came_last_a_turnover_ago_keeps_nothing_for_later() -> Non
     pool.check()
 
 
+def test_blocks_of_a_tenant_that_is_gone_go_before_all_others_however_few_they_are() -> None:
+    pool = BlockPool(101)
+    _fill(pool, b"gone", range(30))
+    _fill(pool, b"calm", range(5))
+    _fill(pool, b"flood", range(65))
+    for burst in range(20):
+        _fill(pool, b"flood", range(65 + 10 * burst, 75 + 10 * burst))
+        for number in range(5):
+            block_id = pool.find(_hash(b"calm", number))
+            assert block_id is not None
+            pool.acquire([block_id], b"calm")
+            pool.release([block_id])
+    assert _num_kept(pool, b"gone", range(30)) == 0
+    assert _num_kept(pool, b"calm", range(5)) == 5
+    pool.check()
+
+
+def test_what_a_long_request_leaves_is_its_tenants_newest_and_not_that_of_one_that_is_gone() -> None:
+    pool = BlockPool(101)
+    _fill(pool, b"flood", range(10))
+    blocks = pool.allocate(20, b"long")
+    pool.store(blocks, [_hash(b"long", number) for number in range(20)], first_block_index=0)
+    _fill(pool, b"flood", range(10, 310))
+    pool.release(reversed(blocks))
+    _fill(pool, b"flood", range(310, 340))
+    assert _num_kept(pool, b"long", range(20)) == 20
+    _fill(pool, b"flood", range(340, 500))
+    assert _num_kept(pool, b"long", range(20)) == 0, "it has not come for a turnover"
+    pool.check()
+
+
 def test_what_several_share_belongs_to_the_one_that_used_it_last() -> None:
     pool = BlockPool(11)
     pool.store(pool.allocate(1, b"first"), [A], first_block_index=0)

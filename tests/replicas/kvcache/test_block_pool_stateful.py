@@ -48,6 +48,13 @@ class NaiveShares:
                 return
             self.begun = True
             self.seen[self.first] = 0
+        self.see(tenant)
+
+    def released(self, block: int) -> None:
+        if self.begun and self.seen[self.holder[block]] != self.handed_out:
+            self.see(self.holder[block])
+
+    def see(self, tenant: bytes) -> None:
         self.seen.pop(tenant, None)
         self.seen[tenant] = self.handed_out
         self.gone = [each for each in self.gone if each != tenant]
@@ -160,6 +167,7 @@ class NaiveCache:
             if self.users[block] == 0:
                 if any(other == block for other, _ in self.stored):
                     self.free.append(block)
+                    self.shares.released(block)
                 else:
                     self.free.insert(0, block)
                     del self.shares.holder[block]
