@@ -95,12 +95,12 @@ def _tile_rule(directory: Path, config: Mapping[str, Any], architecture: str) ->
     longest = _number(_object(images, "size", {"longest_edge": _LONGEST_SIDE}), "longest_edge")
     tile = _number(_object(images, "max_image_size", {"longest_edge": _TILE_SIDE}), "longest_edge")
     num_tokens = _number(processor, "image_seq_len", _TILE_TOKENS)
-    patch = _number(_object(config, "vision_config"), "patch_size", family.patch_size)
-    token_side = patch * _number(config, "scale_factor", _SCALE_FACTOR)
-    if tile % token_side or num_tokens != (tile // token_side) ** 2:
+    patches = tile // _number(_object(config, "vision_config"), "patch_size", family.patch_size)
+    scale = _number(config, "scale_factor", _SCALE_FACTOR)
+    if patches % scale or num_tokens != (patches // scale) ** 2:
         raise _Unsupported(
-            f"a tile of {tile} pixels a side, with tokens of {token_side}, is not the {num_tokens} tokens"
-            " that its processor writes for one"
+            f"the {patches} patches on a side of a tile, {scale} by {scale} of them to a token, are not the"
+            f" {num_tokens} tokens that its processor writes for one"
         )
     per_side = longest // tile if images.get("do_image_splitting", True) else 0
     if per_side > MAX_GRID:

@@ -42,6 +42,9 @@ _FIXED = (
 )
 """Arguments without which the replica would not do what it promises."""
 
+_OF_THE_MODEL = ("mm_processor_kwargs",)
+"""Arguments that change what an image's KV is: they would have to be in the model's fingerprint."""
+
 _CPU_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK_MULTIPLE = 32
 
@@ -163,6 +166,11 @@ def given_arguments(engine_args: Mapping[str, Any], *, trust_code: bool = False)
             raise SettingsError(f"engine_args cannot set {name}: use the setting {_OWN_SETTINGS[name]}")
         if name in _FIXED:
             raise SettingsError(f"engine_args cannot set {name}: a replica needs it as it is")
+        if name in _OF_THE_MODEL:
+            raise SettingsError(
+                f"engine_args cannot set {name}: what becomes of images belongs to the model; set it in the"
+                " image processor's file of the checkpoint, processor_config.json or preprocessor_config.json"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

@@ -199,6 +199,25 @@ def test_smolvlm_calls_its_tokens_as_its_tokenizer_says(checkpoint: Path) -> Non
     assert tile_rule_of(checkpoint) == before
 
 
+@pytest.mark.parametrize(
+    ("tile", "longest", "patch", "scale", "tokens"),
+    [(364, 1456, 14, 2, 169), (384, 1536, 14, 3, 81), (512, 2048, 16, 4, 64)],
+    ids=["Idefics3-8B", "SmolVLM-Instruct", "SmolVLM-256M"],
+)
+def test_numbers_of_models_that_there_are_fit(
+    checkpoint: Path, tile: int, longest: int, patch: int, scale: int, tokens: int
+) -> None:
+    edit(checkpoint / "config.json", vision_config={"patch_size": patch}, scale_factor=scale)
+    edit(checkpoint / "processor_config.json", image_seq_len=tokens)
+    idefics3(size={"longest_edge": longest}, max_image_size={"longest_edge": tile})(checkpoint)
+    rule = tile_rule_of(checkpoint)
+    assert (rule.longest_side, rule.tile_side, rule.tile_tokens) == (longest, tile, tokens)
+    processor: Any = Idefics3Processor.from_pretrained(checkpoint)
+    for width, height in [(640, 480), (480, 640), (100, 500)]:
+        wanted = processor(text="<image>", images=[[Image.new("RGB", (width, height))]])["input_ids"][0]
+        assert rule.tokens_of(image_size(width, height)) == tuple(wanted)
+
+
 def test_without_splitting_each_image_is_one_tile(checkpoint: Path) -> None:
     images = {
         "image_processor_type": "Idefics3ImageProcessor",
@@ -256,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no edge": (idefics3(size={"height": 3, "width": 3}), "longest_edge is None"),
     "a size that is none": (idefics3(size=224), "size is 224"),
     "tiles that do not fit": (idefics3(size={"longest_edge": 280}), "not a multiple"),
-    "other tiles": (idefics3(max_image_size={"longest_edge": 56}), "not the 16 tokens"),
+    "other tiles": (idefics3(max_image_size={"longest_edge": 56}), "2 by 2 of them .* not the 16 tokens"),
     "other tokens": (with_fields("processor_config.json", image_seq_len=17), "not the 17 tokens"),
     "too many tiles": (idefics3(size={"longest_edge": 112 * 17}), "up to 17 by 17"),
     "another image token": (with_fields("config.json", image_token_id=5), "image_token_id 5"),

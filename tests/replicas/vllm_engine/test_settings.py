@@ -29,6 +29,10 @@ UNFINISHED_TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         ({"engine_args": {"tensor_paralel_size": 2}}, "did you mean tensor_parallel_size"),
         ({"engine_args": {"block_size": 64}}, "use the setting block_size"),
         ({"engine_args": {"enable_prefix_caching": False}}, "a replica needs it as it is"),
+        (
+            {"engine_args": {"mm-processor-kwargs": {"max_pixels": 5000}}},
+            "mm_processor_kwargs: what becomes of images belongs to the model; .* preprocessor_config.json",
+        ),
         ({"device": "cuda"}, "setting device is cuda"),
         ({"context_length": 4096, "num_blocks": 20}, "or lower context_length"),
         ({"num_blocks": None, "kv_cache_bytes": 10}, "or lower context_length"),
