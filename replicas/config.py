@@ -136,6 +136,11 @@ class ReplicaConfig:
         help="maximum number of bytes of leased KV that other replicas are asked to keep when this one "
         "drains; none means all that is leased, 0 hands nothing over; needs pull_bytes_per_second",
     )
+    image_bytes: int = setting(
+        2**30,
+        help="memory for images, as prepared for the model, that prompts refer to or may refer to again, in "
+        "bytes; 0 serves every model for text only",
+    )
     chunk_tokens: int | None = setting(
         None,
         help="tokens of KV that move between the tiers together: a multiple of block_size of which "
@@ -255,6 +260,8 @@ class ReplicaConfig:
             if value is not None and value < 1:
                 raise SettingsError(f"setting {name} must be at least 1")
         self._check_tiers()
+        if self.image_bytes < 0:
+            raise SettingsError("setting image_bytes must not be below 0")
         if not self.heartbeat_seconds * 2 <= self.lease_seconds:
             raise SettingsError("setting lease_seconds must be at least twice heartbeat_seconds")
         if not self.engine_hang_seconds > 0:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from replicas.protocol.frames import RefusalCode, RequestKey, SamplingParams, StepFrame, Submit
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import MediaQuestion
 from replicas.protocol.status import ModelCard
 
 
@@ -87,6 +88,10 @@ class Engine(Protocol):
 
     def ask_store(self, question: StoreQuestion) -> None:
         """Something that is answered in a frame to come. Only of an engine with `shared_kv`."""
+
+    def take_media(self, question: MediaQuestion) -> None:
+        """Something that prompts will refer to; a frame to come says what became of it. Only of an engine
+        whose card says how it reads images."""
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do: a waiting or running request, or an event to report."""

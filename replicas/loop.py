@@ -27,6 +27,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import MediaQuestion
 from replicas.scheduling.speed_meter import SpeedMeter
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,11 @@ class _AskStore:
 
 
 @dataclass(frozen=True, slots=True)
+class _TakeMedia:
+    question: MediaQuestion
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
@@ -84,7 +90,7 @@ class EngineLoop:
         self._on_frame = on_frame
         self._on_death = on_death
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _AskStore | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _AskStore | _TakeMedia | _Stop] = queue.SimpleQueue()
         self._door = threading.Lock()  # guards _ended against the inbox: nothing is put in afterwards
         self._ended = False
         self._may_close = threading.Event()
@@ -120,6 +126,12 @@ class EngineLoop:
         with self._door:
             if not self._ended:
                 self._inbox.put(_AskStore(question))
+
+    def take_media(self, question: MediaQuestion) -> None:
+        """The answer comes with a frame, unless the engine ends before. From any thread."""
+        with self._door:
+            if not self._ended:
+                self._inbox.put(_TakeMedia(question))
 
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """End the thread after the step that runs, close the engine, and wait. Idempotent.
@@ -185,6 +197,8 @@ class EngineLoop:
                     self._engine.abort(key)
                 case _AskStore(question):
                     self._engine.ask_store(question)
+                case _TakeMedia(asked):
+                    self._engine.take_media(asked)
                 case _Stop():
                     return False
 

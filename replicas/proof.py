@@ -5,27 +5,51 @@ for, and nothing would look broken; so it is refused before it registers.
 """
 
 import random
+import time
+import zlib
 
 from replicas.engine import Engine, RequestRefused, expand
 from replicas.errors import StartupError
-from replicas.protocol.blocks import HASH_BYTES, BlockHash, PublishedBeginning, hash_blocks, pack_token_ids
+from replicas.protocol.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    MediaSpan,
+    PublishedBeginning,
+    hash_blocks,
+    pack_token_ids,
+)
 from replicas.protocol.events import BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import FinishReason, SamplingParams, Submit
+from replicas.protocol.image_rules import ImageRule, read_rule
+from replicas.protocol.image_rules import expand as expand_images
+from replicas.protocol.images import ImageFormat, ImageSize
+from replicas.protocol.media import MediaQuestion
+from replicas.protocol.status import ModelCard
 
 NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
+PROBE_SIZES = ((56, 56), (640, 224), (224, 640))
+"""Width and height of images, in pixels; those that the context has no room for are left out."""
+
+PROBE_IMAGE_SECONDS = 60.0
+
+TEXT_ONLY = "the setting image_bytes 0 serves the model for text only"
+
 _PROBE_SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
 
 
 def prove_hashes(engine: Engine, rng: random.Random) -> int:
-    """Run probe prompts, one on the model itself, one that begins with published blocks, and one with each
-    adapter, and compare.
+    """Run probe prompts, one on the model itself, one that begins with published blocks, one with each
+    adapter, and some with images where the model takes them, and compare.
 
     Raises StartupError; leaves nothing in the engine if it passes. Returns how many tokens it computed.
     """
     adapters = (None, *(adapter.name for adapter in engine.card.adapters))
     num_tokens = sum(_prove(engine, rng, adapter) for adapter in adapters)
     num_tokens += _prove(engine, rng, None, num_published_blocks=1)
+    rule = read_rule(engine.card.image_rule)
+    if rule is not None:
+        num_tokens += _prove_images(engine, rng, rule)
     if not engine.reset_prefix_cache():
         raise StartupError(f"the {engine.card.engine} engine still holds blocks after the probe prompt")
     while engine.has_work():  # what it says of the probe is dropped
@@ -35,8 +59,7 @@ def prove_hashes(engine: Engine, rng: random.Random) -> int:
 
 def _prove(engine: Engine, rng: random.Random, adapter: str | None, *, num_published_blocks: int = 0) -> int:
     card = engine.card
-    room = min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
-    num_blocks = min(NUM_PROBE_BLOCKS, room // card.block_size)
+    num_blocks = min(NUM_PROBE_BLOCKS, _room(card) // card.block_size)
     if num_blocks < 1:
         raise StartupError(
             f"a context of {card.context_length} tokens and {card.num_blocks} blocks of {card.block_size}"
@@ -48,16 +71,73 @@ def _prove(engine: Engine, rng: random.Random, adapter: str | None, *, num_publi
     if num_published_blocks:
         published = PublishedBeginning(BlockHash(rng.randbytes(HASH_BYTES)), num_published_blocks)
     submit = Submit(0, pack_token_ids(prompt), _PROBE_SAMPLING, root, adapter=adapter, published=published)
+    probe = "the probe prompt" if adapter is None else f"the probe prompt with adapter {adapter}"
+    _compare(engine, submit, probe)
+    return len(prompt)
+
+
+def _prove_images(engine: Engine, rng: random.Random, rule: ImageRule) -> int:
+    """Prompts with an image, small and large, upright and flat: the engine makes the tokens of it that
+    routers write, and names its blocks as they do."""
+    card = engine.card
+    num_tokens = 0
+    for width, height in PROBE_SIZES:
+        size = ImageSize(ImageFormat.PNG, width, height)
+        if rule.num_tokens(size) + card.block_size > _room(card):
+            continue
+        root = BlockHash(rng.randbytes(HASH_BYTES))
+        content_hash = _take_image(engine, root, probe_png(width, height, rng.randbytes(3)))
+        text = [rng.randrange(card.vocab_size) for _ in range(card.block_size // 2)]
+        text = [token for token in text if token != rule.placeholder]
+        prompt, spans = expand_images([*text, rule.placeholder, *text], [size], rule)
+        media = tuple(MediaSpan(content_hash, span.offset, span.length) for span in spans)
+        submit = Submit(0, pack_token_ids(prompt), _PROBE_SAMPLING, root, media=media)
+        _compare(engine, submit, f"the probe prompt with an image of {width} by {height} pixels")
+        num_tokens += len(prompt)
+    if not num_tokens:
+        raise StartupError(
+            f"a context of {card.context_length} tokens and {card.num_blocks} blocks of {card.block_size}"
+            f" leave no room for an image: {TEXT_ONLY}"
+        )
+    return num_tokens
+
+
+def _take_image(engine: Engine, root: BlockHash, content: bytes) -> bytes:
+    """What the engine names it by."""
+    engine.take_media(MediaQuestion(1, root, content))
+    ends_at = time.monotonic() + PROBE_IMAGE_SECONDS
+    while time.monotonic() < ends_at:
+        for answer in engine.step().media:
+            if answer.problem or answer.is_full:
+                problem = answer.problem or "there is no room for it"
+                raise StartupError(f"the engine does not take the probe image, {problem}: {TEXT_ONLY}")
+            return answer.content_hash
+    raise StartupError(f"the engine does not read the probe image in {PROBE_IMAGE_SECONDS:g} s: {TEXT_ONLY}")
+
+
+def probe_png(width: int, height: int, colour: bytes) -> bytes:
+    """A PNG of one colour, in RGB (W3C, Portable Network Graphics, section 5)."""
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
+    rows = zlib.compress((b"\0" + colour * width) * height)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        for kind, data in ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+    )
+
+
+def _compare(engine: Engine, submit: Submit, probe: str) -> None:
+    card, prompt = engine.card, submit.token_ids()
     output, events = _run(engine, submit)
-    expected = hash_blocks(root, prompt + output, card.block_size, published=published)
+    expected = hash_blocks(
+        submit.root, prompt + output, card.block_size, media=submit.media, published=submit.published
+    )
     reported = {
         event.first_block_index + offset: block_hash
         for event in events
         if isinstance(event, BlockStored) and event.tier is Tier.DEVICE
         for offset, block_hash in enumerate(event.block_hashes)
     }
-    probe = "the probe prompt" if adapter is None else f"the probe prompt with adapter {adapter}"
-    for position in range(num_blocks):
+    for position in range(len(prompt) // card.block_size):
         if position not in reported:
             raise StartupError(
                 f"the {card.engine} engine did not report block {position} of {probe} as stored"
@@ -68,7 +148,11 @@ def _prove(engine: Engine, rng: random.Random, adapter: str | None, *, num_publi
                 f"the {card.engine} engine reports another hash for block {position} of {probe}"
                 " than routers compute: this replica would never be found, and does not serve"
             )
-    return len(prompt)
+
+
+def _room(card: ModelCard) -> int:
+    """Tokens of a prompt that is to have its blocks, and one more for the answer."""
+    return min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
 
 
 def _run(engine: Engine, submit: Submit) -> tuple[list[int], list[CacheEvent]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import SamplingParams, Submit
 from replicas.protocol.status import Adapter
+from router.prompt.images import Media
 from router.tenants.caller import DEFAULT_TENANT, OPEN_CALLER, Caller
 
 
@@ -32,6 +33,8 @@ class Generation:
     timeout_seconds: float | None = None
     """From its arrival to its first token; later the client does not want it."""
     salt_tag: bytes = b""
+    media: Sequence[Media] = ()
+    """What the spans of `submit.media` stand for, in their order: the replica is to have it before."""
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 

@@ -37,6 +37,7 @@ from replicas.engine_process.parent import (
     StepOnce,
     Stepped,
     Take,
+    TakeMedia,
     ToChild,
 )
 from replicas.engines import build_engine_here
@@ -123,6 +124,8 @@ def _run(engine: Engine, connection: "Connection[Any, Any]") -> None:
                 loop.abort(key)
             case AskStore(asked):
                 loop.ask_store(asked)
+            case TakeMedia(item):
+                loop.take_media(item)
             case _:
                 raise AssertionError(f"{message} comes too late")
     loop.stop()
@@ -138,6 +141,8 @@ def _answer(engine: Engine, question: ToChild) -> FromChild:
                 engine.add(EngineRequest(key, submit, submit.token_ids()))
             case AbortChoice(key):
                 engine.abort(key)
+            case TakeMedia(item):
+                engine.take_media(item)
             case ResetPrefixCache():
                 done = engine.reset_prefix_cache()
                 return Done(engine.has_work(), done)

@@ -25,6 +25,7 @@ from replicas.errors import BuiltTooSlowly, EngineDied, StartupError
 from replicas.process.settings import SettingsError
 from replicas.protocol.frames import RefusalCode, RequestKey, StepFrame, Submit
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import MediaQuestion
 from replicas.protocol.status import ModelCard, TokenizerBundle
 
 CLOSE_SECONDS = 5.0
@@ -76,6 +77,12 @@ class AskStore(msgspec.Struct, frozen=True, tag=True):
     question: StoreQuestion
 
 
+class TakeMedia(msgspec.Struct, frozen=True, tag=True):
+    """Is answered in a frame."""
+
+    question: MediaQuestion
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """Has no answer but the end of the process."""
 
@@ -120,7 +127,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToChild: TypeAlias = (
-    Build | Add | AbortChoice | StepOnce | ResetPrefixCache | StartLoop | Take | AskStore | Close
+    Build | Add | AbortChoice | StepOnce | ResetPrefixCache | StartLoop | Take | AskStore | TakeMedia | Close
 )
 FromChild: TypeAlias = Built | NotBuilt | Done | Refused | Stepped | EngineFailed
 
@@ -183,6 +190,9 @@ class EngineProcess:
 
     def ask_store(self, question: StoreQuestion) -> None:
         """The loop beside the engine does."""
+
+    def take_media(self, question: MediaQuestion) -> None:
+        self._call(TakeMedia(question))
 
     def begin(self) -> None:
         """The loop beside the engine does."""

@@ -12,6 +12,7 @@ step costs more than all that is done in between.
 import logging
 import queue
 import threading
+from typing import TypeAlias
 
 from replicas.engine import Engine, keys_of
 from replicas.engine_process.parent import (
@@ -22,6 +23,7 @@ from replicas.engine_process.parent import (
     StartLoop,
     Stepped,
     Take,
+    TakeMedia,
 )
 from replicas.errors import EngineDied
 from replicas.loop import ENGINE_FAILED, EngineLoop, OnDeath, OnFrame
@@ -36,8 +38,11 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import MediaQuestion
 
 logger = logging.getLogger(__name__)
+
+_Sent: TypeAlias = StartLoop | Take | AbortChoice | AskStore | TakeMedia | Close
 
 
 def drive(engine: Engine, on_frame: OnFrame, on_death: OnDeath) -> "EngineLoop | ProcessLoop":
@@ -54,9 +59,7 @@ class ProcessLoop:
         self._engine = engine
         self._on_frame = on_frame
         self._on_death = on_death
-        self._outbox: queue.SimpleQueue[StartLoop | Take | AbortChoice | AskStore | Close] = (
-            queue.SimpleQueue()
-        )
+        self._outbox: queue.SimpleQueue[_Sent] = queue.SimpleQueue()
         self._outbox.put(StartLoop())
         self._door = threading.Lock()  # guards _ended and _live against the outbox
         self._ended = False
@@ -91,6 +94,12 @@ class ProcessLoop:
             if not self._ended:
                 self._outbox.put(AskStore(question))
 
+    def take_media(self, question: MediaQuestion) -> None:
+        """The answer comes with a frame, unless the engine ends before. From any thread."""
+        with self._door:
+            if not self._ended:
+                self._outbox.put(TakeMedia(question))
+
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """End the process after the step that runs, or kill it in the middle of one. Idempotent."""
         with self._door:
@@ -111,7 +120,7 @@ class ProcessLoop:
         self._engine.kill()
 
     def _write(self) -> None:
-        message: StartLoop | Take | AbortChoice | AskStore | Close | None = None
+        message: _Sent | None = None
         while not isinstance(message, Close):
             message = self._outbox.get()
             try:

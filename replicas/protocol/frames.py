@@ -33,6 +33,7 @@ from replicas.protocol.bounds import (
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS
 from replicas.protocol.hand_overs import MAX_BUCKET_BYTES, StoreAnswer
+from replicas.protocol.media import MediaAnswer
 from replicas.protocol.prefix_leases import MAX_LEASES, LeaseAnswer, LeaseBreak, LeaseTotals, PrefixLease
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.tier_figures import TierFigures
@@ -82,6 +83,8 @@ class RefusalCode(enum.StrEnum):
     INTERNAL = "internal"
     ENGINE_FAILED = "engine_failed"
     """The whole engine, and with it every request there."""
+    MEDIA_MISSING = "media_missing"
+    """What the prompt refers to has not come, or is forgotten: to be sent again, and the request after it."""
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
@@ -295,7 +298,8 @@ class StepFrame(Struct, frozen=True, array_like=True):
     `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
     other; the loop sets it, not the engine. `look_again_seconds` is when to step again though nothing has
     come: something moves that ends by itself. None is never. `leases` and `tiers` come when they
-    have changed. `answers` are the store's, to what it was asked.
+    have changed. `answers` are the store's, to what it was asked; `media` says what became of items that
+    were to be taken.
     """
 
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -310,6 +314,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     leases: LeaseTotals | None = None
     tiers: TierFigures | None = None
     answers: list[StoreAnswer] = field(default_factory=list)
+    media: list[MediaAnswer] = field(default_factory=list)
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

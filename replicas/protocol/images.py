@@ -57,7 +57,16 @@ def media_hash(root: BlockHash, content: bytes) -> bytes:
 
     Of the bytes as they came. The same picture in another file is another item.
     """
-    digest = hashlib.sha256(content).digest()
+    return named_media(root, media_digest(content))
+
+
+def media_digest(content: bytes) -> bytes:
+    """The same in every namespace: a fingerprint of the picture, which stays where the picture is."""
+    return hashlib.sha256(content).digest()
+
+
+def named_media(root: BlockHash, digest: bytes) -> bytes:
+    """`media_hash` of what has this digest."""
     return hashlib.blake2b(digest, key=root, digest_size=MEDIA_HASH_BYTES, person=b"kvasir-media-v1").digest()
 
 

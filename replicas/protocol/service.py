@@ -31,6 +31,9 @@ class Replica(Protocol):
     async def take_over(self, request: bytes, context: Any) -> Any:
         """TakeOver to TakenOver: chunks that another replica had leased and cannot keep any longer."""
 
+    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> Any:
+        """MediaParts to MediaTaken: the content of an image that prompts will refer to."""
+
     async def begin_drain(self, request: bytes, context: Any) -> Any:
         """Nothing to Nothing: stop admitting, finish what runs, leave. Returns at once."""
 
@@ -48,16 +51,18 @@ def handler(replica: Replica) -> "grpc.GenericRpcHandler[Any, Any]":
         "ListBlocks": grpc.unary_stream_rpc_method_handler(replica.list_blocks, response_serializer=encode),
         "Pull": grpc.unary_stream_rpc_method_handler(replica.pull, response_serializer=encode),
         "TakeOver": grpc.unary_unary_rpc_method_handler(replica.take_over, response_serializer=encode),
+        "PutMedia": grpc.stream_unary_rpc_method_handler(replica.put_media, response_serializer=encode),
         "Drain": grpc.unary_unary_rpc_method_handler(replica.begin_drain, response_serializer=encode),
     }
     return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
 
 class ReplicaStub:
-    """The other end: calls take structs, or bytes for `serve`, and give bytes."""
+    """The other end: calls take structs, or bytes for `serve` and `put_media`, and give bytes."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.serve: Any = channel.stream_stream(path("Serve"), None, None)
         self.describe: Any = channel.unary_unary(path("Describe"), encode, None)
         self.list_blocks: Any = channel.unary_stream(path("ListBlocks"), encode, None)
+        self.put_media: Any = channel.stream_unary(path("PutMedia"), None, None)
         self.drain: Any = channel.unary_unary(path("Drain"), encode, None)

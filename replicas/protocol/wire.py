@@ -37,6 +37,8 @@ from replicas.protocol.frames import (
     TokenLogprobs,
 )
 from replicas.protocol.hand_overs import TakenOver, TakeOver
+from replicas.protocol.image_rules import read_rule
+from replicas.protocol.media import MediaPart, MediaTaken
 from replicas.protocol.pulls import PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 
@@ -117,6 +119,8 @@ decode_pull_request = _decoder(PullRequest)
 decode_pull_part = _decoder(PullPart)
 decode_take_over = _decoder(TakeOver)
 decode_taken_over = _decoder(TakenOver)
+decode_media_part = _decoder(MediaPart)
+decode_media_taken = _decoder(MediaTaken)
 decode_load = _decoder(LoadSnapshot)
 _decode_submit = _decoder(Submit)
 _decode_delta = _decoder(TokenDelta)
@@ -192,6 +196,8 @@ def _check_card(card: ModelCard) -> None:
         checked_count(value - 1, most, f"{what} less one")
     if len(card.eos_token_ids) > MAX_NAME_CHARACTERS or len(card.adapters) > MAX_REQUESTS:
         raise ValueError(f"a model card is too long: {shown(card)}")
+    if card.image_rule is not None:
+        read_rule(card.image_rule)
     for adapter in card.adapters:
         checked_name(adapter.name)
         checked_name(adapter.fingerprint)

@@ -1,4 +1,4 @@
-"""ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, Drain, health.
+"""ReplicaServer: the gRPC face of a replica: Serve streams, Describe, ListBlocks, PutMedia, Drain, health.
 
 Owns the streams, and which of the replica's serials each router's submit ids are.
 
@@ -36,6 +36,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import TakenOver
+from replicas.protocol.media import MediaTaken
 from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import (
@@ -49,6 +50,7 @@ from replicas.protocol.wire import (
 from replicas.serving.arrivals import Arrivals
 from replicas.serving.caller_check import CallerCheck
 from replicas.serving.intake import Intake
+from replicas.serving.media_desk import MediaDesk, MediaInbox
 from replicas.serving.ports import Ports
 from replicas.serving.pull_desk import PullDesk
 from replicas.serving.router_stream import OpenRequest, RouterStream
@@ -64,7 +66,7 @@ MAX_CHOICES = 128
 HASHES_PER_BLOCK_LIST = 65_536
 
 
-class EngineInbox(StoreInbox, Protocol):
+class EngineInbox(StoreInbox, MediaInbox, Protocol):
     """What the server needs of the engine loop."""
 
     def submit(self, serial: int, submit: Submit) -> bool: ...
@@ -140,6 +142,7 @@ class ReplicaServer:
         self.store = StoreQuestions(inbox)
         layout = None if kv is None else kv.layout
         self._take_over_desk = TakeOverDesk(layout, self.store, metrics.leaving.taken_over_chunks)
+        self._media_desk = MediaDesk(inbox, metrics.media, takes_images=identity.card.image_rule is not None)
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -216,6 +219,7 @@ class ReplicaServer:
                 begun.trace.started(self._num_frames, step_seconds)
         self._waits.take(frame, step_seconds)
         self.store.take(frame.answers)
+        self._media_desk.take(frame.media)
         for delta in frame.deltas:
             serial, choice = delta.key
             request = self._open.get(serial)
@@ -273,6 +277,9 @@ class ReplicaServer:
 
     async def take_over(self, request: bytes, context: Any) -> TakenOver:
         return await self._take_over_desk.serve(request, context)
+
+    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+        return await self._media_desk.serve(parts, context)
 
     async def begin_drain(self, request: bytes, context: Any) -> Nothing:
         self._on_drain()

@@ -12,6 +12,7 @@ from replicas.engine import EngineRequest, SharedKv
 from replicas.grammars.constraint import Constraints
 from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import MediaQuestion
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Request, SampledToken
@@ -91,6 +92,9 @@ class SimulatedEngine:
 
     def ask_store(self, question: StoreQuestion) -> None:
         """It has none."""
+
+    def take_media(self, question: MediaQuestion) -> None:
+        """It reads text only."""
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from replicas.config import ReplicaConfig
 from replicas.process.settings import SettingsError
+from replicas.protocol.media import MAX_IMAGES
 from replicas.vllm_engine.adapters import LoraAdapter
 from replicas.vllm_engine.foreign_code import check_foreign_code
 
@@ -37,13 +38,22 @@ _FIXED = (
     "data_parallel_size",
     "enable_prefix_caching",
     "kv_events_config",
+    "language_model_only",
+    "limit_mm_per_prompt",
     "max_logprobs",
+    "mm_processor_cache_gb",
     "skip_tokenizer_init",
 )
 """Arguments without which the replica would not do what it promises."""
 
 _OF_THE_MODEL = ("mm_processor_kwargs",)
 """Arguments that change what an image's KV is: they would have to be in the model's fingerprint."""
+
+_IMAGES: Mapping[str, Any] = {
+    "mm_processor_cache_gb": 0,
+    "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0, "audio": 0},
+}
+"""vLLM keeps no processed images: it gets each with its request, from where they are kept by our hashes."""
 
 _CPU_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK_MULTIPLE = 32
@@ -54,8 +64,11 @@ def engine_arguments(
     directory: str,
     adapters: Sequence[LoraAdapter] = (),
     transfer_config: Mapping[str, Any] | None = None,
+    *,
+    takes_images: bool = False,
 ) -> dict[str, Any]:
-    """`transfer_config` names the tier below the device, if there is one of ours.
+    """`transfer_config` names the tier below the device, if there is one of ours. A model that `takes_images`
+    is loaded with all that reads them, any other for text only.
 
     Raises SettingsError for arguments that vLLM does not have, or that Kvasir sets itself.
     """
@@ -83,7 +96,9 @@ def engine_arguments(
         "max_num_seqs": min(config.max_running, config.tokens_per_step),
         "enable_prefix_caching": True,
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-        "skip_tokenizer_init": True,
+        # What reads images asks the tokenizer which tokens stand for them.
+        "skip_tokenizer_init": not takes_images,
+        **(_IMAGES if takes_images else {"language_model_only": True}),
         "max_logprobs": -1,
         "generation_config": "vllm",
         "scheduling_policy": "priority",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
-from replicas.protocol.blocks import BlockHash, PublishedBeginning, hash_blocks
+from replicas.protocol.blocks import BlockHash, MediaSpan, PublishedBeginning, hash_blocks
 from replicas.protocol.frames import NO_USER, UserTag
 
 
@@ -26,6 +26,7 @@ class ChunkChain:
         block_size: int,
         blocks_per_chunk: int,
         published: PublishedBeginning | None = None,
+        media: Sequence[MediaSpan] = (),
     ) -> None:
         self.user: UserTag = NO_USER
         self.tenancy: Tenancy = NOBODYS
@@ -44,6 +45,7 @@ class ChunkChain:
         """Below the device, and sooner computed than moved."""
         self._root = root
         self._published = published
+        self._media = media
         self._token_ids = token_ids
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
@@ -129,6 +131,7 @@ class ChunkChain:
                 parent=self._hashes[-1] if num_known else None,
                 start=start,
                 published=self._published,
+                media=self._media,
             )
         assert len(self._hashes) >= num_blocks, "a chunk is named when all its tokens are known"
         return self._hashes

@@ -13,10 +13,12 @@ index while any tier holds a copy, at the stride of its chain position in all of
 """
 
 import gc
+import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch._dynamo
@@ -25,7 +27,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 
-from replicas.checkpoints.model_config import read_eos_token_ids
+from replicas.checkpoints.image_rules import read_image_rule
+from replicas.checkpoints.model_config import read_eos_token_ids, read_json
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
@@ -34,6 +37,8 @@ from replicas.grammars.opening import open_holder
 from replicas.kvcache.writers import Shares
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy, tenancy_of
+from replicas.media.shelf import MediaItem
+from replicas.media.store import MediaStore
 from replicas.process.settings import SettingsError
 from replicas.protocol.events import CacheEvent, Tier
 from replicas.protocol.frames import (
@@ -48,6 +53,8 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.image_rules import ImageRule, rule_fields
+from replicas.protocol.media import MediaAnswer, MediaQuestion
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
@@ -57,6 +64,7 @@ from replicas.vllm_engine.adapters import read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
 from replicas.vllm_engine.grammars import HeldGrammar, HeldRequests
+from replicas.vllm_engine.images import ImageReader, ReadImage, prompt_with_images
 from replicas.vllm_engine.live_request import LiveRequest
 from replicas.vllm_engine.lower_tier import LowerTier, Requests
 from replicas.vllm_engine.offloading import transfer_config
@@ -65,9 +73,14 @@ from replicas.vllm_engine.sampling import token_logprobs, vllm_sampling
 from replicas.vllm_engine.starting import check_environment, check_fit, load_adapters, sentence, start_vllm
 from replicas.vllm_engine.translation import EventTranslator, Storer
 
+logger = logging.getLogger(__name__)
+
 _TRANSFER_PAUSE_SECONDS = 0.001
 """A step that computes nothing waits for threads that move blocks between tiers: they need the
 interpreter. vLLM's own loop pauses for as long."""
+
+_IMAGE_PAUSE_SECONDS = 0.01
+"""How long an engine that has nothing to compute waits for an image that is being read."""
 
 _FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -91,7 +104,10 @@ class VllmEngine:
         self._on_cpu = bool(current_platform.is_cpu())
         self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8), digest)
         transfers = None if self._tier is None else transfer_config(self._tier)
-        arguments = engine_arguments(config, str(directory), adapters, transfers)
+        rule = _image_rule(directory) if config.image_bytes else None
+        arguments = engine_arguments(
+            config, str(directory), adapters, transfers, takes_images=rule is not None
+        )
         try:
             self._vllm = start_vllm(arguments, directory)
         except (SettingsError, StartupError):
@@ -111,7 +127,12 @@ class VllmEngine:
             max_batched_tokens=config.tokens_per_step,
             max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
+            image_rule=None if rule is None else rule_fields(rule),
         )
+        self._images: MediaStore[ReadImage] | None = None
+        if rule is not None:
+            reader = ImageReader(self._vllm.renderer.get_mm_processor(), rule)
+            self._images = MediaStore(reader.read, config.image_bytes)
         self._grammars = open_holder(self._bundle, self._card, config.grammar_seconds)
         try:
             check_fit(self._card, config, self._core)
@@ -161,7 +182,7 @@ class VllmEngine:
             self._tier.store.begin()
 
     def add(self, request: EngineRequest) -> None:
-        if request.submit.media:
+        if request.submit.media and self._images is None:
             raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")
         check_admission(request, self._limits)
         name = _name(request.key)
@@ -184,8 +205,22 @@ class VllmEngine:
 
     def _submit(self, name: str, request: EngineRequest) -> LiveRequest:
         """Raises RequestRefused."""
-        adapter = request.submit.adapter
-        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), cache_salt=salt_of(request.submit))
+        items = self._hold_images(request)
+        try:
+            return self._submit_with(name, request, items)
+        except RequestRefused:
+            self._release_images(request)
+            raise
+
+    def _submit_with(
+        self, name: str, request: EngineRequest, items: Sequence[MediaItem[ReadImage]]
+    ) -> LiveRequest:
+        """Raises RequestRefused."""
+        adapter, media, salt = request.submit.adapter, request.submit.media, salt_of(request.submit)
+        token_ids = list(request.token_ids)
+        prompt: Any = TokensPrompt(prompt_token_ids=token_ids, cache_salt=salt)
+        if media:
+            prompt = prompt_with_images(token_ids, media, items, salt)
         self._adding = request
         try:
             internal_id = self._vllm.add_request(
@@ -206,6 +241,36 @@ class VllmEngine:
         live.lease_outcome = self._lease(live)
         return live
 
+    def _hold_images(self, request: EngineRequest) -> Sequence[MediaItem[ReadImage]]:
+        """What its prompt refers to, until it ends. vLLM checks none of it, so every span is checked here.
+
+        Raises RequestRefused.
+        """
+        media = request.submit.media
+        if self._images is None or not media:
+            return ()
+        items = self._images.hold(span.content_hash for span in media)
+        if items is None:
+            raise RequestRefused(RefusalCode.MEDIA_MISSING, "an image that the prompt refers to is not here")
+        end = 0
+        for span, item in zip(media, items, strict=True):
+            stands = tuple(request.token_ids[span.start : span.start + span.length])
+            if span.start < end or stands != item.token_ids:
+                self._release_images(request)
+                raise RequestRefused(
+                    RefusalCode.INVALID_REQUEST, f"the tokens from {span.start} on are not those of an image"
+                )
+            end = span.start + span.length
+        return items
+
+    def _release_images(self, request: EngineRequest) -> None:
+        if self._images is not None and request.submit.media:
+            self._images.release(span.content_hash for span in request.submit.media)
+
+    def take_media(self, question: MediaQuestion) -> None:
+        if self._images is not None:
+            self._images.put(question)
+
     def abort(self, key: RequestKey) -> None:
         self._end(_name(key))
 
@@ -218,6 +283,7 @@ class VllmEngine:
         self._forget(name, live)
 
     def _forget(self, name: str, live: LiveRequest) -> None:
+        self._release_images(live.request)
         if live.choice is not None:
             live.choice.end()
             self._held.forget(name)
@@ -228,6 +294,8 @@ class VllmEngine:
 
     def has_work(self) -> bool:
         has_news = self._tier is not None and self._tier.store.has_news
+        if self._images is not None and self._images.has_news:
+            return True
         return bool(self._live or self._unsaid) or has_news or self._core.has_transfers
 
     def step(self) -> StepFrame:
@@ -258,14 +326,26 @@ class VllmEngine:
             num_decode_tokens,
             started=[live.request.key for live in started],
             num_preemptions=self._core.take_num_preemptions(),
+            media=self._take_images(),
         )
         return frame if self._tier is None else self._tier.fill(frame, seconds)
+
+    def _take_images(self) -> list[MediaAnswer]:
+        """What was read since. Where there is nothing else to do, a little is waited for it."""
+        if self._images is None or not self._images.has_news:
+            return []
+        if not self._live:
+            self._images.wait(_IMAGE_PAUSE_SECONDS)
+        return self._images.take_answers()
 
     def reset_prefix_cache(self) -> bool:
         """A disk of vLLM's own keeps what it has: vLLM has no call that makes it forget."""
         self._unsaid += self._cache.translate(self._core.take_events())
         if not self._vllm.reset_prefix_cache():
             return False
+        if self._images is not None:
+            self._vllm.engine_core.reset_encoder_cache()
+            self._images.clear()
         self._unsaid += self._cache.translate(self._core.take_events())
         if self._core.reset_tiers():
             if self._tier is not None:
@@ -277,6 +357,8 @@ class VllmEngine:
 
     def close(self) -> None:
         self._grammars.close()
+        if self._images is not None:
+            self._images.close()
         self._vllm.engine_core.shutdown()
         self._close_tier()
         del self._vllm
@@ -432,6 +514,14 @@ class VllmEngine:
             num_cached_blocks=self._cache.hashes.num_copies(),
             num_total_blocks=self._card.num_blocks,
         )
+
+
+def _image_rule(directory: Path) -> ImageRule | None:
+    """None for a model of text, and for one whose images cannot be told from their sizes, which is said."""
+    rule, reason = read_image_rule(directory)
+    if rule is None and "vision_config" in read_json(directory / "config.json"):
+        logger.warning("%s; it is served for text only", reason)
+    return rule
 
 
 def _name(key: RequestKey) -> str:

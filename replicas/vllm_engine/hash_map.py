@@ -21,8 +21,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
+
+
+class PlacedMedia(NamedTuple):
+    """A media item, and where it begins relative to a block that it overlaps."""
+
+    content_hash: bytes
+    offset: int
 
 
 class UnknownBlock(Exception):
@@ -95,11 +102,13 @@ class HashMap:
         roots: Sequence[BlockHash | None],
         token_ids: Sequence[int],
         num_prompt_tokens: int | None,
+        media: Sequence[Sequence[PlacedMedia]] = (),
     ) -> list[BlockStored]:
         """One run of blocks on the device, in two events if the prompt's last full block lies inside.
 
         `roots` are those that blocks were hashed with: a run without a parent begins with one, and each other
-        is one from which the chain goes on under another root. `num_prompt_tokens` None means that the
+        is one from which the chain goes on under another root. `media` are the items that each block stands
+        for, in part at least. `num_prompt_tokens` None means that the
         request is not known. Copies elsewhere that only now have a name follow. Raises UnknownBlock.
         """
         block_size = self._block_size
@@ -112,7 +121,8 @@ class HashMap:
         for first, last in pairwise([0, *cuts, len(hashes)]):
             root = roots[first] or root if first else root
             run = token_ids[first * block_size : last * block_size]
-            ours += hash_blocks(root, run, block_size, parent=ours[-1] if ours else chain)
+            spans = _spans(media[first:last], block_size)
+            ours += hash_blocks(root, run, block_size, parent=ours[-1] if ours else chain, media=spans)
             for theirs, block_hash in zip(hashes[first:last], ours[first:], strict=True):
                 named += self._store(theirs, _Name(block_hash, start + first, root))
                 first += 1
@@ -190,6 +200,17 @@ class HashMap:
         if len(self._remembered) > self._num_remembered:
             _, oldest = self._remembered.popitem(last=False)
             self._on_gone((oldest.block_hash,))
+
+
+def _spans(media: Sequence[Sequence[PlacedMedia]], block_size: int) -> list[MediaSpan]:
+    """What the blocks of a run stand for, counted from its first token: an item may begin before it."""
+    ends: dict[tuple[int, bytes], int] = {}
+    for block, items in enumerate(media):
+        for content_hash, offset in items:
+            ends[block * block_size + offset, content_hash] = (block + 1) * block_size
+    return [
+        MediaSpan(content_hash, start, end - start) for (start, content_hash), end in sorted(ends.items())
+    ]
 
 
 def _copy(name: _Name, tier: Tier) -> BlockStored:

@@ -28,6 +28,7 @@ from replicas.protocol.pulls import PullHint
 from replicas.scheduling.lower_tiers import UNMEASURED_TOKEN_SECONDS
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.vllm_engine.chunk_chain import ChunkChain
+from replicas.vllm_engine.media_spans import spans_of
 from replicas.vllm_engine.salts import roots_in
 
 RESET_SECONDS = 1.0
@@ -97,6 +98,7 @@ class LowerTier:
             published=published,
             block_size=self.block_size,
             blocks_per_chunk=self.blocks_per_chunk,
+            media=spans_of(request),
         )
         chain.tenancy = self.requests.tenancy(request)
         token_seconds = self._meter.prefill_seconds_per_token or UNMEASURED_TOKEN_SECONDS

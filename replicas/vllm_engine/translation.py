@@ -15,6 +15,7 @@ from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
 from replicas.protocol.frames import NO_USER, UserTag
 from replicas.vllm_engine.core_view import VllmAllBlocksCleared, VllmBlockRemoved, VllmBlockStored
 from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
+from replicas.vllm_engine.media_spans import media_in
 from replicas.vllm_engine.salts import root_in
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class EventTranslator:
                 roots=[root_in(keys) for keys in event.extra_keys or ()],
                 token_ids=event.token_ids,
                 num_prompt_tokens=None if storer is None else storer.num_prompt_tokens,
+                media=[media_in(keys) for keys in event.extra_keys or ()],
             )
         except UnknownBlock as error:
             logger.error("vLLM stores blocks that cannot be named: %s", error)

@@ -11,8 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from replicas.protocol.blocks import PublishedBeginning, pack_token_ids
+from replicas.protocol.blocks import MediaSpan, PublishedBeginning, pack_token_ids
 from replicas.protocol.frames import PromptUsage, SamplingParams, Submit, TokenLogprobs
+from replicas.protocol.images import named_media
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
 from router.answers.parser import AnswerParser
 from router.answers.parts import Part
@@ -29,6 +30,7 @@ from router.explain.witness import salt_tag
 from router.generation import Generation
 from router.keeping import Keep, leases_of
 from router.prompt.catalog import ServedModel
+from router.prompt.images import Media, PromptImage
 from router.routing.bucket import bucket_of
 from router.routing.decision import Decision
 from router.tenants.caller import Caller
@@ -151,16 +153,18 @@ def make_prompt(
     keeps: Sequence[Keep] = (),
     first_index: int = 0,
     num_stable_tokens: int | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> Prompt:
     """Everything that routing, engine and answer need of one prompt of the request. `packed_tokens` are the
-    token ids, if they have been packed already."""
+    token ids, if they have been packed already. `images` are in the order of their tokens."""
     card = model.card
     root = model.root(caller.namespace, request.cache_salt)
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
     published = _published(context, model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
     limits = caller.tenant.limits
-    bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size)
+    spans = [MediaSpan(named_media(root, each.digest), each.start, each.length) for each in images]
+    bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size, spans)
     leases = leases_of(keeps, len(token_ids), card.block_size)
     generation = Generation(
         model=card.name,
@@ -171,6 +175,7 @@ def make_prompt(
             sampling=sampling,
             root=root,
             num_choices=request.n or 1,
+            media=tuple(spans),
             priority=context.priority(request.priority, caller),
             adapter=None if model.adapter is None else model.adapter.name,
             user=context.catalog.user_tag(request.end_user, caller.owner),
@@ -181,7 +186,7 @@ def make_prompt(
             store_share=limits.store_share or 0.0,
             published=published,
         ),
-        block_hashes=model.block_hashes(root, packed_tokens, published),
+        block_hashes=model.block_hashes(root, packed_tokens, published, spans),
         bucket=bucket,
         adapter=model.adapter,
         tenant=_tenant_label(caller, model, request.cache_salt),
@@ -189,6 +194,7 @@ def make_prompt(
         prompt_cache_key=key,
         timeout_seconds=request.timeout,
         salt_tag=salt_tag(request.cache_salt),
+        media=[Media(span.content_hash, each.content) for span, each in zip(spans, images, strict=True)],
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)

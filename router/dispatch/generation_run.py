@@ -27,6 +27,7 @@ from router.dispatch.attempt import Attempt, Choice
 from router.dispatch.dispatch_state import DispatchState
 from router.dispatch.inflight import Listener, Mailbox, ReplicaLost
 from router.dispatch.placement import Obstacle, Placement
+from router.dispatch.upload import Upload
 from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -37,6 +38,9 @@ from router.generation import Generation
 from router.observation.trace_points import AttemptTrace, GenerationTrace
 from router.routing.decision import Decision
 from router.routing.table import RoutedRequest
+
+LOOK_SECONDS = 1.0
+"""A run that waits for an upload looks this often, whatever it is told."""
 
 
 class GenerationRun:
@@ -61,6 +65,7 @@ class GenerationRun:
         self._visible = False
         self._listener: Listener | None = None
         self._error: Exception | None = None
+        self._upload: Upload | None = None
 
     @property
     def num_attempts(self) -> int:
@@ -222,6 +227,8 @@ class GenerationRun:
             for index in range(len(self._choices)):
                 self.abort_choice(index)
             return
+        if code is RefusalCode.MEDIA_MISSING:
+            attempt.client.media.forget(self._generation.media)
         if code is RefusalCode.ENGINE_FAILED:
             self._state.replica_died(attempt.client)
         if visible:
@@ -254,6 +261,10 @@ class GenerationRun:
         Raises what the client gets when attempts or patience run out.
         """
         placement = self._placement
+        if self._upload is not None:
+            if not self._upload.task.done():
+                return LOOK_SECONDS
+            self._end_upload(self._upload)
         seconds = placement.seconds_to_wait()
         if seconds > 0:
             return seconds
@@ -270,9 +281,40 @@ class GenerationRun:
                 if seconds <= 0:
                     raise placement.give_up(is_visible=self._visible)
                 return seconds
-            self._submit(part, routed)
+            if not self._begin_upload(part, routed):
+                self._submit(part, routed)
+            if self._upload is not None:
+                return LOOK_SECONDS
         placement.done()
         return None
+
+    def _begin_upload(self, part: Sequence[int], routed: RoutedRequest) -> bool:
+        """False if the replica has all that the prompt refers to, as far as is known, or is not there."""
+        media = self._generation.media
+        client = self._state.clients(routed.decision.replica_id)
+        if not media or client is None or client.media.has(media):
+            return False
+        task = asyncio.create_task(client.media.send(self._generation.submit.root, media))
+        task.add_done_callback(lambda _: self._mailbox.wake())
+        self._upload = Upload(part, routed, task)
+        return True
+
+    def _end_upload(self, upload: Upload) -> None:
+        """Submit what waited for it. Raises InvalidRequest for an image that cannot be read."""
+        self._upload = None
+        error = upload.error()
+        part = [index for index in upload.part if self._choices[index].is_unplaced]
+        if error is None and len(part) == len(upload.part):
+            self._submit(part, upload.routed)
+            return
+        upload.routed.close()
+        if error is None:
+            return
+        if error.code is RefusalCode.INVALID_REQUEST:
+            raise InvalidRequest(error.message)
+        self._placement.failed(upload.routed.decision.replica_id, error.code, is_death=False)
+        for index in part:
+            self._choices[index].tries.begin()
 
     def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
         generation = self._generation
@@ -357,6 +399,9 @@ class GenerationRun:
         self._state.end(attempt)
 
     def _close(self) -> None:
+        if self._upload is not None:
+            upload, self._upload = self._upload, None
+            upload.give_up()
         for attempt in self._attempts.copy():
             self._release(attempt)
         self._placement.close()

@@ -234,7 +234,8 @@ class Placement:
     def failed(self, replica_id: ReplicaId, code: RefusalCode, *, is_death: bool) -> None:
         self.patience.failed(replica_id, code, self._state.clock(), self._state.rng.random())
         # Where a living replica has refused it, trying again is more work for the others.
-        self._owes_retry = self._owes_retry or not (is_death or code is RefusalCode.DRAINING)
+        is_no_load = is_death or code in (RefusalCode.DRAINING, RefusalCode.MEDIA_MISSING)
+        self._owes_retry = self._owes_retry or not is_no_load
 
     def done(self) -> None:
         """All is placed."""

@@ -80,7 +80,8 @@ class Patience:
 
     def failed(self, replica_id: ReplicaId, code: RefusalCode, now: float, chance: float) -> None:
         """Lost, or refused, there. The pause keeps many that were lost together from coming back together."""
-        self.excluded.add(replica_id)
+        if code is not RefusalCode.MEDIA_MISSING:  # it is sent there again
+            self.excluded.add(replica_id)
         self.failure = code
         pause = self._policy.first_wait_seconds * chance * (1 << min(self._num_failures, 4))
         self.not_before = max(self.not_before, now + pause)

@@ -21,6 +21,7 @@ from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
 from replicas.protocol.wire import DescribeRequest, encode_client_frame, encode_submit
 from router.dispatch.inflight import Inflight, Mailbox, ReplicaLost
+from router.fleet.media_uploads import MediaUploads
 from router.fleet.replica_channel import ReplicaChannel
 from router.fleet.replica_words import ReplicaWords, Traffic
 
@@ -80,6 +81,7 @@ class ReplicaClient:
         self._outbox_filled = asyncio.Event()
         self._words = ReplicaWords(replica_id, self._traffic)
         self._channel = ReplicaChannel(address, tls, caller)
+        self.media = MediaUploads(self._channel)
 
     @property
     def num_inflight(self) -> int:

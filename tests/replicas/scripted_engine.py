@@ -18,6 +18,7 @@ from replicas.protocol.frames import (
     TokenDelta,
 )
 from replicas.protocol.hand_overs import StoreQuestion
+from replicas.protocol.media import MediaQuestion
 from replicas.protocol.status import ModelCard
 
 BLOCK_SIZE = 4
@@ -80,6 +81,9 @@ class ScriptedEngine:
 
     def ask_store(self, question: StoreQuestion) -> None:
         """It has none."""
+
+    def take_media(self, question: MediaQuestion) -> None:
+        """It reads text only."""
 
     def has_work(self) -> bool:
         return bool(self._running or self._events)

@@ -1,10 +1,12 @@
 """The map from vLLM's hashes to ours, without vLLM."""
 
+import random
+
 import pytest
 
-from replicas.protocol.blocks import BlockHash, hash_blocks
+from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
 from replicas.protocol.events import AllBlocksCleared, BlockStored, Tier
-from replicas.vllm_engine.hash_map import HashMap, UnknownBlock
+from replicas.vllm_engine.hash_map import HashMap, PlacedMedia, UnknownBlock
 from tests.replicas.builders import OTHER_ROOT, ROOT
 
 TOKENS = list(range(100, 116))
@@ -156,3 +158,43 @@ def test_what_cannot_be_named_changes_nothing() -> None:
     with pytest.raises(UnknownBlock, match="cannot hold"):
         hashes.stored([A], parent=None, roots=[OTHER_ROOT], token_ids=TOKENS[:5], num_prompt_tokens=None)
     assert len(hashes) == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_that_stand_for_images_are_named_as_prompts_with_them_are(seed: int) -> None:
+    """In runs of any length, as vLLM reports them: with each block, the images that it overlaps."""
+    rng = random.Random(seed)
+    block_size, num_blocks = 4, 8
+    tokens = [rng.randrange(1000) for _ in range(block_size * num_blocks)]
+    spans: list[MediaSpan] = []
+    at = rng.randrange(6)
+    while at < len(tokens) - 1:
+        length = rng.randrange(1, 11)
+        spans.append(MediaSpan(rng.choice([b"a", b"b"]) * 32, at, min(length, len(tokens) - at)))
+        at += length + rng.randrange(5)
+    expected = hash_blocks(ROOT, tokens, block_size, media=spans)
+    keys = [
+        [
+            PlacedMedia(span.content_hash, span.start - start)
+            for span in spans
+            if span.start < start + block_size and span.start + span.length > start
+        ]
+        for start in range(0, len(tokens), block_size)
+    ]
+    hashes = HashMap(block_size)
+    named: list[BlockHash] = []
+    first = 0
+    while first < num_blocks:
+        last = min(num_blocks, first + rng.randrange(1, 5))
+        (event,) = hashes.stored(
+            [bytes([number]) * 32 for number in range(first, last)],
+            parent=bytes([first - 1]) * 32 if first else None,
+            roots=[] if first else [ROOT],
+            token_ids=tokens[first * block_size : last * block_size],
+            num_prompt_tokens=None,
+            media=keys[first:last],
+        )
+        named += event.block_hashes
+        first = last
+    assert named == expected
+    assert named != hash_blocks(ROOT, tokens, block_size)

@@ -1,0 +1,95 @@
+"""MediaShelf: what images were turned into, by their hashes, within a bound of bytes.
+
+Owns what is held by requests: that is never forgotten, the rest goes by age. Pure: not thread-safe, and it
+does not know what an engine computes with.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem(Generic[Content]):
+    """`token_ids` are what stands for it in a prompt; `content` is what the engine computes with."""
+
+    token_ids: tuple[int, ...]
+    num_bytes: int
+    content: Content
+
+
+@dataclass(slots=True)
+class _Kept(Generic[Content]):
+    item: MediaItem[Content]
+    num_holders: int = 0
+
+
+class MediaShelf(Generic[Content]):
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, _Kept[Content]] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_held(self) -> int:
+        """Holds that were not released."""
+        return sum(kept.num_holders for kept in self._kept.values())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def has(self, content_hash: bytes) -> bool:
+        """Whether it is there; then it is the newest."""
+        if content_hash not in self._kept:
+            return False
+        self._kept.move_to_end(content_hash)
+        return True
+
+    def put(self, content_hash: bytes, item: MediaItem[Content]) -> bool:
+        """False if what is held leaves no room for it."""
+        if self.has(content_hash):
+            return True
+        if not self._make_room(item.num_bytes):
+            return False
+        self._kept[content_hash] = _Kept(item)
+        self._num_bytes += item.num_bytes
+        return True
+
+    def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None:
+        """Each hash's item, until `release`. None, and nothing is held, if one is missing."""
+        wanted = list(hashes)
+        if not all(content_hash in self._kept for content_hash in wanted):
+            return None
+        items = []
+        for content_hash in wanted:
+            kept = self._kept[content_hash]
+            kept.num_holders += 1
+            self._kept.move_to_end(content_hash)
+            items.append(kept.item)
+        return items
+
+    def release(self, hashes: Iterable[bytes]) -> None:
+        """As often as they were held."""
+        for content_hash in hashes:
+            self._kept[content_hash].num_holders -= 1
+
+    def clear(self) -> None:
+        """Forget what no request holds."""
+        self._make_room(self._max_bytes)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Forget the oldest that nobody holds, until so many more fit. False if they do not."""
+        for content_hash, kept in list(self._kept.items()):
+            if self._num_bytes + num_bytes <= self._max_bytes:
+                return True
+            if not kept.num_holders:
+                del self._kept[content_hash]
+                self._num_bytes -= kept.item.num_bytes
+        return self._num_bytes + num_bytes <= self._max_bytes

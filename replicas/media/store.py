@@ -1,0 +1,118 @@
+"""MediaStore: a shelf of images, and the one thread that reads what is to lie there.
+
+Owns that thread, beside the engine's, and the questions and answers between the two.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from replicas.media.shelf import MediaItem, MediaShelf
+from replicas.protocol.images import ImageError, media_hash
+from replicas.protocol.media import MediaAnswer, MediaQuestion
+
+logger = logging.getLogger(__name__)
+
+Content = TypeVar("Content")
+
+BROKEN_IMAGE = "the image cannot be read"
+
+
+class MediaStore(Generic[Content]):
+    """`read` makes an item of an image's bytes, in the thread; it raises ImageError with a sentence for the
+    client."""
+
+    def __init__(self, read: Callable[[bytes], MediaItem[Content]], max_bytes: int) -> None:
+        self._read = read
+        self._shelf: MediaShelf[Content] = MediaShelf(max_bytes)
+        self._questions: deque[MediaQuestion] = deque()
+        self._answers: list[MediaAnswer] = []
+        self._num_unanswered = 0
+        self._is_closed = False
+        self._changed = threading.Condition()
+        """Guards all of it."""
+        threading.Thread(target=self._run, name="images", daemon=True).start()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._shelf.num_bytes
+
+    @property
+    def num_held(self) -> int:
+        return self._shelf.num_held
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is being read, or was, and nobody has been told."""
+        return self._num_unanswered > 0
+
+    def put(self, question: MediaQuestion) -> None:
+        with self._changed:
+            self._questions.append(question)
+            self._num_unanswered += 1
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """For an answer, and no longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._answers), seconds)
+
+    def take_answers(self) -> list[MediaAnswer]:
+        with self._changed:
+            answers, self._answers = self._answers, []
+            self._num_unanswered -= len(answers)
+        return answers
+
+    def hold(self, hashes: Iterable[bytes]) -> list[MediaItem[Content]] | None:
+        """As a MediaShelf does."""
+        with self._changed:
+            return self._shelf.hold(hashes)
+
+    def release(self, hashes: Iterable[bytes]) -> None:
+        with self._changed:
+            self._shelf.release(hashes)
+
+    def clear(self) -> None:
+        with self._changed:
+            self._shelf.clear()
+
+    def close(self) -> None:
+        """Without waiting for what is being read."""
+        with self._changed:
+            self._is_closed = True
+            self._questions.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or bool(self._questions))
+                if self._is_closed:
+                    return
+                question = self._questions.popleft()
+            answer = self._answer(question)
+            with self._changed:
+                self._answers.append(answer)
+                self._changed.notify_all()
+
+    def _answer(self, question: MediaQuestion) -> MediaAnswer:
+        started = time.monotonic()
+        content_hash = media_hash(question.root, question.content)
+        with self._changed:
+            if self._shelf.has(content_hash):
+                return MediaAnswer(question.number, content_hash)
+        try:
+            item = self._read(question.content)
+        except ImageError as error:
+            return MediaAnswer(question.number, problem=str(error))
+        except Exception:  # a decoder's own words may tell of this process's memory
+            logger.exception("an image cannot be read")
+            return MediaAnswer(question.number, problem=BROKEN_IMAGE)
+        with self._changed:
+            is_full = not self._shelf.put(content_hash, item)
+        if is_full:
+            return MediaAnswer(question.number, is_full=True)
+        return MediaAnswer(question.number, content_hash, seconds=time.monotonic() - started)

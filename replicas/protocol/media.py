@@ -1,0 +1,59 @@
+"""Media: how the content of an image gets to a replica, once, before prompts refer to it by its hash.
+
+Owns these structs and their bounds. The content comes in parts, in a call of its own: behind megabytes on the
+stream of requests, everything else there would wait. The replica makes the hash itself, of what has come.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.bounds import MAX_MESSAGE_CHARACTERS, Uint64
+from replicas.protocol.images import MEDIA_HASH_BYTES
+
+MAX_MEDIA_BYTES = 10 << 20
+"""Of one item."""
+
+MAX_IMAGES = 20
+"""In one prompt."""
+
+MEDIA_PART_BYTES = 256 << 10
+
+MAX_MEDIA_SECONDS = 60.0
+"""A call has a deadline, and none that is further away."""
+
+
+class MediaPart(Struct, frozen=True, array_like=True):
+    """The first part says under which root the item is to be named, and how large it is; the others repeat
+    nothing."""
+
+    content: Annotated[bytes, Meta(max_length=MEDIA_PART_BYTES)]
+    root: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    num_bytes: Annotated[int, Meta(ge=0, le=MAX_MEDIA_BYTES)] = 0
+
+
+class MediaTaken(Struct, frozen=True, array_like=True):
+    """It is there, and prompts may refer to it by this hash until it is forgotten."""
+
+    content_hash: Annotated[bytes, Meta(min_length=MEDIA_HASH_BYTES, max_length=MEDIA_HASH_BYTES)]
+
+
+class MediaQuestion(Struct, frozen=True, array_like=True):
+    """Asks an engine to take an item. Inside a replica."""
+
+    number: Uint64
+    root: Annotated[BlockHash, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    content: bytes
+
+
+class MediaAnswer(Struct, frozen=True, array_like=True):
+    """To the question with this number: the item's hash, or the `problem` that there is with its content.
+    With `is_full` there is no problem but room."""
+
+    number: Uint64
+    content_hash: bytes = b""
+    problem: Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)] = ""
+    is_full: bool = False
+    seconds: float = 0.0
+    """That it took to be read."""

@@ -1,0 +1,129 @@
+"""MediaDesk: images that routers send, part by part, on their way to the engine.
+
+Owns how many are taken at once and how many bytes they may have together, that each call has a deadline, and
+who waits for which answer of the engine.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from replicas.observation.media_metrics import MediaMetrics, MediaOutcome
+from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.media import (
+    MAX_MEDIA_BYTES,
+    MAX_MEDIA_SECONDS,
+    MediaAnswer,
+    MediaQuestion,
+    MediaTaken,
+)
+from replicas.protocol.wire import decode_media_part
+
+MAX_CALLS = 32
+
+MAX_BYTES = 128 << 20
+"""Of all images that are on their way, by what their first parts say."""
+
+GRACE_SECONDS = 5.0
+"""More than the longest deadline allows, for clocks and for the way."""
+
+FULL = "this replica has no room for more images now"
+
+
+class MediaInbox(Protocol):
+    """What is needed of the engine loop."""
+
+    def take_media(self, question: MediaQuestion) -> None: ...
+
+
+class MediaDesk:
+    """`takes_images` is what the model's card says."""
+
+    def __init__(self, inbox: MediaInbox, metrics: MediaMetrics, *, takes_images: bool) -> None:
+        self._inbox = inbox
+        self._metrics = metrics
+        self._takes_images = takes_images
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[MediaAnswer]] = {}
+        self._num_calls = 0
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """That are on their way."""
+        return self._num_bytes
+
+    def take(self, answers: Sequence[MediaAnswer]) -> None:
+        """What the engine has said."""
+        for answer in answers:
+            future = self._waiting.get(answer.number)
+            if future is not None and not future.done():
+                future.set_result(answer)
+
+    async def serve(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+        if not self._takes_images:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica's model reads text only")
+        seconds = context.time_remaining()
+        if seconds is None or seconds > MAX_MEDIA_SECONDS + GRACE_SECONDS:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"to send an image has a deadline within {MAX_MEDIA_SECONDS:g} seconds",
+            )
+        if self._num_calls >= MAX_CALLS:
+            await self._refuse(context, MediaOutcome.FULL)
+        self._num_calls += 1
+        try:
+            return await self._serve(parts, context)
+        finally:
+            self._num_calls -= 1
+
+    async def _serve(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+        root, num_bytes, content = BlockHash(b""), 0, bytearray()
+        try:
+            async for encoded in parts:
+                try:
+                    part = decode_media_part(encoded)
+                except ValueError as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                if not root:
+                    if len(part.root) != HASH_BYTES or not 0 < part.num_bytes <= MAX_MEDIA_BYTES:
+                        await context.abort(
+                            grpc.StatusCode.INVALID_ARGUMENT, "the first part says no root and no size"
+                        )
+                    if self._num_bytes + part.num_bytes > MAX_BYTES:
+                        await self._refuse(context, MediaOutcome.FULL)
+                    root, num_bytes = BlockHash(part.root), part.num_bytes
+                    self._num_bytes += num_bytes
+                if len(content) + len(part.content) > num_bytes:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "more has come than was announced")
+                content += part.content
+            if not root or len(content) != num_bytes:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "less has come than was announced")
+            answer = await self._ask(root, bytes(content))
+        finally:
+            self._num_bytes -= num_bytes
+        if answer.is_full:
+            await self._refuse(context, MediaOutcome.FULL)
+        if answer.problem:
+            self._metrics.count(MediaOutcome.UNREADABLE)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, answer.problem)
+        self._metrics.taken(num_bytes, answer.seconds)
+        return MediaTaken(answer.content_hash)
+
+    async def _ask(self, root: BlockHash, content: bytes) -> MediaAnswer:
+        """For as long as the call has: gRPC ends it at its deadline."""
+        number = next(self._numbers)
+        future: asyncio.Future[MediaAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self._inbox.take_media(MediaQuestion(number, root, content))
+            return await future
+        finally:
+            del self._waiting[number]
+
+    async def _refuse(self, context: Any, outcome: MediaOutcome) -> None:
+        self._metrics.count(outcome)
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)

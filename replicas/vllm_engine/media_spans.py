@@ -1,0 +1,41 @@
+"""Media spans: how images get into vLLM's block hashes, and back out of its events.
+
+Owns the identifier that vLLM has for an item: our hash of it, as text. vLLM takes that for the item's
+identity as it stands, in blocks and in the cache of its encoder, so none ever comes from a client. Imports
+nothing of vLLM.
+"""
+
+from typing import Any
+
+from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.images import MEDIA_HASH_BYTES
+from replicas.vllm_engine.hash_map import PlacedMedia
+
+_DIGITS = 2 * MEDIA_HASH_BYTES
+
+
+def identifier_of(content_hash: bytes) -> str:
+    return content_hash.hex()
+
+
+def spans_of(request: Any) -> list[MediaSpan]:
+    """What a request of vLLM's refers to, in order."""
+    return [
+        MediaSpan(_content_hash(feature.identifier), feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features or ()
+    ]
+
+
+def media_in(extra_keys: Any) -> list[PlacedMedia]:
+    """The items that a block was hashed with: pairs of an identifier and where it begins, among keys of other
+    kinds."""
+    return [
+        PlacedMedia(_content_hash(key[0]), key[1])
+        for key in extra_keys or ()
+        if isinstance(key, tuple | list) and len(key) == 2 and isinstance(key[1], int)
+    ]
+
+
+def _content_hash(identifier: str) -> bytes:
+    """Behind the name of an adapter, where that changes what the encoder computes."""
+    return bytes.fromhex(identifier[-_DIGITS:])

@@ -1,0 +1,111 @@
+"""MediaUploads: the images that one replica has been sent over one connection, and those on their way there.
+
+Owns what is believed to be there. The replica forgets what is old, and says so when a prompt refers to it:
+then it is sent again.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from replicas.protocol.blocks import BlockHash
+from replicas.protocol.frames import RefusalCode
+from replicas.protocol.media import MEDIA_PART_BYTES, MediaPart
+from replicas.protocol.wire import decode_media_taken, encode
+from router.fleet.replica_channel import ReplicaChannel
+from router.prompt.images import Media
+
+MAX_KNOWN = 4096
+"""Images of one replica. One too many is sent once more."""
+
+SECONDS = 30.0
+"""For one image to be sent and read."""
+
+
+class UploadFailed(Exception):
+    """The replica has not taken it: with INVALID_REQUEST, for what it found in it."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: RefusalCode.INVALID_REQUEST,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: RefusalCode.OVERLOADED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: RefusalCode.OVERLOADED,
+}
+"""All others are the replica's failure."""
+
+
+class MediaUploads:
+    """Two prompts that wait for one image wait for one upload."""
+
+    def __init__(self, channel: ReplicaChannel) -> None:
+        self._channel = channel
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._sending: dict[bytes, asyncio.Task[None]] = {}
+        self.num_sent = 0
+        self.num_bytes = 0
+
+    def has(self, media: Sequence[Media]) -> bool:
+        """Whether all of them should be there."""
+        for each in media:
+            if each.content_hash not in self._known:
+                return False
+            self._known.move_to_end(each.content_hash)
+        return True
+
+    def forget(self, media: Sequence[Media]) -> None:
+        """The replica misses one of them."""
+        for each in media:
+            self._known.pop(each.content_hash, None)
+
+    async def send(self, root: BlockHash, media: Sequence[Media]) -> None:
+        """Those that are not there. Raises UploadFailed. What has begun goes on when the caller is cancelled,
+        who waits no longer."""
+        for each in media:
+            if each.content_hash not in self._known:
+                await asyncio.shield(self._task(root, each))
+
+    def _task(self, root: BlockHash, media: Media) -> asyncio.Task[None]:
+        task = self._sending.get(media.content_hash)
+        if task is None:
+            task = asyncio.create_task(self._send(root, media))
+            self._sending[media.content_hash] = task
+            task.add_done_callback(lambda ended: self._ended(media.content_hash, ended))
+        return task
+
+    def _ended(self, content_hash: bytes, task: asyncio.Task[None]) -> None:
+        del self._sending[content_hash]
+        if not task.cancelled():
+            task.exception()  # whoever still waits gets it; else nobody does
+
+    async def _send(self, root: BlockHash, media: Media) -> None:
+        try:
+            encoded: bytes = await self._channel.stub.put_media(
+                _parts(root, media.content), metadata=self._channel.metadata("PutMedia"), timeout=SECONDS
+            )
+            taken = decode_media_taken(encoded)
+        except grpc.RpcError as error:
+            assert isinstance(error, grpc.aio.AioRpcError)
+            code = _CODES.get(error.code(), RefusalCode.INTERNAL)
+            raise UploadFailed(code, error.details() or "the image was not taken") from error
+        except ValueError as error:
+            raise UploadFailed(RefusalCode.INTERNAL, f"its answer breaks the contract: {error}") from error
+        if taken.content_hash != media.content_hash:
+            raise UploadFailed(RefusalCode.INTERNAL, "the replica names the image by another hash")
+        self.num_sent += 1
+        self.num_bytes += len(media.content)
+        self._known[media.content_hash] = None
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+async def _parts(root: BlockHash, content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), MEDIA_PART_BYTES):
+        part = content[start : start + MEDIA_PART_BYTES]
+        yield encode(MediaPart(part) if start else MediaPart(part, root, len(content)))

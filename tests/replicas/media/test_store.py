@@ -1,0 +1,99 @@
+"""The store of images: what its thread answers, whatever it reads."""
+
+import threading
+
+import pytest
+
+from replicas.media.shelf import MediaItem
+from replicas.media.store import BROKEN_IMAGE, MediaStore
+from replicas.protocol.images import ImageError, media_hash
+from replicas.protocol.media import MediaAnswer, MediaQuestion
+from tests.replicas.builders import OTHER_ROOT, ROOT
+
+
+class Reader:
+    """Reads bytes as an image of so many tokens; some words stand for accidents."""
+
+    def __init__(self) -> None:
+        self.read_contents: list[bytes] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __call__(self, content: bytes) -> MediaItem[bytes]:
+        assert self.may_go_on.wait(30)
+        self.read_contents.append(content)
+        if content == b"unreadable":
+            raise ImageError("this is no picture")
+        if content == b"crash":
+            raise RuntimeError("0x7f0012345678")
+        return MediaItem((7,) * len(content), len(content), content)
+
+
+def answers(store: MediaStore[bytes], number: int) -> list[MediaAnswer]:
+    got: list[MediaAnswer] = []
+    while len(got) < number:
+        store.wait(30)
+        came = store.take_answers()
+        assert came, "there was no answer in time"
+        got += came
+    return got
+
+
+def test_an_image_is_named_under_its_root_and_read_once_for_each() -> None:
+    reader = Reader()
+    store = MediaStore(reader, 100)
+    for number, root in enumerate([ROOT, ROOT, OTHER_ROOT], 1):
+        store.put(MediaQuestion(number, root, b"picture"))
+    first, again, other = answers(store, 3)
+    assert first.content_hash == again.content_hash == media_hash(ROOT, b"picture")
+    assert other.content_hash == media_hash(OTHER_ROOT, b"picture")
+    assert reader.read_contents == [b"picture", b"picture"]
+    assert (first.number, again.number, other.number) == (1, 2, 3)
+    assert not store.has_news
+    held = store.hold([first.content_hash])
+    assert held is not None and held[0].content == b"picture"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"unreadable", "this is no picture"), (b"crash", BROKEN_IMAGE)]
+)
+def test_what_cannot_be_read_is_said_in_our_own_words_and_the_next_one_is_read(
+    content: bytes, problem: str
+) -> None:
+    store = MediaStore(Reader(), 100)
+    store.put(MediaQuestion(1, ROOT, content))
+    store.put(MediaQuestion(2, ROOT, b"picture"))
+    broken, taken = answers(store, 2)
+    assert (broken.problem, broken.content_hash) == (problem, b"")
+    assert taken.content_hash and store.num_bytes == len(b"picture")
+    store.close()
+
+
+def test_a_full_store_says_so_and_keeps_what_is_held() -> None:
+    store = MediaStore(Reader(), 10)
+    store.put(MediaQuestion(1, ROOT, b"12345678"))
+    (first,) = answers(store, 1)
+    store.hold([first.content_hash])
+    store.put(MediaQuestion(2, ROOT, b"abc"))
+    (full,) = answers(store, 1)
+    assert full.is_full and not full.content_hash
+    store.release([first.content_hash])
+    store.put(MediaQuestion(3, ROOT, b"abc"))
+    (taken,) = answers(store, 1)
+    assert taken.content_hash and store.num_bytes == 3 and store.num_held == 0
+    store.close()
+
+
+def test_there_is_news_from_the_question_on_until_the_answer_is_taken() -> None:
+    reader = Reader()
+    reader.may_go_on.clear()
+    store = MediaStore(reader, 100)
+    assert not store.has_news
+    store.put(MediaQuestion(1, ROOT, b"picture"))
+    assert store.has_news and store.take_answers() == []
+    store.wait(0.0)
+    reader.may_go_on.set()
+    answers(store, 1)
+    assert not store.has_news
+    store.close()
