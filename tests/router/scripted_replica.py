@@ -28,6 +28,8 @@ from replicas.protocol.frames import (
     Submit,
     TokenDelta,
 )
+from replicas.protocol.images import media_hash
+from replicas.protocol.media import MediaTaken
 from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
 from replicas.protocol.wire import (
@@ -36,6 +38,7 @@ from replicas.protocol.wire import (
     Nothing,
     decode_client_frame,
     decode_describe_request,
+    decode_media_part,
     encode,
 )
 
@@ -89,6 +92,8 @@ class Script:
     deadly_token: int | None = None  # whoever sends it in a prompt that makes progress kills the replica
     dies_at_position: int | None = None  # so does whoever has got so many tokens in all
     load: LoadSnapshot = field(default_factory=LoadSnapshot)  # so it says, but for what runs
+    holds_uploads: bool = False  # images that were sent whole are not answered for
+    upload_error: grpc.StatusCode | None = None
     describes_as: tuple[str, str] | None = None  # replica id and epoch
     alter: Callable[[list[Any]], object] | None = None  # changes each frame, made plain, on its way
 
@@ -134,6 +139,8 @@ class ScriptedReplica:
         self.num_client_frames = 0
         self.num_tokens_sent = 0
         self.num_describes = 0
+        self.media: dict[bytes, bytes] = {}  # what was uploaded, by its hash; a test may take some of it
+        self.num_uploads = 0
         self._streams: list[_Stream] = []
         self._server: grpc.aio.Server | None = None
         self._credentials = credentials
@@ -184,6 +191,19 @@ class ScriptedReplica:
     async def take_over(self, request: bytes, context: Any) -> None:
         """It takes nothing over: no replica asks it to."""
         raise NotImplementedError
+
+    async def put_media(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+        read = [decode_media_part(encoded) async for encoded in parts]
+        content = b"".join(part.content for part in read)
+        assert len(content) == read[0].num_bytes
+        self.num_uploads += 1
+        while self.script.holds_uploads:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if self.script.upload_error is not None:
+            await context.abort(self.script.upload_error, "no such picture")
+        content_hash = media_hash(BlockHash(read[0].root), content)
+        self.media[content_hash] = content
+        return MediaTaken(content_hash)
 
     async def begin_drain(self, request: bytes, context: object) -> Nothing:
         raise NotImplementedError
@@ -236,6 +256,8 @@ class ScriptedReplica:
         seed, size = submit.sampling.seed, self.card.vocab_size
         if list(resumed) != [token_at(seed, n) % size for n in range(submit.num_output_tokens)]:
             code = RefusalCode.INVALID_REQUEST
+        if any(span.content_hash not in self.media for span in submit.media):
+            code = RefusalCode.MEDIA_MISSING
         for choice in range(submit.num_choices):
             key = RequestKey(submit.submit_id, choice)
             if code is not None:

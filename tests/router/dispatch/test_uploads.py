@@ -1,0 +1,177 @@
+"""Generations with images: each is with its replica before the prompt that refers to it, whatever happens."""
+
+import asyncio
+import os
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from msgspec import structs
+
+from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.frames import RefusalCode
+from replicas.protocol.images import media_hash
+from replicas.protocol.media import MEDIA_PART_BYTES
+from replicas.protocol.status import ReplicaId
+from router.errors import (
+    InvalidRequest,
+    NoReplicaAvailable,
+    Overloaded,
+    RouterError,
+    TooLate,
+)
+from router.generation import Generation
+from router.prompt.images import Media
+from tests.router.dispatched_fleet import (
+    GENERATION,
+    ROOT,
+    DispatchedFleet,
+    assert_complete,
+    changed,
+    fleet,
+    generate,
+)
+from tests.router.scripted_replica import eventually
+
+__all__ = ["fleet"]
+
+PICTURE, LARGE = b"a picture", os.urandom(2 * MEDIA_PART_BYTES + 1)
+
+
+def showing(*contents: bytes, **values: Any) -> Generation:
+    """A generation whose prompt refers to these images."""
+    media = [Media(media_hash(ROOT, content), content) for content in contents]
+    spans = tuple(MediaSpan(each.content_hash, 10 * place, 5) for place, each in enumerate(media))
+    generation = changed(GENERATION, **values)
+    return replace(generation, media=media, submit=structs.replace(generation.submit, media=spans))
+
+
+async def test_images_go_before_the_prompt_whole_and_once(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    assert_complete(await generate(fleet, showing(LARGE, PICTURE)), 1)
+    assert_complete(await generate(fleet, showing(PICTURE)), 1)
+    assert sorted(replica.media.values()) == sorted([LARGE, PICTURE])
+    assert replica.num_uploads == 2
+    first, second = replica.submits
+    assert [span.content_hash for span in first.media] == [
+        media_hash(ROOT, each) for each in (LARGE, PICTURE)
+    ]
+    assert len(second.media) == 1
+    client = fleet.clients[ReplicaId("r0")]
+    assert (client.media.num_sent, client.media.num_bytes) == (2, len(LARGE) + len(PICTURE))
+    fleet.assert_nothing_reserved()
+
+
+async def test_prompts_that_wait_for_one_image_wait_for_one_upload(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.holds_uploads = True
+    runs = [asyncio.create_task(generate(fleet, showing(PICTURE))) for _ in range(5)]
+    await eventually(lambda: replica.num_uploads == 1)
+    assert not replica.submits
+    replica.script.holds_uploads = False
+    for run in runs:
+        assert_complete(await run, 1)
+    assert (replica.num_uploads, len(replica.submits)) == (1, 5)
+
+
+async def test_what_a_replica_has_forgotten_is_sent_again_to_the_same_one(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    await generate(fleet, showing(PICTURE, LARGE))
+    replica.media.clear()
+    assert_complete(await generate(fleet, showing(PICTURE, LARGE)), 1)
+    assert replica.num_uploads == 4
+    assert [len(submit.media) for submit in replica.submits] == [2, 2, 2]
+    fleet.assert_nothing_reserved()
+
+
+async def test_a_replica_that_never_has_it_is_not_asked_for_ever(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.refusal = RefusalCode.MEDIA_MISSING
+    with pytest.raises(NoReplicaAvailable):
+        await generate(fleet, showing(PICTURE))
+    assert replica.num_uploads == len(replica.submits) <= 5
+    fleet.assert_nothing_reserved()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest, "no such picture"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded, "busy"),
+        (grpc.StatusCode.INTERNAL, NoReplicaAvailable, "Try again"),
+    ],
+)
+async def test_an_image_that_is_not_taken_ends_its_request_alone(
+    fleet: DispatchedFleet, code: grpc.StatusCode, error: type[RouterError], message: str
+) -> None:
+    replica = await fleet.add("r0")
+    replica.script.upload_error = code
+    with pytest.raises(error, match=message):
+        await generate(fleet, showing(PICTURE))
+    assert not replica.submits
+    assert_complete(await generate(fleet), 1)
+    fleet.assert_nothing_reserved()
+
+
+async def test_where_one_replica_takes_no_image_another_does(fleet: DispatchedFleet) -> None:
+    for name in ("r0", "r1"):
+        (await fleet.add(name)).script.upload_error = grpc.StatusCode.RESOURCE_EXHAUSTED
+    fleet.replicas[ReplicaId("r1")].script.upload_error = None
+    for _ in range(4):
+        assert_complete(await generate(fleet, showing(PICTURE)), 1)
+    assert not fleet.replicas[ReplicaId("r0")].submits
+    fleet.assert_nothing_reserved()
+
+
+async def test_a_client_that_goes_while_its_image_is_sent_leaves_nothing(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.holds_uploads = True
+    run = asyncio.create_task(generate(fleet, showing(PICTURE)))
+    await eventually(lambda: replica.num_uploads == 1)
+    assert fleet.table.loads.num_reserved == 1
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    fleet.assert_nothing_reserved()
+    replica.script.holds_uploads = False
+    assert_complete(await generate(fleet, showing(PICTURE)), 1)
+    assert replica.num_uploads == 1, "what had begun went on"
+
+
+async def test_an_image_that_takes_too_long_is_too_late(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.holds_uploads = True
+    with pytest.raises(TooLate):
+        await generate(fleet, showing(PICTURE, timeout_seconds=0.2))
+    assert not replica.submits
+    fleet.assert_nothing_reserved()
+    replica.script.holds_uploads = False
+
+
+async def test_a_replica_that_dies_with_an_image_on_its_way_costs_only_time(fleet: DispatchedFleet) -> None:
+    dying = await fleet.add("r0")
+    dying.script.holds_uploads = True
+    run = asyncio.create_task(generate(fleet, showing(PICTURE)))
+    await eventually(lambda: dying.num_uploads == 1)
+    other = await fleet.add("r1")
+    dying.script.holds_uploads = False
+    dying.script.upload_error = grpc.StatusCode.INTERNAL
+    await dying.kill()
+    assert_complete(await run, 1)
+    assert len(other.submits) == other.num_uploads == 1
+    fleet.assert_nothing_reserved()
+
+
+async def test_an_answer_that_goes_on_elsewhere_takes_its_images_along(fleet: DispatchedFleet) -> None:
+    dying = await fleet.add("r0")
+    dying.script.step_seconds = 0.01
+    dying.script.die_after_tokens = 7
+    run = asyncio.create_task(generate(fleet, showing(PICTURE, LARGE)))
+    await eventually(lambda: dying.num_tokens_sent > 0)
+    other = await fleet.add("r1")
+    assert_complete(await run, 1)
+    assert sorted(other.media.values()) == sorted([LARGE, PICTURE])
+    (submit,) = other.submits
+    assert submit.num_output_tokens == 7 and len(submit.media) == 2
+    fleet.assert_nothing_reserved()
