@@ -20,7 +20,7 @@ from replicas.protocol.blocks import (
 )
 from replicas.protocol.events import BlockStored, CacheEvent, Tier
 from replicas.protocol.frames import FinishReason, SamplingParams, Submit
-from replicas.protocol.image_rules import ImageRule, read_rule
+from replicas.protocol.image_rules import ImageRule, rule_on_card
 from replicas.protocol.image_rules import expand as expand_images
 from replicas.protocol.images import ImageFormat, ImageSize
 from replicas.protocol.media import MediaQuestion
@@ -47,7 +47,7 @@ def prove_hashes(engine: Engine, rng: random.Random) -> int:
     adapters = (None, *(adapter.name for adapter in engine.card.adapters))
     num_tokens = sum(_prove(engine, rng, adapter) for adapter in adapters)
     num_tokens += _prove(engine, rng, None, num_published_blocks=1)
-    rule = read_rule(engine.card.image_rule)
+    rule = rule_on_card(engine.card.image_rule)
     if rule is not None:
         num_tokens += _prove_images(engine, rng, rule)
     if not engine.reset_prefix_cache():

@@ -11,6 +11,7 @@ In an expansion, the tokens that equal the rule's `placeholder` become embedding
 are text that goes with it. The engine counts both as the image's.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,9 @@ MIN_SIDE = 2
 MAX_PIXELS = 7680 * 4320
 MAX_IMAGE_TOKENS = 1 << 16
 """Of one image. The largest that a model of these kinds has by default is 16,384."""
+
+MAX_RULE_CHARACTERS = 1 << 18
+"""Of a rule as text: that of a grid of 16 by 16 tiles, with many tokens between them, has half as many."""
 
 MAX_GRID = 16
 MAX_PIECE_TOKENS = 64
@@ -225,6 +229,16 @@ def expand(
 def rule_fields(rule: ImageRule) -> dict[str, Any]:
     """The rule as it stands on a card: plain values of JSON."""
     return {"kind": rule.KIND, **asdict(rule)}
+
+
+def written_rule(rule: ImageRule | None) -> str:
+    """As a model's card carries it; empty for none."""
+    return "" if rule is None else json.dumps(rule_fields(rule))
+
+
+def rule_on_card(text: str) -> ImageRule | None:
+    """What `written_rule` has made a text of. None for a kind that is not known here. Raises ValueError."""
+    return read_rule(json.loads(text)) if text else None
 
 
 def read_rule(value: object) -> ImageRule | None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NewType
+from typing import NewType
 
 from replicas.protocol.bounds import Uint32
 
@@ -57,7 +57,7 @@ class ModelCard:
     `fingerprint` is the hex digest over weights, tokenizer and chat template: two replicas with one
     fingerprint compute the same KV for the same tokens. `kv_layout` is the hex digest of how a replica lays
     out the KV that others may pull from its host memory; empty if it does not pull and none may.
-    `image_rule` says which tokens an image stands for, as `image_rules.rule_fields` writes it; None for a
+    `image_rule` says which tokens an image stands for, as `image_rules.written_rule` writes it; empty for a
     model that reads text only.
     """
 
@@ -73,7 +73,7 @@ class ModelCard:
     max_running: Uint32 = 0
     adapters: tuple[Adapter, ...] = ()
     kv_layout: str = ""
-    image_rule: Mapping[str, Any] | None = None
+    image_rule: str = ""
 
     def digest(self) -> str:
         """Changes whenever any field does: a router fetches the card again when it sees a new one."""

@@ -37,7 +37,7 @@ from replicas.protocol.frames import (
     TokenLogprobs,
 )
 from replicas.protocol.hand_overs import TakenOver, TakeOver
-from replicas.protocol.image_rules import read_rule
+from replicas.protocol.image_rules import MAX_RULE_CHARACTERS
 from replicas.protocol.media import MediaPart, MediaTaken
 from replicas.protocol.pulls import PullPart, PullRequest
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId
@@ -196,8 +196,7 @@ def _check_card(card: ModelCard) -> None:
         checked_count(value - 1, most, f"{what} less one")
     if len(card.eos_token_ids) > MAX_NAME_CHARACTERS or len(card.adapters) > MAX_REQUESTS:
         raise ValueError(f"a model card is too long: {shown(card)}")
-    if card.image_rule is not None:
-        read_rule(card.image_rule)
+    checked_count(len(card.image_rule), MAX_RULE_CHARACTERS, "the length of an image rule")
     for adapter in card.adapters:
         checked_name(adapter.name)
         checked_name(adapter.fingerprint)

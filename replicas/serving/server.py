@@ -142,7 +142,7 @@ class ReplicaServer:
         self.store = StoreQuestions(inbox)
         layout = None if kv is None else kv.layout
         self._take_over_desk = TakeOverDesk(layout, self.store, metrics.leaving.taken_over_chunks)
-        self._media_desk = MediaDesk(inbox, metrics.media, takes_images=identity.card.image_rule is not None)
+        self._media_desk = MediaDesk(inbox, metrics.media, takes_images=bool(identity.card.image_rule))
         self._is_telling = False
         self._is_draining = False
         self._idle = asyncio.Event()

@@ -53,7 +53,7 @@ from replicas.protocol.frames import (
     UserTag,
 )
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.image_rules import ImageRule, rule_fields
+from replicas.protocol.image_rules import ImageRule, written_rule
 from replicas.protocol.media import MediaAnswer, MediaQuestion
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
@@ -127,7 +127,7 @@ class VllmEngine:
             max_batched_tokens=config.tokens_per_step,
             max_running=min(config.max_running, config.tokens_per_step),
             adapters=tuple(adapter.card for adapter in adapters),
-            image_rule=None if rule is None else rule_fields(rule),
+            image_rule=written_rule(rule),
         )
         self._images: MediaStore[ReadImage] | None = None
         if rule is not None:
