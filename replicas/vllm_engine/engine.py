@@ -60,7 +60,7 @@ from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.scheduling.constraining import failure
 from replicas.toy_model import checkpoint_directory
-from replicas.vllm_engine.adapters import read_adapters
+from replicas.vllm_engine.adapters import LoraAdapter, read_adapters
 from replicas.vllm_engine.arguments import engine_arguments
 from replicas.vllm_engine.core_view import CoreView, Started
 from replicas.vllm_engine.grammars import HeldGrammar, HeldRequests
@@ -100,7 +100,7 @@ class VllmEngine:
         adapters = read_adapters(config.adapters or {}, name, trust_code=config.trust_code)
         self._bundle = tokenizer_bundle(directory)
         digest = files_fingerprint(directory)
-        eos_token_ids = read_eos_token_ids(directory)
+        self._eos_token_ids = read_eos_token_ids(directory)
         self._on_cpu = bool(current_platform.is_cpu())
         self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8), digest)
         transfers = None if self._tier is None else transfer_config(self._tier)
@@ -114,21 +114,7 @@ class VllmEngine:
             self._close_tier()
             raise
         self._core = CoreView(self._vllm)
-        model: Any = self._vllm.vllm_config.model_config
-        self._card = ModelCard(
-            name=name,
-            fingerprint=digest,
-            engine="vllm",
-            block_size=int(self._vllm.vllm_config.cache_config.block_size),
-            num_blocks=self._core.num_blocks,
-            context_length=int(model.max_model_len),
-            vocab_size=int(model.get_vocab_size()),
-            eos_token_ids=eos_token_ids,
-            max_batched_tokens=config.tokens_per_step,
-            max_running=min(config.max_running, config.tokens_per_step),
-            adapters=tuple(adapter.card for adapter in adapters),
-            image_rule=written_rule(rule),
-        )
+        self._card = self._model_card(config, name, digest, adapters, rule)
         self._images: MediaStore[ReadImage] | None = None
         if rule is not None:
             reader = ImageReader(self._vllm.renderer.get_mm_processor(), rule)
@@ -160,6 +146,30 @@ class VllmEngine:
         self._live: dict[str, LiveRequest] = {}
         if self._tier is not None:
             self._tier.requests = self._requests()
+
+    def _model_card(
+        self,
+        config: ReplicaConfig,
+        name: str,
+        fingerprint: str,
+        adapters: Sequence[LoraAdapter],
+        rule: ImageRule | None,
+    ) -> ModelCard:
+        model: Any = self._vllm.vllm_config.model_config
+        return ModelCard(
+            name=name,
+            fingerprint=fingerprint,
+            engine="vllm",
+            block_size=int(self._vllm.vllm_config.cache_config.block_size),
+            num_blocks=self._core.num_blocks,
+            context_length=int(model.max_model_len),
+            vocab_size=int(model.get_vocab_size()),
+            eos_token_ids=self._eos_token_ids,
+            max_batched_tokens=config.tokens_per_step,
+            max_running=min(config.max_running, config.tokens_per_step),
+            adapters=tuple(adapter.card for adapter in adapters),
+            image_rule=written_rule(rule),
+        )
 
     @property
     def card(self) -> ModelCard:
