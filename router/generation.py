@@ -38,6 +38,22 @@ class Generation:
     is_awaited: bool = True
     """Whether a client waits for its first token: the time that its tenant is promised is for these."""
 
+    def told_apart(self) -> bytes:
+        """The packed tokens, those of an image as numbers of its own: the same for the same image alone."""
+        packed = bytearray(self.submit.packed_tokens)
+        for span in self.submit.media:
+            size = 4 * span.length
+            name = span.content_hash * (size // len(span.content_hash) + 1)
+            packed[4 * span.start : 4 * span.start + size] = name[:size]
+        return bytes(packed)
+
+    def image_path(self, position: int) -> str | None:
+        """Where the client's body has the image that the token at `position` stands for, if it does."""
+        for span, media in zip(self.submit.media, self.media, strict=True):
+            if span.start <= position < span.start + span.length:
+                return media.path
+        return None
+
     @property
     def sampling(self) -> SamplingParams:
         return self.submit.sampling

@@ -194,7 +194,10 @@ def make_prompt(
         prompt_cache_key=key,
         timeout_seconds=request.timeout,
         salt_tag=salt_tag(request.cache_salt),
-        media=[Media(span.content_hash, each.content) for span, each in zip(spans, images, strict=True)],
+        media=[
+            Media(span.content_hash, each.content, each.path)
+            for span, each in zip(spans, images, strict=True)
+        ],
     )
     outputs = [_output(model, request, sampling, wishes) for _ in range(generation.num_choices)]
     return Prompt(generation, first_index, outputs)

@@ -18,6 +18,7 @@ from router.errors import InvalidRequest
 from router.explain.outline import PromptOutline, outline_of
 from router.history.splicing import STANDS_FOR_ANSWER
 from router.keeping import Keep
+from router.prompt.images import Shown, show
 from router.prompt.template import RESERVED_NAMES, TemplateError
 from router.prompt.text_model import TextModel
 from router.routing.bucket import BUCKET_TOKENS
@@ -104,13 +105,23 @@ def _with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
     ]
 
 
-def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> list[int]:
-    """Raises ContextLengthExceeded, before all is encoded, for what is far too long."""
+def encode_chat(model: TextModel, request: ChatRequest, chat: RenderedChat) -> Shown:
+    """Raises InvalidRequest, and ContextLengthExceeded, before all is encoded, for what is far too long."""
     check_text_length(model, chat.text, request.messages_field)
     token_ids = model.tokenizer.encode_within(most_tokens(model), chat.text, is_quoted=chat.is_quoted)
     if token_ids is None:
         raise too_many_tokens(model, request.messages_field)
-    return token_ids
+    return shown_chat(model, request, token_ids)
+
+
+def shown_chat(model: TextModel, request: ChatRequest, token_ids: list[int]) -> Shown:
+    """With the images that it has. Raises InvalidRequest."""
+    shown = show(token_ids, request.images, model.card.image_rule, request.messages_field)
+    if request.images and request.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "'truncate_prompt_tokens' is not supported with images.", parameter="truncate_prompt_tokens"
+        )
+    return shown
 
 
 def encoded_prompt(
@@ -118,18 +129,22 @@ def encoded_prompt(
     request: ChatRequest,
     chat: RenderedChat,
     token_ids: list[int],
+    shown: Shown,
     *,
     is_cut: bool = False,
     grammar: str = "",
     history: EncodedHistory | None = None,
 ) -> EncodedPrompt:
     """The tokens, with what is known of places in them, what the answer is held to, and by what the
-    conversation is known again. Of a prompt whose beginning `is_cut` the tokens are those that are left."""
+    conversation is known again. Of a prompt whose beginning `is_cut` the tokens are those that are left of
+    what is `shown`."""
     if is_cut:  # the places in it are no longer where they were
         num_stable_tokens, keeps = None, [Keep(keep.seconds) for keep in request.keeps]
     else:
-        num_stable_tokens = _num_stable_tokens(model, chat)
-        keeps = [Keep(keep.seconds, _num_kept_tokens(model, chat, keep)) for keep in request.keeps]
+        num_stable_tokens = _moved(shown, _num_stable_tokens(model, chat))
+        keeps = [
+            Keep(keep.seconds, _moved(shown, _num_kept_tokens(model, chat, keep))) for keep in request.keeps
+        ]
     return EncodedPrompt(
         pack_token_ids(token_ids),
         num_stable_tokens=num_stable_tokens,
@@ -138,7 +153,12 @@ def encoded_prompt(
         grammar=grammar,
         history=history,
         outline=_outline(request, history),
+        images=list(shown.images),
     )
+
+
+def _moved(shown: Shown, num_tokens: int | None) -> int | None:
+    return None if num_tokens is None else shown.moved(num_tokens)
 
 
 def _outline(request: ChatRequest, history: EncodedHistory | None) -> PromptOutline:
@@ -170,6 +190,8 @@ def _through_last_message(
     """The rendered text without what the template has put `behind` the last message's, which may have the
     same words. Raises InvalidRequest where the message does not stand in it as it was sent."""
     content = messages[-1]["content"]
+    if not isinstance(content, str):
+        raise InvalidRequest("A message with images cannot be continued.", parameter=parameter)
     stripped = content.strip()
     start = text.rfind(stripped, 0, len(text) - len(behind)) if stripped else -1
     if start < 0:
@@ -204,6 +226,8 @@ def _num_stable_tokens(model: TextModel, chat: RenderedChat) -> int | None:
     for message in chat.messages:
         if message["role"] == "user":
             content = message["content"]
+            if not isinstance(content, str):
+                return None
             start = chat.text.find(content.strip(), 0, LONG_HEAD_CHARACTERS)
             end = start + len(content)
             if start < 0 or end > LONG_HEAD_CHARACTERS:
@@ -238,6 +262,8 @@ def _head_end(chat: RenderedChat) -> int | None:
     first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     end = len(chat.text)
     for message in reversed(chat.messages[first:]):
+        if not isinstance(message["content"], str):
+            return None
         end = chat.text.rfind(message["content"].strip(), 0, end)
         if end < 0:
             return None
@@ -248,6 +274,8 @@ def _place_of(chat: RenderedChat, position: int) -> tuple[int, int] | None:
     """Where the text of the message at `position` begins and ends."""
     start = end = 0
     for message in chat.messages[: position + 1]:
+        if not isinstance(message["content"], str):
+            return None
         content = message["content"].strip()
         start = chat.text.find(content, end)
         if start < 0:

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from router.answers.wishes import OutputFormat, ToolChoice
 from router.api.sampling import GenerationFields
+from router.prompt.images import SentImage
 
 
 class KeepThrough(Struct, frozen=True, array_like=True):
@@ -25,13 +26,15 @@ class KeepThrough(Struct, frozen=True, array_like=True):
 class ChatRequest(GenerationFields, kw_only=True):
     """Its fields of sampling have been checked, under the names that its client knows them by.
 
-    `messages` are as chat templates expect them: `role`, `content` (a text), and where there are any
+    `messages` are as chat templates expect them: `role`, `content` (a text; with `images` in it a list of
+    parts, `{"type": "text", "text"}` and `{"type": "image"}`), and where there are any
     `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments": object}}`), `tool_call_id`,
     `name`, `reasoning_content`. `tools` are `{"type": "function", "function": {"name", "description",
     "parameters"}}`. `answers` is where the dialect keeps what its answers repeat of the question.
     """
 
     messages: list[dict[str, Any]]
+    images: list[SentImage] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice()
     output_format: OutputFormat | None = None

@@ -16,7 +16,7 @@ from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Promp
 from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
 from router.api.chat_history import TailOf
-from router.api.chat_prompt import encoded_prompt, render_chat
+from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
 from router.api.conversation import encoded_history, encoded_tail
@@ -89,13 +89,15 @@ async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
         check_text_length(model, chat.text, request.messages_field)
         token_ids = await model.tokenizer.encode_async(chat.text, is_quoted=chat.is_quoted)
         wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
-        kept = kept_tokens(request, model, token_ids)
+        shown = shown_chat(model, request, token_ids)
+        kept = kept_tokens(request, model, shown.token_ids)
         encoded = encoded_prompt(
             model,
             request,
             chat,
             kept,
-            is_cut=len(kept) < len(token_ids),
+            shown,
+            is_cut=len(kept) < len(shown.token_ids),
             grammar=await context.grammars.checked(wished, (namespace, salt)) if wished.text else "",
             history=encoded_history(request) if context.history.is_on else None,
         )
@@ -130,6 +132,7 @@ def _answer(context: ApiContext, caller: Caller, read: _Read, new_writer: NewWri
         packed_tokens=encoded.token_ids,
         keeps=encoded.keeps,
         num_stable_tokens=encoded.num_stable_tokens,
+        images=encoded.images,
     )
     prompt.turn, prompt.outline = turn, encoded.outline
     writer = new_writer(Chat(context, request, model, prompt))

@@ -17,8 +17,9 @@ from router.prompt.text_model import TextModel
 
 
 def encoded_history(request: ChatRequest) -> EncodedHistory | None:
-    """None where the model is not to begin a new answer, or not to see the conversation's beginning."""
-    is_cut = request.truncate_prompt_tokens is not None
+    """None where the model is not to begin a new answer, or not to see the conversation's beginning; and of
+    one with images, whose tokens would have to be remembered with them."""
+    is_cut = request.truncate_prompt_tokens is not None or bool(request.images)
     if is_cut or not request.add_generation_prompt or request.continue_final_message:
         return None
     messages = request.messages

@@ -45,6 +45,7 @@ class _Window(NamedTuple):
     context_length: int
     vocab_size: int
     eos_token_ids: Sequence[int]
+    image_rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from replicas.protocol.blocks import unpack_token_ids
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest, RouterError, UnknownModel
 from router.explain.outline import PromptOutline
 from router.keeping import Keep
+from router.prompt.images import PromptImage
 
 Digest = NewType("Digest", bytes)
 """Of a model's tokenizer files."""
@@ -36,6 +37,7 @@ class ModelWindow(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     is_adapter: bool = False
+    image_rule: str = ""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -81,6 +83,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
     grammar: str = ""
     history: EncodedHistory | None = None
     outline: PromptOutline | None = None
+    images: list[PromptImage] = []
 
     def ids(self) -> list[int]:
         return unpack_token_ids(self.token_ids)

@@ -59,15 +59,16 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
     model = models.get(request.model)
     with about_model(request.model):
         chat = render_chat(model, request)
-        token_ids = encode_chat(model, request, chat)
-        kept = kept_tokens(request, model, token_ids)
+        shown = encode_chat(model, request, chat)
+        kept = kept_tokens(request, model, shown.token_ids)
         wished = chat_grammar(model, request, starts_in_reasoning=chat.starts_in_reasoning)
         encoded = encoded_prompt(
             model,
             request,
             chat,
             kept,
-            is_cut=len(kept) < len(token_ids),
+            shown,
+            is_cut=len(kept) < len(shown.token_ids),
             grammar=wished.checked(),
             history=_history(model, request, chat) if job.has_history else None,
         )
@@ -76,7 +77,7 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
 
 def rest_of(request: ChatRequest) -> bytes:
     """What a conversation's answer needs of it, once its prompt has been made. Raises InvalidRequest."""
-    rest = msgspec.structs.replace(request, messages=[], template_arguments={}, output_format=None)
+    rest = msgspec.structs.replace(request, messages=[], images=[], template_arguments={}, output_format=None)
     try:
         return msgspec.msgpack.encode(rest)
     except OverflowError as error:

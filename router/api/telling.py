@@ -16,7 +16,7 @@ from router.api.stories import Stories, is_small
 from router.explain.causes import Cause
 from router.explain.diagnosis import NOT_FOUND, diagnosis
 from router.explain.outline import NO_OUTLINE
-from router.explain.places import Place
+from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
 from router.explain.story import PromptStory, Story, packed, placed, prompt_story, with_nearest
 from router.generation import Generation
@@ -55,6 +55,8 @@ class Telling:
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _place: "asyncio.Future[Place | None] | None" = None
     _sought: _Sought | None = None
+    _image: Place | None = None
+    """Where two prompts part at an image, nothing is to be looked for."""
     _placed: int = 0
     """The first index of the prompt in which that is looked for: the first that parts from an earlier one."""
 
@@ -77,8 +79,13 @@ class Telling:
                     else diagnosis(facts, earlier, remembered.compare(facts, earlier))
                 )
             number = None if nearest is None else nearest.diverges_at
-            if number is not None and self._place is None and self._sought is None:
+            is_first = self._place is None and self._sought is None and self._image is None
+            if number is not None and is_first:
                 self._placed = prompt.first_index
+                path = prompt.generation.image_path(number)
+                if path is not None:
+                    self._image = Place(path, PlaceKind.VALUE, is_certain=True)
+                    continue
                 self._seek(_Sought(body, prompt.generation, position, number))
 
     def _seek(self, sought: _Sought) -> None:
@@ -144,6 +151,8 @@ class Telling:
         self.stories.remembered.tell(first.remembered, first.facts.tenant, packed(story))
 
     def _found(self, story: PromptStory) -> Place | None:
+        if self._image is not None:
+            return self._image
         sought, looked = self._sought, self._place
         if sought is not None:
             self._sought = None
@@ -165,7 +174,7 @@ def facts_of(prompt: Prompt, caller: Caller, model: ServedModel) -> PromptFacts:
         namespace=NamespaceName(generation.model, adapter, generation.tenant),
         block_size=model.card.block_size,
         packed_hashes=b"".join(generation.block_hashes),
-        packed_tokens=generation.submit.packed_tokens,
+        packed_tokens=generation.told_apart() if generation.media else generation.submit.packed_tokens,
         salt_tag=generation.salt_tag,
         outline=prompt.outline or NO_OUTLINE,
         template_tag=model.template.tag,

@@ -51,7 +51,8 @@ def tokenize(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
     else:
         request = read_tokenized_chat(body)
         model = _named(models, request.model or None)
-        token_ids = encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
+        chat = render_chat(model, request, is_bounded=is_bounded)
+        token_ids = encode_chat(model, request, chat).token_ids
     content: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": model.card.context_length,

@@ -152,7 +152,12 @@ class Offload:
             card = catalog.get(name).card
             digest = Digest(catalog.bundle_of(card.name)[0])
             found[name] = ModelWindow(
-                digest, card.context_length, card.vocab_size, card.eos_token_ids, name in adapters
+                digest,
+                card.context_length,
+                card.vocab_size,
+                card.eos_token_ids,
+                name in adapters,
+                card.image_rule,
             )
         return found
 

@@ -1,27 +1,110 @@
-"""PromptImage and Media: images of a prompt, with the tokens that stand for them, and with their names.
+"""Images of a prompt: as they came, with the tokens that stand for them, and with their names.
 
-Plain data. A PromptImage travels to the process that prepares large bodies and back.
+Plain data, which travels to the process that prepares large bodies and back, and the way from the first form
+to the second.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
 from replicas.protocol.bounds import Uint32
+from replicas.protocol.image_rules import ImageRule, expand, rule_on_card
+from replicas.protocol.images import ImageError, ImageFormat, ImageSize
 from replicas.protocol.media import MAX_MEDIA_BYTES
+from router.errors import InvalidRequest
+
+NUM_KNOWN_RULES = 64
+
+Content = Annotated[bytes, Meta(max_length=MAX_MEDIA_BYTES)]
+
+
+class SentImage(Struct, frozen=True, array_like=True):
+    """An image in a client's body, at `path`. `digest` is `media_digest` of the content as it came; the size
+    is that of the image as it is shown."""
+
+    content: Content
+    digest: bytes
+    format: ImageFormat
+    width: Uint32
+    height: Uint32
+    path: str
+
+    @property
+    def size(self) -> ImageSize:
+        return ImageSize(self.format, self.width, self.height)
 
 
 class PromptImage(Struct, frozen=True, array_like=True):
-    """Tokens `[start, start + length)` stand for it; `digest` is `media_digest` of the content as it came."""
+    """Tokens `[start, start + length)` stand for it."""
 
-    content: Annotated[bytes, Meta(max_length=MAX_MEDIA_BYTES)]
+    content: Content
     digest: bytes
     start: Uint32
     length: Uint32
+    path: str = ""
 
 
 class Media(NamedTuple):
-    """An image, and its name under the root that its prompt has."""
+    """An image, its name under the root that its prompt has, and where it stands in the client's body."""
 
     content_hash: bytes
     content: bytes
+    path: str = ""
+
+
+class Shown(NamedTuple):
+    """A prompt with the tokens of its images in it."""
+
+    token_ids: list[int]
+    images: Sequence[PromptImage] = ()
+
+    def moved(self, num_tokens: int) -> int:
+        """Where so many tokens end here, of those that the prompt had with one token for each image."""
+        for image in self.images:
+            if image.start >= num_tokens:
+                break
+            num_tokens += image.length - 1
+        return num_tokens
+
+
+@lru_cache(maxsize=NUM_KNOWN_RULES)
+def rule_of(image_rule: str) -> ImageRule | None:
+    """Of a model's card. None where it reads text only, or says what is not understood here."""
+    try:
+        return rule_on_card(image_rule)
+    except ValueError:
+        return None
+
+
+def show(token_ids: list[int], images: Sequence[SentImage], image_rule: str, parameter: str) -> Shown:
+    """The prompt as an engine computes it. Raises InvalidRequest."""
+    if not images:
+        return Shown(token_ids)
+    rule = rule_of(image_rule)
+    if rule is None:
+        path = images[0].path
+        raise InvalidRequest(
+            f"This model reads text only; '{path}' is an image.", parameter=path, code="unsupported_value"
+        )
+    for image in images:
+        try:
+            rule.num_tokens(image.size)
+        except ImageError as error:
+            raise InvalidRequest(f"Invalid '{image.path}': {error}.", parameter=image.path) from error
+    try:
+        expanded, spans = expand(token_ids, [image.size for image in images], rule)
+    except ImageError as error:
+        raise InvalidRequest(
+            f"The model's chat template does not show all images of the {parameter}: {error}.",
+            parameter=parameter,
+        ) from error
+    return Shown(
+        expanded,
+        [
+            PromptImage(image.content, image.digest, span.offset, span.length, image.path)
+            for image, span in zip(images, spans, strict=True)
+        ],
+    )

@@ -126,6 +126,7 @@ def _request(asked: MessagesBody) -> ChatRequest:
         stop=asked.stop_sequences,
         user=_user(asked.metadata),
         messages=turns.messages,
+        images=turns.images.images,
         tools=tools,
         tool_choice=_tool_choice(asked.tool_choice, tools),
         output_format=_output_format(asked),

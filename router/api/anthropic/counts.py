@@ -15,5 +15,6 @@ def count_message_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -
     request = read_counted_message(body)
     model = models.get(request.model)
     with about_model(request.model):
-        token_ids = encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded))
-    return encode_json({"input_tokens": len(token_ids)})
+        chat = render_chat(model, request, is_bounded=is_bounded)
+        num_tokens = len(encode_chat(model, request, chat).token_ids)
+    return encode_json({"input_tokens": num_tokens})

@@ -6,10 +6,13 @@ block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from router.api.anthropic.caching import Marks, Place, mark_seconds
+from router.api.images import Images, content_of
 from router.errors import InvalidRequest
+
+Piece = TypeVar("Piece")
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """A text block of a coding agent that begins with this is for Anthropic's accounts. It changes with every
@@ -26,7 +29,9 @@ class Turns:
         self.messages: list[dict[str, Any]] = []
         self._marks = marks
         self._role = ""
-        self._texts: list[str] = []
+        self.images = Images()
+        self._texts: list[str | dict[str, Any]] = []
+        """And images, as parts, among them."""
         self._num_characters = 0
         self._reasoning: list[str] = []
         self._calls: dict[str, str] = {}
@@ -77,7 +82,11 @@ class Turns:
                 self._result(here, block)
             else:
                 self._turn("user")
-                self._say(_read_text(here, block))
+                piece = self._piece(here, block)
+                if isinstance(piece, str):
+                    self._say(piece)
+                else:
+                    self._texts.append(piece)
                 self._mark(here, block)
 
     def _result(self, path: str, block: Mapping[str, Any]) -> None:
@@ -97,13 +106,28 @@ class Turns:
                 parameter=path,
             )
         del self._unanswered[call_id]
-        text = _joined(f"{path}.content", block.get("content"), _read_text)
+        pieces = _pieces(f"{path}.content", block.get("content"), self._piece)
         if block.get("is_error"):
-            text = f"Error: {text}"
+            pieces = [f"Error: {pieces[0]}", *pieces[1:]] if pieces else ["Error: "]
         self._close()
         name = self._calls[call_id]
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
+        content = content_of(pieces)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": content})
         self._marks.block(path, block, Place(len(self.messages) - 1))
+
+    def _piece(self, path: str, block: Any) -> str | dict[str, Any]:
+        """A text, or an image as a part of a message."""
+        if _kind(path, block) != "image":
+            return _read_text(path, block)
+        match block.get("source"):
+            case {"type": "base64", **source}:
+                return self.images.add_base64(path, source.get("media_type"), source.get("data"))
+            case {"type": "url" | "file"}:
+                raise InvalidRequest(
+                    "Images are read from 'base64' sources only: nothing is fetched, and there are no files.",
+                    parameter=f"{path}.source",
+                )
+        raise _wrong(f"{path}.source", "an object with the type 'base64'")
 
     def _assistant(self, path: str, content: Sequence[Any]) -> None:
         if self._role != "assistant":
@@ -194,7 +218,7 @@ class Turns:
         """What the assistant says goes on from block to block; the blocks of others are lines."""
         if self._role:
             message = self.messages[-1]
-            message["content"] = ("" if self._role == "assistant" else "\n").join(self._texts)
+            message["content"] = content_of(self._texts, "" if self._role == "assistant" else "\n")
             if self._reasoning:
                 message["reasoning_content"] = "".join(self._reasoning)
         self._role = ""
@@ -232,9 +256,7 @@ def _read_text(path: str, block: Any) -> str:
         case "tool_reference":
             return "\n".join(_filled(block, "tool_name"))
         case "image" | "container_upload" | "browser_state" as kind:
-            raise InvalidRequest(
-                f"This model reads text only; '{kind}' blocks are not supported.", parameter=path
-            )
+            raise InvalidRequest(f"'{kind}' blocks are not supported here.", parameter=path)
         case kind:
             raise InvalidRequest(
                 f"Blocks of type '{kind[:40]}' are not supported here.", parameter=f"{path}.type"
@@ -260,13 +282,17 @@ def _filled(block: Mapping[str, Any], *fields: str) -> list[str]:
 
 
 def _joined(path: str, content: Any, read: Callable[[str, Any], str]) -> str:
+    return "\n".join(_pieces(path, content, read))
+
+
+def _pieces(path: str, content: Any, read: Callable[[str, Any], Piece]) -> list[Piece | str]:
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise _wrong(path, "text or a list of content blocks")
-    return "\n".join([read(f"{path}[{number}]", block) for number, block in enumerate(content)])
+    return [read(f"{path}[{number}]", block) for number, block in enumerate(content)]
 
 
 def _no_mark(path: str, block: Mapping[str, Any], what: str) -> None:

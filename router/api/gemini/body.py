@@ -27,6 +27,7 @@ from router.api.gemini.fields import (
 )
 from router.api.gemini.names import FieldsReader
 from router.api.gemini.schemas import json_schema
+from router.api.images import Images, content_of
 from router.api.json_body import check_range, check_salt, unsupported
 from router.api.openai.caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
@@ -43,6 +44,7 @@ ANY_JSON = {"type": ["object", "array"]}
 
 _ROLES = ("user", "model", "function")
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:\-]{0,127}")
+_OTHER_ALPHABET = str.maketrans("-_", "+/")
 _MEDIA = ("inline_data", "file_data", "executable_code", "code_execution_result", "tool_response")
 _MODES = {
     None: ToolMode.AUTO,
@@ -95,10 +97,12 @@ def _request(asked: GenerateContent, config: GenerationConfig) -> ChatRequest:
         if thinking.thinking_budget == 0:
             arguments["enable_thinking"] = False
     tools = _tools(asked)
+    messages = _Messages()
     return ChatRequest(
         model=asked.model.removeprefix(MODELS),
         stream=asked.stream,
-        messages=_Messages().read(asked),
+        messages=messages.read(asked),
+        images=messages.images.images,
         messages_field=CONTENTS,
         tool_parameter="tools",
         tools=tools,
@@ -173,6 +177,7 @@ class _Messages:
     """Contents as messages, with ids for calls that have none: templates pair results with calls by them."""
 
     def __init__(self) -> None:
+        self.images = Images()
         self._messages: list[dict[str, Any]] = []
         self._num_calls = 0
         self._unanswered: dict[str, deque[str]] = {}
@@ -219,16 +224,27 @@ class _Messages:
         return {"id": call_id, "type": "function", "function": function}
 
     def _add_question(self, parts: Sequence[Part], path: str) -> None:
-        texts: list[str] = []
+        pieces: list[str | dict[str, Any]] = []
         num_results = 0
         for number, part in enumerate(parts):
             if part.function_response is None:
-                texts.append(_text(part, f"{path}[{number}]"))
+                pieces.append(self._piece(part, f"{path}[{number}]"))
             else:
                 num_results += 1
                 self._messages.append(self._result(part.function_response, f"{path}[{number}]"))
-        if texts or not num_results:
-            self._messages.append({"role": "user", "content": "\n".join(texts)})
+        if pieces or not num_results:
+            self._messages.append({"role": "user", "content": content_of(pieces)})
+
+    def _piece(self, part: Part, path: str) -> str | dict[str, Any]:
+        """A text, or an image as a part of a message."""
+        if part.inline_data is None:
+            return _text(part, path)
+        given = part.inline_data if isinstance(part.inline_data, dict) else {}
+        media_type = given.get("mimeType", given.get("mime_type"))
+        data = given.get("data")
+        if isinstance(data, str):  # as Google's clients write it: RFC 4648's other alphabet is allowed
+            data = data.translate(_OTHER_ALPHABET)
+        return self.images.add_base64(f"{path}.inlineData", media_type, data)
 
     def _result(self, result: FunctionResponse, path: str) -> dict[str, Any]:
         if result.parts:
@@ -255,7 +271,7 @@ def _text(part: Part, path: str) -> str:
     for name in _MEDIA:
         if getattr(part, name) is not None:
             shown = "".join([name.split("_")[0], *(word.capitalize() for word in name.split("_")[1:])])
-            raise unsupported(f"{path}.{shown}", f"This model reads text only; '{path}' has '{shown}'.")
+            raise unsupported(f"{path}.{shown}", f"Text and images are read here; '{path}' has '{shown}'.")
     if part.function_call is not None or part.function_response is not None:
         raise InvalidRequest(
             f"Invalid '{path}': calls stand in contents of the model, their results in those of the user.",

@@ -15,6 +15,11 @@ def count_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
     request = read_counted(body)
     model = models.get(request.model)
     with about_model(request.model):
-        num_tokens = len(encode_chat(model, request, render_chat(model, request, is_bounded=is_bounded)))
-    details = [{"modality": "TEXT", "tokenCount": num_tokens}]
+        chat = render_chat(model, request, is_bounded=is_bounded)
+        shown = encode_chat(model, request, chat)
+    num_tokens = len(shown.token_ids)
+    num_image_tokens = sum(image.length for image in shown.images)
+    details = [{"modality": "TEXT", "tokenCount": num_tokens - num_image_tokens}]
+    if num_image_tokens:
+        details.append({"modality": "IMAGE", "tokenCount": num_image_tokens})
     return encode_json({"totalTokens": num_tokens, "promptTokensDetails": details})

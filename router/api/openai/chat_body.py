@@ -72,13 +72,14 @@ def read_tokenized_chat(body: bytes) -> ChatRequest:
 
 def _request(chat: ChatBody) -> ChatRequest:
     tools, tool_choice = _tools(chat)
-    messages, breakpoints = read_messages(chat.messages)
+    messages, breakpoints, images = read_messages(chat.messages)
     keeps = keeps_of(chat.prompt_cache_retention, chat.prompt_cache_options, breakpoints)
     given: dict[str, Any] = dict(zip(_FIELDS, msgspec.structs.astuple(chat), strict=False))
     given["max_tokens"] = chat.max_completion_tokens or chat.max_tokens
     return ChatRequest(
         **given,
         messages=messages,
+        images=images,
         tools=tools,
         tool_choice=tool_choice,
         output_format=output_format_of(chat, chat.response_format),

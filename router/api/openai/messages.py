@@ -5,18 +5,22 @@ through which a prompt is to stay cached. Pure.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from router.api.images import Images, content_of
 from router.api.json_body import missing, unsupported, wrong_type
 from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
+from router.prompt.images import SentImage
 
 ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
 PLAIN_ROLES = ("user", "system", "developer")
 """Of messages that are a text, and stay as they came."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+IMAGE_PARTS = ("image_url", "input_image")
+ROLES_WITH_IMAGES = ("user", "tool")
 _LEGACY_CALL_ID = "call_{}"
 _CONVERTED = ("content", "refusal", "audio", "tool_calls", "function_call", "reasoning", "reasoning_content")
 
@@ -26,6 +30,7 @@ class Messages(NamedTuple):
 
     messages: list[dict[str, Any]]
     breakpoints: list[int]
+    images: list[SentImage]
 
 
 def read_messages(sent: Sequence[dict[str, Any]]) -> Messages:
@@ -33,6 +38,7 @@ def read_messages(sent: Sequence[dict[str, Any]]) -> Messages:
     messages: list[dict[str, Any]] = []
     breakpoints: list[int] = []
     call_ids: set[str] = set()
+    images = Images()
     for position, message in enumerate(sent):
         role = message.get("role")
         if len(message) == 2 and role in PLAIN_ROLES and isinstance(message.get("content"), str):
@@ -44,7 +50,7 @@ def read_messages(sent: Sequence[dict[str, Any]]) -> Messages:
         read = {key: value for key, value in message.items() if value is not None and key not in _CONVERTED}
         if _has_breakpoint(path, message.get("content")):
             breakpoints.append(position)
-        read["content"] = _content(path, message)
+        read["content"] = _content(path, message, images)
         if role == "assistant":
             _read_assistant(path, message, read)
             call_ids.update(call["id"] for call in read.get("tool_calls", ()))
@@ -53,7 +59,7 @@ def read_messages(sent: Sequence[dict[str, Any]]) -> Messages:
         elif role == "function":
             read |= {"role": "tool", "tool_call_id": _LEGACY_CALL_ID.format(message.get("name"))}
         messages.append(read)
-    return Messages(messages, breakpoints)
+    return Messages(messages, breakpoints, images.images)
 
 
 def _wrong_role(path: str, role: Any) -> InvalidRequest:
@@ -68,13 +74,14 @@ def _wrong_role(path: str, role: Any) -> InvalidRequest:
     )
 
 
-def _content(path: str, message: dict[str, Any]) -> str:
+def _content(path: str, message: dict[str, Any], images: Images) -> str | list[dict[str, Any]]:
     content = message.get("content")
     path += ".content"
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "\n".join(texts_of(path, content))
+        takes_images = message["role"] in ROLES_WITH_IMAGES
+        return content_of(pieces_of(path, content, images if takes_images else None))
     if content is not None:
         raise wrong_type(path, "text or a list of parts")
     if message["role"] != "assistant":
@@ -82,21 +89,37 @@ def _content(path: str, message: dict[str, Any]) -> str:
     return _text_of(path.replace(".content", ".refusal"), message.get("refusal"))
 
 
-def texts_of(path: str, parts: list[Any]) -> Iterator[str]:
-    for number, part in enumerate(parts):
-        place = f"{path}[{number}]"
-        if isinstance(part, str):
-            yield part
-            continue
-        if not isinstance(part, dict):
-            raise wrong_type(place, "an object")
-        kind = part.get("type")
-        if kind not in TEXT_PARTS:
-            raise unsupported(f"{place}.type", f"This model reads text only; '{place}' is '{kind!s:.40}'.")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise wrong_type(f"{place}.text", "text")
-        yield text
+def pieces_of(path: str, parts: list[Any], images: Images | None) -> list[str | dict[str, Any]]:
+    """Texts, and images as parts where there may be any."""
+    return [_piece(f"{path}[{number}]", part, images) for number, part in enumerate(parts)]
+
+
+def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise wrong_type(path, "an object")
+    kind = part.get("type")
+    if kind in IMAGE_PARTS and images is not None:
+        return images.add_url(f"{path}.{kind}", _url(f"{path}.image_url", part))
+    if kind not in TEXT_PARTS:
+        raise unsupported(f"{path}.type", f"Text and images are read here; '{path}' is '{kind!s:.40}'.")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise wrong_type(f"{path}.text", "text")
+    return text
+
+
+def _url(path: str, part: dict[str, Any]) -> Any:
+    """Chats have it in an object, Responses by itself. `detail` says how much of an image is looked at: here
+    it is all that the model's processor makes of it."""
+    if part.get("file_id") is not None:
+        raise unsupported(path, "There are no files here: send the image as a 'data:' URL.")
+    given = part.get("image_url")
+    detail = given.get("detail") if isinstance(given, dict) else part.get("detail")
+    if detail not in (None, "auto", "low", "high", "original"):
+        raise InvalidRequest(f"Invalid value for '{path}.detail'.", parameter=f"{path}.detail")
+    return given.get("url") if isinstance(given, dict) else given
 
 
 def _has_breakpoint(path: str, content: Any) -> bool:

@@ -149,6 +149,7 @@ def _request(asked: ResponsesBody) -> ChatRequest:
         **{name: getattr(asked, name) for name in _FIELDS},
         max_tokens=asked.max_output_tokens,
         messages=conversation.messages,
+        images=conversation.images.images,
         tools=offered.tools,
         tool_choice=tool_choice(asked.tool_choice, offered, parallel=parallel),
         output_format=_output_format(asked),

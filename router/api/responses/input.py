@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.api.body_weight import MOST_BYTES
+from router.api.images import Images, content_of
 from router.api.json_body import missing, unsupported, wrong_type
 from router.api.openai.caching import check_breakpoint
-from router.api.openai.messages import read_arguments, texts_of
+from router.api.openai.messages import ROLES_WITH_IMAGES, pieces_of, read_arguments
 from router.errors import InvalidRequest
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -46,6 +47,7 @@ class Conversation:
     def __init__(self, names: Mapping[SpacedName, str] | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
         self.breakpoints: list[int] = []
+        self.images = Images()
         self._names = names or {}
         self._answer: dict[str, Any] | None = None
 
@@ -85,7 +87,7 @@ class Conversation:
         if role != "assistant":
             self._add(f"{path}.content", {"role": role}, content)
             return
-        text = _content(f"{path}.content", content)
+        text = _content(f"{path}.content", content, None)
         answer = self._answer
         if answer is None or (answer["content"] and "tool_calls" not in answer):
             answer = self._begin_answer()
@@ -95,7 +97,8 @@ class Conversation:
     def _add(self, path: str, message: dict[str, Any], content: Any) -> None:
         """A message that is not the assistant's."""
         self._answer = None
-        self.messages.append({**message, "content": _content(path, content)})
+        images = self.images if message["role"] in ROLES_WITH_IMAGES else None
+        self.messages.append({**message, "content": _content(path, content, images)})
         self._note_breakpoint(path, content)
 
     def _add_reasoning(self, path: str, item: dict[str, Any]) -> None:
@@ -133,14 +136,14 @@ class Conversation:
                 self.breakpoints.append(len(self.messages) - 1)
 
 
-def _content(path: str, content: Any) -> str:
+def _content(path: str, content: Any, images: Images | None) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if content is None:
         raise missing(path)
     if not isinstance(content, list):
         raise wrong_type(path, "text or a list of parts")
-    return "\n".join(texts_of(path, content))
+    return content_of(pieces_of(path, content, images))
 
 
 def _reasoning(path: str, item: dict[str, Any]) -> str:

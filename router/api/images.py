@@ -1,0 +1,80 @@
+"""Images in bodies, whatever their dialect: from what a client sends to bytes with a size.
+
+Owns the bounds on their number and bytes, and every sentence about one that is not taken. Pure: it also runs
+in the process that prepares large bodies. An image comes inside its body: nothing is fetched from anywhere.
+"""
+
+import binascii
+from typing import Any
+
+from replicas.protocol.images import ImageError, media_digest, read_size
+from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
+from router.api.json_body import missing, unsupported, wrong_type
+from router.errors import InvalidRequest
+from router.prompt.images import SentImage
+
+TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
+"""What a client may call its image. The bytes decide what it is."""
+
+_SHOWN_CHARACTERS = 40
+
+
+class Images:
+    """Those of one body, in the order in which its prompt has them."""
+
+    def __init__(self) -> None:
+        self.images: list[SentImage] = []
+
+    def add_url(self, path: str, url: Any) -> dict[str, Any]:
+        """A part of a message for the chat template, of a `data:` URL. Raises InvalidRequest."""
+        if url is None:
+            raise missing(path)
+        if not isinstance(url, str):
+            raise wrong_type(path, "text")
+        kind, comma, data = url.partition(",")
+        if not kind[:5].lower() == "data:" or not comma:
+            raise unsupported(
+                path,
+                "Images are read from 'data:' URLs only: nothing is fetched from other addresses, and there"
+                f" are no files here. '{path}' begins with '{url[:_SHOWN_CHARACTERS]}'.",
+            )
+        media_type, *options = kind[5:].split(";")
+        if not options or options[-1].strip().lower() != "base64":
+            raise unsupported(path, f"The 'data:' URL of '{path}' has to be in base64.")
+        return self.add_base64(path, media_type, data)
+
+    def add_base64(self, path: str, media_type: Any, data: Any) -> dict[str, Any]:
+        """The same, of base64 (RFC 4648). Raises InvalidRequest."""
+        if not isinstance(media_type, str) or media_type.strip().lower() not in TYPES:
+            raise unsupported(path, f"'{path}' has to be one of {', '.join(TYPES)}.")
+        if not isinstance(data, str):
+            raise missing(path) if data is None else wrong_type(path, "text")
+        if len(self.images) >= MAX_IMAGES:
+            raise InvalidRequest(f"A request has at most {MAX_IMAGES} images.", parameter=path)
+        if len(data) // 4 * 3 > MAX_MEDIA_BYTES + 2:
+            raise InvalidRequest(
+                f"An image has at most {MAX_MEDIA_BYTES:,} bytes; '{path}' has more.", parameter=path
+            )
+        try:
+            content = binascii.a2b_base64(data, strict_mode=True)
+        except ValueError as error:
+            raise InvalidRequest(f"'{path}' is no valid base64.", parameter=path) from error
+        if len(content) > MAX_MEDIA_BYTES:
+            raise InvalidRequest(
+                f"An image has at most {MAX_MEDIA_BYTES:,} bytes; '{path}' has more.", parameter=path
+            )
+        try:
+            size = read_size(content)
+        except ImageError as error:
+            raise InvalidRequest(f"Invalid '{path}': {error}.", parameter=path) from error
+        digest = media_digest(content)
+        self.images.append(SentImage(content, digest, size.format, size.width, size.height, path))
+        # By the digest, conversations and outlines tell images apart; no template writes it.
+        return {"type": "image", "digest": digest.hex()}
+
+
+def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:
+    """A message's content: a text where there is nothing else, else parts."""
+    if all(isinstance(piece, str) for piece in pieces):
+        return between.join(piece for piece in pieces if isinstance(piece, str))
+    return [{"type": "text", "text": piece} if isinstance(piece, str) else piece for piece in pieces]
