@@ -113,7 +113,10 @@ def _decoded(content: bytes, kind: ImageFormat, orientation: int) -> Image.Image
             opened.load()
             image: Image.Image = convert_image_mode(opened, "RGB")
             turn = _TURNS.get(orientation)
-            return image.copy() if turn is None else image.transpose(turn)
+            turned = image if turn is None else image.transpose(turn)
+            bare = Image.new("RGB", turned.size)  # what it says of itself would have it turned again
+            bare.paste(turned)
+            return bare
     except Exception as error:
         raise ImageError(BROKEN_IMAGE) from error
 

@@ -128,17 +128,15 @@ def encoded_prompt(
     model: TextModel,
     request: ChatRequest,
     chat: RenderedChat,
-    token_ids: list[int],
     shown: Shown,
+    kept: list[int],
     *,
-    is_cut: bool = False,
     grammar: str = "",
     history: EncodedHistory | None = None,
 ) -> EncodedPrompt:
-    """The tokens, with what is known of places in them, what the answer is held to, and by what the
-    conversation is known again. Of a prompt whose beginning `is_cut` the tokens are those that are left of
-    what is `shown`."""
-    if is_cut:  # the places in it are no longer where they were
+    """The tokens of it that are `kept`, with what is known of places in them, what the answer is held to, and
+    by what the conversation is known again."""
+    if len(kept) < len(shown.token_ids):  # the places in it are no longer where they were
         num_stable_tokens, keeps = None, [Keep(keep.seconds) for keep in request.keeps]
     else:
         num_stable_tokens = _moved(shown, _num_stable_tokens(model, chat))
@@ -146,7 +144,7 @@ def encoded_prompt(
             Keep(keep.seconds, _moved(shown, _num_kept_tokens(model, chat, keep))) for keep in request.keeps
         ]
     return EncodedPrompt(
-        pack_token_ids(token_ids),
+        pack_token_ids(kept),
         num_stable_tokens=num_stable_tokens,
         starts_in_reasoning=chat.starts_in_reasoning,
         keeps=keeps,

@@ -95,9 +95,8 @@ async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
             model,
             request,
             chat,
-            kept,
             shown,
-            is_cut=len(kept) < len(shown.token_ids),
+            kept,
             grammar=await context.grammars.checked(wished, (namespace, salt)) if wished.text else "",
             history=encoded_history(request) if context.history.is_on else None,
         )

@@ -66,9 +66,8 @@ def _chat(job: Job, models: TextModels, body: bytes) -> Outcome:
             model,
             request,
             chat,
-            kept,
             shown,
-            is_cut=len(kept) < len(shown.token_ids),
+            kept,
             grammar=wished.checked(),
             history=_history(model, request, chat) if job.has_history else None,
         )

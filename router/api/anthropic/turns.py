@@ -108,7 +108,8 @@ class Turns:
         del self._unanswered[call_id]
         pieces = _pieces(f"{path}.content", block.get("content"), self._piece)
         if block.get("is_error"):
-            pieces = [f"Error: {pieces[0]}", *pieces[1:]] if pieces else ["Error: "]
+            first, *others = pieces or [""]
+            pieces = [f"Error: {first}", *others] if isinstance(first, str) else ["Error:", first, *others]
         self._close()
         name = self._calls[call_id]
         content = content_of(pieces)

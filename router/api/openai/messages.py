@@ -101,7 +101,7 @@ def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:
         raise wrong_type(path, "an object")
     kind = part.get("type")
     if kind in IMAGE_PARTS and images is not None:
-        return images.add_url(f"{path}.{kind}", _url(f"{path}.image_url", part))
+        return images.add_url(f"{path}.image_url", _url(f"{path}.image_url", part))
     if kind not in TEXT_PARTS:
         raise unsupported(f"{path}.type", f"Text and images are read here; '{path}' is '{kind!s:.40}'.")
     text = part.get("refusal" if kind == "refusal" else "text")

@@ -258,7 +258,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [text(3)]}]}, "messages.0.content.0.text: "),  # type: ignore[arg-type]
     (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "messages.0.content.0: This model read",
+        "messages.0.content.0.source: Input sh",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},

@@ -57,7 +57,7 @@ CHAT_CHANGES: list[tuple[dict[str, Any], int, str, str | None]] = [
         {"messages": [{"role": "user", "content": IMAGE}]},
         400,
         "unsupported_value",
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

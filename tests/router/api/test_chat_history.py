@@ -226,7 +226,8 @@ async def test_a_wish_to_keep_reaches_through_the_same_message(
         keeps=[KeepThrough(60, place) for place in (0, 2, None)],
     )
     chat = render_chat(model, request)
-    plain = encoded_prompt(model, request, chat, encode_chat(model, request, chat))
+    shown = encode_chat(model, request, chat)
+    plain = encoded_prompt(model, request, chat, shown, shown.token_ids)
     plain = msgspec.structs.replace(plain, history=encoded_history(request))
     encoded, _ = server.context.history.go_on(
         model, OPEN_CALLER, request, plain, partial(encoded_tail, model, chat)

@@ -363,7 +363,10 @@ async def test_breakpoints_are_kept_through_their_message(
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"background": True}, "background"),
         ({"include_reasoning": False}, "include_reasoning"),
         ({"enable_response_messages": True}, "enable_response_messages"),
