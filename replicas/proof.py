@@ -6,10 +6,10 @@ for, and nothing would look broken; so it is refused before it registers.
 
 import random
 import time
-import zlib
 
 from replicas.engine import Engine, RequestRefused, expand
 from replicas.errors import StartupError
+from replicas.media.probes import PROBE_SIZES, has_room, probe_png, room_of
 from replicas.protocol.blocks import (
     HASH_BYTES,
     BlockHash,
@@ -24,13 +24,9 @@ from replicas.protocol.image_rules import ImageRule, rule_on_card
 from replicas.protocol.image_rules import expand as expand_images
 from replicas.protocol.images import ImageFormat, ImageSize
 from replicas.protocol.media import MediaQuestion
-from replicas.protocol.status import ModelCard
 
 NUM_PROBE_BLOCKS = 3
 MAX_PROBE_STEPS = 1000
-PROBE_SIZES = ((56, 56), (640, 224), (224, 640))
-"""Width and height of images, in pixels; those that the context has no room for are left out."""
-
 PROBE_IMAGE_SECONDS = 60.0
 
 TEXT_ONLY = "the setting image_bytes 0 serves the model for text only"
@@ -59,7 +55,7 @@ def prove_hashes(engine: Engine, rng: random.Random) -> int:
 
 def _prove(engine: Engine, rng: random.Random, adapter: str | None, *, num_published_blocks: int = 0) -> int:
     card = engine.card
-    num_blocks = min(NUM_PROBE_BLOCKS, _room(card) // card.block_size)
+    num_blocks = min(NUM_PROBE_BLOCKS, room_of(card) // card.block_size)
     if num_blocks < 1:
         raise StartupError(
             f"a context of {card.context_length} tokens and {card.num_blocks} blocks of {card.block_size}"
@@ -83,7 +79,7 @@ def _prove_images(engine: Engine, rng: random.Random, rule: ImageRule) -> int:
     num_tokens = 0
     for width, height in PROBE_SIZES:
         size = ImageSize(ImageFormat.PNG, width, height)
-        if rule.num_tokens(size) + card.block_size > _room(card):
+        if not has_room(card, rule, size):
             continue
         root = BlockHash(rng.randbytes(HASH_BYTES))
         content_hash = _take_image(engine, root, probe_png(width, height, rng.randbytes(3)))
@@ -94,11 +90,6 @@ def _prove_images(engine: Engine, rng: random.Random, rule: ImageRule) -> int:
         submit = Submit(0, pack_token_ids(prompt), _PROBE_SAMPLING, root, media=media)
         _compare(engine, submit, f"the probe prompt with an image of {width} by {height} pixels")
         num_tokens += len(prompt)
-    if not num_tokens:
-        raise StartupError(
-            f"a context of {card.context_length} tokens and {card.num_blocks} blocks of {card.block_size}"
-            f" leave no room for an image: {TEXT_ONLY}"
-        )
     return num_tokens
 
 
@@ -113,16 +104,6 @@ def _take_image(engine: Engine, root: BlockHash, content: bytes) -> bytes:
                 raise StartupError(f"the engine does not take the probe image, {problem}: {TEXT_ONLY}")
             return answer.content_hash
     raise StartupError(f"the engine does not read the probe image in {PROBE_IMAGE_SECONDS:g} s: {TEXT_ONLY}")
-
-
-def probe_png(width: int, height: int, colour: bytes) -> bytes:
-    """A PNG of one colour, in RGB (W3C, Portable Network Graphics, section 5)."""
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
-    rows = zlib.compress((b"\0" + colour * width) * height)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-        for kind, data in ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
-    )
 
 
 def _compare(engine: Engine, submit: Submit, probe: str) -> None:
@@ -148,11 +129,6 @@ def _compare(engine: Engine, submit: Submit, probe: str) -> None:
                 f"the {card.engine} engine reports another hash for block {position} of {probe}"
                 " than routers compute: this replica would never be found, and does not serve"
             )
-
-
-def _room(card: ModelCard) -> int:
-    """Tokens of a prompt that is to have its blocks, and one more for the answer."""
-    return min(card.context_length - 2, (card.num_blocks - 1) * card.block_size)
 
 
 def _run(engine: Engine, submit: Submit) -> tuple[list[int], list[CacheEvent]]:

@@ -156,8 +156,9 @@ class HandOver:
                     plan.answered(chunk, outcome, offer.peer.replica_id)
                     has_failed = outcome in (HandOverOutcome.NOT_SENT, HandOverOutcome.INCOMPLETE)
                     not_sent += [chunk] * has_failed
+        said_so = None if pace.was_late else offer.peer.replica_id
         for chunk in left:
-            plan.answered(chunk, pace.given_up or HandOverOutcome.LATE, offer.peer.replica_id)
+            plan.answered(chunk, pace.given_up or HandOverOutcome.LATE, said_so)
         return not_sent if HandOverOutcome.NOT_SENT in map(plan.outcome, not_sent) else []
 
     async def _ask(

@@ -26,6 +26,8 @@ class Pace:
         self.num_chunks = num_chunks
         self.given_up: HandOverOutcome | None = None
         """Why it is asked nothing more."""
+        self.was_late = False
+        """Then it may have done what it was asked for, and not have said so."""
         self._num_late = 0
 
     def recover(self) -> None:
@@ -40,6 +42,7 @@ class Pace:
     def failed(self, outcome: HandOverOutcome, num_asked: int) -> None:
         """It was asked for so many, busy ones after all pauses."""
         if outcome is HandOverOutcome.LATE:
+            self.was_late = True
             self._num_late += 1
             self.num_chunks = max(1, num_asked // 2)
         if outcome is not HandOverOutcome.LATE or self._num_late >= MAX_LATE:

@@ -7,7 +7,7 @@ who waits for which answer of the engine.
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
@@ -39,6 +39,11 @@ class MediaInbox(Protocol):
     def take_media(self, question: MediaQuestion) -> None: ...
 
 
+class _Asked(NamedTuple):
+    answer: asyncio.Future[MediaAnswer]
+    num_bytes: int
+
+
 class MediaDesk:
     """`takes_images` is what the model's card says."""
 
@@ -47,21 +52,27 @@ class MediaDesk:
         self._metrics = metrics
         self._takes_images = takes_images
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[MediaAnswer]] = {}
+        self._asked: dict[int, _Asked] = {}
         self._num_calls = 0
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """That are on their way."""
+        """That are on their way, be it that nobody waits for them any more: the engine has them."""
         return self._num_bytes
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
 
     def take(self, answers: Sequence[MediaAnswer]) -> None:
         """What the engine has said."""
         for answer in answers:
-            future = self._waiting.get(answer.number)
-            if future is not None and not future.done():
-                future.set_result(answer)
+            asked = self._asked.pop(answer.number, None)
+            if asked is not None:
+                self._give_back(asked.num_bytes)
+                if not asked.answer.done():
+                    asked.answer.set_result(answer)
 
     async def serve(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
         if not self._takes_images:
@@ -75,12 +86,18 @@ class MediaDesk:
         if self._num_calls >= MAX_CALLS:
             await self._refuse(context, MediaOutcome.FULL)
         self._num_calls += 1
-        try:
-            return await self._serve(parts, context)
-        finally:
-            self._num_calls -= 1
+        root, content = await self._read(parts, context)
+        answer = await self._ask(root, content)
+        if answer.is_full:
+            await self._refuse(context, MediaOutcome.FULL)
+        if answer.problem:
+            self._metrics.count(MediaOutcome.UNREADABLE)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, answer.problem)
+        self._metrics.taken(len(content), answer.seconds)
+        return MediaTaken(answer.content_hash)
 
-    async def _serve(self, parts: AsyncIterator[bytes], context: Any) -> MediaTaken:
+    async def _read(self, parts: AsyncIterator[bytes], context: Any) -> tuple[BlockHash, bytes]:
+        """All of it, which counts from its first part on; nothing does if it does not come."""
         root, num_bytes, content = BlockHash(b""), 0, bytearray()
         try:
             async for encoded in parts:
@@ -102,27 +119,23 @@ class MediaDesk:
                 content += part.content
             if not root or len(content) != num_bytes:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "less has come than was announced")
-            answer = await self._ask(root, bytes(content))
-        finally:
-            self._num_bytes -= num_bytes
-        if answer.is_full:
-            await self._refuse(context, MediaOutcome.FULL)
-        if answer.problem:
-            self._metrics.count(MediaOutcome.UNREADABLE)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, answer.problem)
-        self._metrics.taken(num_bytes, answer.seconds)
-        return MediaTaken(answer.content_hash)
+        except BaseException:
+            self._give_back(num_bytes)
+            raise
+        return root, bytes(content)
 
     async def _ask(self, root: BlockHash, content: bytes) -> MediaAnswer:
-        """For as long as the call has: gRPC ends it at its deadline."""
+        """For as long as the call has: gRPC ends it at its deadline. What the engine was given counts until
+        it has said what became of it."""
+        asked = _Asked(asyncio.get_running_loop().create_future(), len(content))
         number = next(self._numbers)
-        future: asyncio.Future[MediaAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        try:
-            self._inbox.take_media(MediaQuestion(number, root, content))
-            return await future
-        finally:
-            del self._waiting[number]
+        self._asked[number] = asked
+        self._inbox.take_media(MediaQuestion(number, root, content))
+        return await asked.answer
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._num_calls -= 1
+        self._num_bytes -= num_bytes
 
     async def _refuse(self, context: Any, outcome: MediaOutcome) -> None:
         self._metrics.count(outcome)

@@ -37,6 +37,7 @@ from replicas.grammars.opening import open_holder
 from replicas.kvcache.writers import Shares
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy, tenancy_of
+from replicas.media.probes import has_room_for_any
 from replicas.media.shelf import MediaItem
 from replicas.media.store import MediaStore
 from replicas.process.settings import SettingsError
@@ -115,6 +116,13 @@ class VllmEngine:
             raise
         self._core = CoreView(self._vllm)
         self._card = self._model_card(config, name, digest, adapters, rule)
+        if rule is not None and not has_room_for_any(self._card, rule):
+            logger.warning(
+                "a context of %d tokens leaves no room for an image: %s is served for text only",
+                self._card.context_length,
+                name,
+            )
+            rule, self._card = None, replace(self._card, image_rule="")
         self._images: MediaStore[ReadImage] | None = None
         if rule is not None:
             reader = ImageReader(self._vllm.renderer.get_mm_processor(), rule)

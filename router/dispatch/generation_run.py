@@ -32,6 +32,7 @@ from router.errors import (
     ContextLengthExceeded,
     GenerationFailed,
     InvalidRequest,
+    Overloaded,
     RouterError,
 )
 from router.generation import Generation
@@ -41,6 +42,10 @@ from router.routing.table import RoutedRequest
 
 LOOK_SECONDS = 1.0
 """A run that waits for an upload looks this often, whatever it is told."""
+
+
+MAX_MISSED = 2
+"""Times that what was sent was no longer there when it was asked for: a replica keeps the newest."""
 
 
 class GenerationRun:
@@ -66,6 +71,7 @@ class GenerationRun:
         self._listener: Listener | None = None
         self._error: Exception | None = None
         self._upload: Upload | None = None
+        self._num_missed = 0
 
     @property
     def num_attempts(self) -> int:
@@ -229,6 +235,16 @@ class GenerationRun:
             return
         if code is RefusalCode.MEDIA_MISSING:
             attempt.client.media.forget(self._generation.media)
+            self._num_missed += 1
+            if self._num_missed > MAX_MISSED and not visible:
+                self._error = Overloaded(
+                    "The replicas cannot keep all images of this request at once. Send fewer or smaller"
+                    " ones, or try again later.",
+                    retry_after_seconds=self._state.retry_after_seconds(self._generation.model),
+                )
+                for index in range(len(self._choices)):
+                    self.abort_choice(index)
+                return
         if code is RefusalCode.ENGINE_FAILED:
             self._state.replica_died(attempt.client)
         if visible:

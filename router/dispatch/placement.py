@@ -170,6 +170,8 @@ class Placement:
 
     def _let_go(self, routed: RoutedRequest, held: Held | None) -> RoutedRequest:
         assert self._asking is not None
+        if self.charge is not None:  # of a replica that was chosen and never asked
+            self.charge.close()
         self.charge = self._state.holding.charge(self._asking, routed, held)
         return routed
 

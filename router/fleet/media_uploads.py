@@ -94,6 +94,8 @@ class MediaUploads:
             assert isinstance(error, grpc.aio.AioRpcError)
             code = _CODES.get(error.code(), RefusalCode.INTERNAL)
             raise UploadFailed(code, error.details() or "the image was not taken") from error
+        except grpc.aio.UsageError as error:  # the channel was closed meanwhile
+            raise UploadFailed(RefusalCode.INTERNAL, "the connection was closed") from error
         except ValueError as error:
             raise UploadFailed(RefusalCode.INTERNAL, f"its answer breaks the contract: {error}") from error
         if taken.content_hash != media.content_hash:

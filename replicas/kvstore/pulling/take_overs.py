@@ -74,6 +74,8 @@ class _Asked:
     chunks: Sequence[LeasedChunk]
     outcomes: dict[BlockHash, HandOverOutcome] = field(default_factory=dict)
     coming: set[BlockHash] = field(default_factory=set)
+    pulled: set[BlockHash] = field(default_factory=set)
+    """Of these, what counts as its source's."""
 
 
 class TakeOvers:
@@ -130,6 +132,8 @@ class TakeOvers:
                 asked.coming.remove(key)
                 if place is None:
                     self._directory.leases.withdraw(key, asked.source)
+                    if key in asked.pulled and asked.source in self._num_pulled:
+                        self._num_pulled[asked.source] -= 1
                 asked.outcomes[key] = HandOverOutcome.NOT_SENT if place is None else HandOverOutcome.TAKEN
             self._answer_if_done(asked)
 
@@ -171,7 +175,7 @@ class TakeOvers:
                 asked.coming.add(chunk.key)
                 if place is None:
                     to_pull.append(chunk)
-        self._pull(take_over, to_pull)
+        asked.pulled = self._pull(take_over, to_pull)
         self.poll()
 
     def _has_before(self, asked: _Asked, chunk: LeasedChunk) -> bool:
@@ -192,21 +196,22 @@ class TakeOvers:
                 asked.outcomes[chunk.key] = HandOverOutcome.NO_ROOM
         return chunks
 
-    def _pull(self, take_over: TakeOver, chunks: Sequence[LeasedChunk]) -> None:
-        """In one transfer, whosever they are: a peer sends few at a time."""
+    def _pull(self, take_over: TakeOver, chunks: Sequence[LeasedChunk]) -> set[BlockHash]:
+        """In one transfer, whosever they are: a peer sends few at a time. Returns what comes."""
         source = take_over.source
         if not chunks or self._pulls is None or not self._pulls.may_pull(source):
-            return
+            return set()
         names = [ChunkName(chunk.key, chunk.parent, chunk.last_block) for chunk in chunks]
         known = self._directory.known
         self._pulls.begin(
             source, [(name, known(_tenancy(chunk))) for name, chunk in zip(names, chunks, strict=True)]
         )
-        num_pulled = sum(self._directory.place(name.key) is Place.COMING for name in names)
-        self._num_pulled[source.epoch] = self._num_pulled.get(source.epoch, 0) + num_pulled
+        coming = {name.key for name in names if self._directory.place(name.key) is Place.COMING}
+        self._num_pulled[source.epoch] = self._num_pulled.get(source.epoch, 0) + len(coming)
         self._num_pulled.move_to_end(source.epoch)
         if len(self._num_pulled) > MAX_SOURCES:
             self._num_pulled.popitem(last=False)
+        return coming
 
     def _answer_if_done(self, asked: _Asked) -> None:
         if not asked.coming:

@@ -308,3 +308,18 @@ def test_of_several_lists_the_last_one_is_made() -> None:
         store.take_overs.ask(ListLeases(number))
     assert [answer.number for answer in store.take_overs.take_answers()][-1] == 4
     assert not store.take_overs.is_listing
+
+
+def test_what_did_not_come_takes_no_room_from_what_is_asked_for_again() -> None:
+    """Of 40 slots a source may have ten, and it asks for six, three times."""
+    store = Store()
+    paths = ["a", "ab", "abc", "abcd", "abcde", "abcdef"]
+    for _ in range(2):
+        store.keep(*map(leased, paths))
+        for path in paths:
+            store.directory.given_up(key(path))
+        assert store.answer() == (NOT_SENT,) * 6
+    store.keep(*map(leased, paths))
+    for path in paths:
+        store.directory.filled(key(path))
+    assert store.answer() == (TAKEN,) * 6

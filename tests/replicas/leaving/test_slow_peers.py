@@ -129,8 +129,11 @@ async def test_one_that_is_late_again_is_left_alone_until_there_is_more_to_hand_
     assert scripted.num(LATE) == 8, "what has failed is counted once"
 
 
-async def test_one_that_was_late_is_told_what_another_has_taken_instead() -> None:
-    scripted = Scripted(fails(LATE), fails(LATE), takes)
+@pytest.mark.parametrize(
+    "answers", [[fails(LATE)] * 2, [fails(LATE), *[fails(BUSY)] * (pace.MAX_BUSY + 1)]], ids=["late", "busy"]
+)
+async def test_one_that_was_late_is_told_what_another_has_taken_instead(answers: list[Answer]) -> None:
+    scripted = Scripted(*answers, takes)
     scripted.peers = [PEER, replace(PEER, replica_id=ReplicaId("other"), epoch=Epoch("g"))]
     scripted.chunks = [LeasedChunk(key("a"), None, 7, 600, 300.0, bucket=b"b" * 16)]
     await scripted.hand_over.run(30.0)

@@ -10,7 +10,8 @@ import pytest
 
 from replicas.engine import RequestRefused
 from replicas.engine_process.build import build_engine
-from replicas.proof import probe_png, prove_hashes
+from replicas.media.probes import probe_png
+from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
 from replicas.protocol.frames import RefusalCode, UserTag
 from replicas.protocol.image_rules import ImageRule, expand, rule_on_card

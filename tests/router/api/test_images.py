@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replicas.proof import probe_png
+from replicas.media.probes import probe_png
 from replicas.protocol.image_rules import CellRule, TileRule, written_rule
 from replicas.protocol.images import media_digest
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES

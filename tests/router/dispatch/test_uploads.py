@@ -23,6 +23,7 @@ from router.errors import (
 )
 from router.generation import Generation
 from router.prompt.images import Media
+from router.queue.work import Charge
 from tests.router.dispatched_fleet import (
     GENERATION,
     ROOT,
@@ -88,9 +89,9 @@ async def test_what_a_replica_has_forgotten_is_sent_again_to_the_same_one(fleet:
 async def test_a_replica_that_never_has_it_is_not_asked_for_ever(fleet: DispatchedFleet) -> None:
     replica = await fleet.add("r0")
     replica.script.refusal = RefusalCode.MEDIA_MISSING
-    with pytest.raises(NoReplicaAvailable):
+    with pytest.raises(Overloaded, match="fewer or smaller"):
         await generate(fleet, showing(PICTURE))
-    assert replica.num_uploads == len(replica.submits) <= 5
+    assert replica.num_uploads == len(replica.submits) == 3
     fleet.assert_nothing_reserved()
 
 
@@ -118,9 +119,12 @@ async def test_where_one_replica_takes_no_image_another_does(fleet: DispatchedFl
     for name in ("r0", "r1"):
         (await fleet.add(name)).script.upload_error = grpc.StatusCode.RESOURCE_EXHAUSTED
     fleet.replicas[ReplicaId("r1")].script.upload_error = None
-    for _ in range(4):
-        assert_complete(await generate(fleet, showing(PICTURE)), 1)
-    assert not fleet.replicas[ReplicaId("r0")].submits
+    for place in range(8):
+        picture = b"picture %d" % place
+        generation = showing(picture, bucket=b"bucket %d" % place)
+        assert_complete(await generate(fleet, generation), 1)
+    refusing = fleet.replicas[ReplicaId("r0")]
+    assert refusing.num_uploads and not refusing.submits
     fleet.assert_nothing_reserved()
 
 
@@ -175,3 +179,29 @@ async def test_an_answer_that_goes_on_elsewhere_takes_its_images_along(fleet: Di
     (submit,) = other.submits
     assert submit.num_output_tokens == 7 and len(submit.media) == 2
     fleet.assert_nothing_reserved()
+
+
+async def test_a_tenant_is_charged_once_however_often_an_image_is_not_taken(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.upload_error = grpc.StatusCode.RESOURCE_EXHAUSTED
+    charges: list[Charge] = []
+    holding = fleet.dispatcher.state.holding
+    charge = holding.charge
+
+    def noted(*arguments: Any) -> Charge:
+        charges.append(charge(*arguments))
+        return charges[-1]
+
+    holding.charge = noted  # type: ignore[method-assign, assignment]
+    closed: list[Charge] = []
+    with pytest.MonkeyPatch.context() as patch:
+        close = Charge.close
+
+        def counted(self: Charge) -> None:
+            closed.append(self)
+            close(self)
+
+        patch.setattr(Charge, "close", counted)
+        with pytest.raises(Overloaded):
+            await generate(fleet, showing(PICTURE))
+    assert len(charges) > 1 and {id(each) for each in charges} == {id(each) for each in closed}
