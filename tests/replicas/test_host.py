@@ -110,9 +110,10 @@ async def test_drain_finishes_what_runs_refuses_the_rest_and_leaves(redis_url: s
     redis = connect(redis_url)
     async with running(host) as client:
         engine.gate.clear()
+        num_probes = len(engine.added)
         await client.send(submit(1, max_tokens=3))
         frame = await client.read()
-        while len(engine.added) < 2:  # noqa: ASYNC110 - the first was the probe
+        while len(engine.added) == num_probes:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await client.stub.drain(Nothing())
         while frame is not None and not frame.is_draining:

@@ -119,8 +119,9 @@ async def test_the_health_check_needs_no_certificate_and_knows_ready_from_draini
         async with channel_to(host, ca, ca.router()) as channel:
             client = RouterClient(channel)
             engine.gate.clear()
+            num_probes = len(engine.added)
             await client.send(submit(1))
-            while len(engine.added) < 2:  # noqa: ASYNC110 - the first was the probe
+            while len(engine.added) == num_probes:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             draining = asyncio.create_task(host.drain())
             while host.state is not ReplicaState.DRAINING:  # noqa: ASYNC110
