@@ -45,7 +45,10 @@ class Watchdog:
     def observe(self, frame: StepFrame, step_seconds: float) -> None:
         """A frame, if it is one of a step."""
         if step_seconds > 0:
-            self._watch.step_ended(step_seconds, frame.load.prefill_seconds_per_token)
+            load = frame.load  # a step may compute nothing but images
+            self._watch.step_ended(
+                step_seconds, load.prefill_seconds_per_token + load.encode_seconds_per_token
+            )
 
     async def run(self) -> None:
         watch = self._watch

@@ -4,7 +4,7 @@ Owns that plan, for real replicas and simulated ones alike. Pure: the directory 
 caller what moving and computing take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from replicas.kvstore.chunk import ChunkName
@@ -57,6 +57,7 @@ def plan_arrival(
     speeds: MoveSpeeds,
     wait_seconds: float,
     token_seconds: float,
+    encode_seconds: Callable[[int], float] | None = None,
     num_at_peer: int = 0,
     tenancy: Tenancy = NOBODYS,
 ) -> Plan:
@@ -74,7 +75,13 @@ def plan_arrival(
         return max(num_device_tokens, min((first + num_chunks) * chunk_tokens, num_findable_tokens))
 
     reach = Reach(num_device_tokens, reached(num_host), reached(len(places)), reached(num_anywhere))
-    way = cheapest_way(reach, speeds, wait_seconds=wait_seconds, token_seconds=token_seconds)
+    way = cheapest_way(
+        reach,
+        speeds,
+        wait_seconds=wait_seconds,
+        token_seconds=token_seconds,
+        encode_seconds=encode_seconds,
+    )
     num_wanted = max(0, -(-way.num_ready_tokens // chunk_tokens) - first)
     here = min(num_wanted, len(places))
     to_read = [

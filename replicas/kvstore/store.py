@@ -207,6 +207,7 @@ class ChunkStore:
         num_findable_tokens: int,
         wait_seconds: float,
         token_seconds: float,
+        encode_seconds: Callable[[int], float] | None = None,
         peer: PullHint | None = None,
         tenancy: Tenancy = NOBODYS,
     ) -> Plan:
@@ -223,6 +224,7 @@ class ChunkStore:
             speeds=self.speeds(),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
+            encode_seconds=encode_seconds,
             num_at_peer=0 if pulls is None or peer is None else pulls.num_at(peer),
             tenancy=tenancy,
         )

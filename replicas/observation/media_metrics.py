@@ -2,7 +2,9 @@
 
 import enum
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from replicas.protocol.frames import StepFrame
 
 
 class MediaOutcome(enum.StrEnum):
@@ -29,6 +31,16 @@ class MediaMetrics:
             "Time to decode images and to make of them what the model computes with",
             registry=registry,
         )
+        self._encoded = Counter(
+            "replica_encoded_image_tokens_total",
+            "Tokens of the images that the engine has encoded",
+            registry=registry,
+        )
+        self._encode_seconds = Gauge(
+            "replica_encode_seconds_per_image_token",
+            "What encoding an image takes for each token, beside computing it; 0 until it is measured",
+            registry=registry,
+        )
         for outcome in MediaOutcome:
             self._images.labels(outcome.value)
 
@@ -39,3 +51,8 @@ class MediaMetrics:
         self.count(MediaOutcome.TAKEN)
         self._bytes.inc(num_bytes)
         self._seconds.inc(seconds)
+
+    def encoded(self, frame: StepFrame) -> None:
+        if frame.num_encoded_tokens:
+            self._encoded.inc(frame.num_encoded_tokens)
+        self._encode_seconds.set(frame.load.encode_seconds_per_token)

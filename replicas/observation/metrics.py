@@ -338,6 +338,7 @@ class ReplicaMetrics:
         self.running.set(load.num_running)
         self.waiting.set(load.num_waiting)
         self.pending_tokens.set(load.num_pending_tokens)
+        self.media.encoded(frame)
         self.used_blocks.set(load.num_used_blocks)
         self.cached_blocks.set(load.num_cached_blocks)
         self.total_blocks.set(load.num_total_blocks)

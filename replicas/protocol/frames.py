@@ -266,8 +266,9 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     already takes. `num_host_bytes` and `num_disk_bytes` are in use there, of at most `max_host_bytes` and
     `max_disk_bytes`, which are 0 where there is no such tier.
 
-    `num_pending_tokens` are prompt tokens of admitted requests that are still to be computed.
-    `num_context_tokens` are the tokens held by running requests.
+    `num_pending_tokens` are prompt tokens of admitted requests that are still to be computed, and
+    `num_pending_image_tokens` are those of images that are still to be encoded for them, of which each takes
+    `encode_seconds_per_token` more. `num_context_tokens` are the tokens held by running requests.
     """
 
     num_running: NumRequests = 0
@@ -287,12 +288,15 @@ class LoadSnapshot(Struct, frozen=True, omit_defaults=True):
     max_host_bytes: NumBytes = 0
     num_disk_bytes: NumBytes = 0
     max_disk_bytes: NumBytes = 0
+    encode_seconds_per_token: Seconds = 0.0
+    num_pending_image_tokens: NumTokens = 0
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
     """All that one engine step said: token deltas of every request, cache events in order, load.
 
-    `num_prefill_tokens` and `num_decode_tokens` are what the step computed, for measuring its speed.
+    `num_prefill_tokens` and `num_decode_tokens` are what the step computed, and `num_encoded_tokens` those of
+    the images that it encoded, for measuring its speed.
     `started` are the requests that it was the first to compute anything of, `num_preemptions` counts those
     whose blocks it took.
     `load` counts every request whose serial is at most `last_serial`, as far as it still lives, and no
@@ -315,6 +319,7 @@ class StepFrame(Struct, frozen=True, array_like=True):
     tiers: TierFigures | None = None
     answers: list[StoreAnswer] = field(default_factory=list)
     media: list[MediaAnswer] = field(default_factory=list)
+    num_encoded_tokens: int = 0
 
 
 class ClientFrame(Struct, frozen=True, array_like=True):

@@ -4,8 +4,10 @@ Owns the arithmetic by which a router and a replica weigh moving against computi
 same answer from the same figures. Does not know who asks, and decides for one replica only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+from replicas.protocol.blocks import MediaSpan
 
 HOST_MOVE_SECONDS = 0.001
 DISK_MOVE_SECONDS = 0.004
@@ -70,10 +72,25 @@ def moves(reach: Reach, speeds: MoveSpeeds) -> Iterator[tuple[int, float]]:
         yield end, seconds
 
 
-def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token_seconds: float) -> Way:
+def num_image_tokens_left(media: Sequence[MediaSpan], num_ready_tokens: int) -> int:
+    """Of the images that have to be encoded if so many leading tokens of the prompt are ready: an image is
+    encoded whole if any of its tokens is computed.
+    """
+    return sum(span.length for span in media if span.start + span.length > num_ready_tokens)
+
+
+def cheapest_way(
+    reach: Reach,
+    speeds: MoveSpeeds,
+    *,
+    wait_seconds: float,
+    token_seconds: float,
+    encode_seconds: Callable[[int], float] | None = None,
+) -> Way:
     """The way that costs least, if a token takes `token_seconds` to compute and the queue `wait_seconds`.
 
-    KV moves while the request waits, and takes no time of the engine's.
+    KV moves while the request waits, and takes no time of the engine's. `encode_seconds` says what encoding
+    the prompt's images takes if so many tokens are ready.
     """
     device, host, local, peer = reach
     host_seconds, disk_seconds, pull_seconds, seconds = speeds
@@ -94,6 +111,8 @@ def cheapest_way(reach: Reach, speeds: MoveSpeeds, *, wait_seconds: float, token
         reached = end
         extra = seconds - wait_seconds if seconds > wait_seconds else 0.0
         saving = (end - device) * token_seconds - extra
+        if encode_seconds is not None:
+            saving += encode_seconds(device) - encode_seconds(end)
         if saving > best_saving:
             best_end, best_extra, best_saving = end, extra, saving
     return Way(best_end, best_extra)

@@ -3,17 +3,22 @@
 Owns the sums. Does not measure: it is told what each step took.
 """
 
+from collections.abc import Callable, Sequence
+
 from msgspec.structs import replace
 
 from replicas.kvstore.rate import DECAY, Rate
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import LoadSnapshot, StepFrame
+from replicas.protocol.ways import num_image_tokens_left
 
 
 class SpeedMeter:
-    """Seconds per prefilled token and per decode step, from the steps themselves.
+    """Seconds per prefilled token, per encoded token of an image and per decode step, from the steps.
 
-    Only steps that are mostly prefill count for it, and only those with no prefill at all
-    count for decode.
+    Only steps that are mostly prefill count for it, and only those with no prefill at all count for decode.
+    What a step that encodes images takes beyond its other tokens, encoding them takes. Until a step without
+    images has shown what those take, images count as prefill.
     """
 
     MIN_PREFILL_TOKENS = 16
@@ -21,11 +26,18 @@ class SpeedMeter:
 
     def __init__(self) -> None:
         self._prefill = Rate()
+        self._encode = Rate()
+        self._has_prefilled_text = False
         self._decode_step_seconds = 0.0
 
     def observe(self, frame: StepFrame, seconds: float) -> None:
         prefill, decode = frame.num_prefill_tokens, frame.num_decode_tokens
-        if prefill >= max(self.MIN_PREFILL_TOKENS, self.PREFILL_DOMINANCE * decode):
+        if frame.num_encoded_tokens and self._has_prefilled_text:
+            rest = prefill * self.prefill_seconds_per_token + (self._decode_step_seconds if decode else 0.0)
+            self._encode.observe(frame.num_encoded_tokens, max(0.0, seconds - rest))
+        elif prefill >= max(self.MIN_PREFILL_TOKENS, self.PREFILL_DOMINANCE * decode):
+            if not frame.num_encoded_tokens and not self._has_prefilled_text:
+                self._prefill, self._has_prefilled_text = Rate(), True
             self._prefill.observe(prefill, seconds)
         elif prefill == 0 and decode > 0:
             before = self._decode_step_seconds or seconds
@@ -36,9 +48,19 @@ class SpeedMeter:
             load,
             prefill_seconds_per_token=self.prefill_seconds_per_token,
             decode_step_seconds=self._decode_step_seconds,
+            encode_seconds_per_token=self._encode.seconds_per_unit or 0.0,
         )
 
     @property
     def prefill_seconds_per_token(self) -> float:
         """0.0 until a step has shown it."""
         return self._prefill.seconds_per_unit or 0.0
+
+    def encode_seconds(self, media: Sequence[MediaSpan]) -> Callable[[int], float] | None:
+        """What encoding these images of a prompt takes, by its leading tokens that are ready. None where
+        nothing is known of that.
+        """
+        rate = self._encode.seconds_per_unit
+        if not media or not rate:
+            return None
+        return lambda num_ready_tokens: rate * num_image_tokens_left(media, num_ready_tokens)

@@ -17,6 +17,7 @@ from replicas.protocol.frames import LoadSnapshot
 class _Arrival:
     num_requests: int
     num_tokens: int
+    num_image_tokens: int
 
 
 class Arrivals:
@@ -25,6 +26,7 @@ class Arrivals:
         self._arrivals: dict[int, _Arrival] = {}  # ascending, like the ids
         self._num_requests = 0
         self._num_tokens = 0
+        self._num_image_tokens = 0
         self._load: LoadSnapshot | None = load
 
     @property
@@ -36,6 +38,7 @@ class Arrivals:
                 counted,
                 num_waiting=counted.num_waiting + self._num_requests,
                 num_pending_tokens=counted.num_pending_tokens + self._num_tokens,
+                num_pending_image_tokens=counted.num_pending_image_tokens + self._num_image_tokens,
             )
         return self._load
 
@@ -44,11 +47,14 @@ class Arrivals:
         """Those that the engine has not counted yet, each choice for itself."""
         return self._num_requests
 
-    def add(self, serial: int, *, num_requests: int, num_tokens: int) -> None:
-        """The engine has been given a request that would compute `num_tokens` of its prompt."""
-        self._arrivals[serial] = _Arrival(num_requests, num_tokens)
+    def add(self, serial: int, *, num_requests: int, num_tokens: int, num_image_tokens: int = 0) -> None:
+        """The engine has been given a request that would compute `num_tokens` of its prompt, and encode
+        images of so many.
+        """
+        self._arrivals[serial] = _Arrival(num_requests, num_tokens, num_image_tokens)
         self._num_requests += num_requests
         self._num_tokens += num_tokens
+        self._num_image_tokens += num_image_tokens
         self._load = None
 
     def remove(self, serial: int) -> None:
@@ -57,6 +63,7 @@ class Arrivals:
         if arrival is not None:
             self._num_requests -= arrival.num_requests
             self._num_tokens -= arrival.num_tokens
+            self._num_image_tokens -= arrival.num_image_tokens
             self._load = None
 
     def take(self, load: LoadSnapshot, last_serial: int) -> None:

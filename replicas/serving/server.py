@@ -39,6 +39,7 @@ from replicas.protocol.hand_overs import TakenOver
 from replicas.protocol.media import MediaTaken
 from replicas.protocol.service import handler
 from replicas.protocol.status import Epoch, ModelCard, ReplicaId, TokenizerBundle
+from replicas.protocol.ways import num_image_tokens_left
 from replicas.protocol.wire import (
     SERVICE_NAME,
     BlockList,
@@ -348,7 +349,12 @@ class ReplicaServer:
         num_tokens = submit.num_expected_tokens or submit.num_tokens
         self._waits.begin(serial)
         self._intake.take(serial, submit)
-        self._arrivals.add(serial, num_requests=submit.num_choices, num_tokens=num_tokens)
+        self._arrivals.add(
+            serial,
+            num_requests=submit.num_choices,
+            num_tokens=num_tokens,
+            num_image_tokens=num_image_tokens_left(submit.media, submit.num_tokens - num_tokens),
+        )
         choices = set(range(submit.num_choices))
         trace = self._tracing.taken(submit, self._num_frames)
         request = self._open[serial] = OpenRequest(stream, submit.submit_id, choices, trace=trace)

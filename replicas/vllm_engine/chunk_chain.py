@@ -45,7 +45,7 @@ class ChunkChain:
         """Below the device, and sooner computed than moved."""
         self._root = root
         self._published = published
-        self._media = media
+        self.media = media
         self._token_ids = token_ids
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
@@ -131,7 +131,7 @@ class ChunkChain:
                 parent=self._hashes[-1] if num_known else None,
                 start=start,
                 published=self._published,
-                media=self._media,
+                media=self.media,
             )
         assert len(self._hashes) >= num_blocks, "a chunk is named when all its tokens are known"
         return self._hashes

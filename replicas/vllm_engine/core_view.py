@@ -73,6 +73,7 @@ class CoreView:
         self._scheduler.schedule = self._schedule_and_note
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
+        self._num_encoded_tokens = 0
         self._started: list[Started] = []
         self._num_preemptions = 0
 
@@ -128,6 +129,11 @@ class CoreView:
         self._num_prefill_tokens = self._num_decode_tokens = 0
         return computed
 
+    def take_num_encoded(self) -> int:
+        """Tokens of the images that were encoded in the steps since the last call."""
+        num_encoded, self._num_encoded_tokens = self._num_encoded_tokens, 0
+        return num_encoded
+
     def take_started(self) -> list[Started]:
         """Requests first scheduled since the last call."""
         started = self._started
@@ -173,6 +179,9 @@ class CoreView:
                     Started(request, int(stats.num_cached_tokens), int(stats.num_external_cached_tokens))
                 )
         self._num_preemptions += len(output.preempted_req_ids or ())
+        for internal_id, inputs in output.scheduled_encoder_inputs.items():
+            features = self._scheduler.requests[internal_id].mm_features
+            self._num_encoded_tokens += sum(features[each].mm_position.length for each in inputs)
         for internal_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[internal_id]
             # The scheduler counts them as computed already.

@@ -58,6 +58,7 @@ from replicas.protocol.image_rules import ImageRule, written_rule
 from replicas.protocol.media import MediaAnswer, MediaQuestion
 from replicas.protocol.pulls import PullHint
 from replicas.protocol.status import ModelCard, TokenizerBundle
+from replicas.protocol.ways import num_image_tokens_left
 from replicas.scheduling.admission import AdmissionLimits, check_admission
 from replicas.scheduling.constraining import failure
 from replicas.toy_model import checkpoint_directory
@@ -345,6 +346,7 @@ class VllmEngine:
             started=[live.request.key for live in started],
             num_preemptions=self._core.take_num_preemptions(),
             media=self._take_images(),
+            num_encoded_tokens=self._core.take_num_encoded(),
         )
         return frame if self._tier is None else self._tier.fill(frame, seconds)
 
@@ -511,10 +513,14 @@ class VllmEngine:
         return TokenDelta(live.request.key, token_ids, finish_reason, usage, logprobs, refusal)
 
     def _load(self) -> LoadSnapshot:
-        num_running = num_context_tokens = num_pending_tokens = 0
+        num_running = num_context_tokens = num_pending_tokens = num_pending_image_tokens = 0
         for live in self._live.values():
-            inner = live.inner
-            if not self._core.is_running(inner):
+            inner, media = live.inner, live.request.submit.media
+            is_running = self._core.is_running(inner)
+            if media:
+                num_ready = inner.num_computed_tokens if is_running else live.num_tokens_found_on_arrival
+                num_pending_image_tokens += num_image_tokens_left(media, num_ready)
+            if not is_running:
                 num_pending_tokens += live.num_expected_tokens
                 continue
             num_running += 1
@@ -527,6 +533,7 @@ class VllmEngine:
             num_running=num_running,
             num_waiting=len(self._live) - num_running,
             num_pending_tokens=num_pending_tokens,
+            num_pending_image_tokens=num_pending_image_tokens,
             num_context_tokens=num_context_tokens,
             num_used_blocks=self._card.num_blocks - self._core.num_free_blocks,
             num_cached_blocks=self._cache.hashes.num_copies(),

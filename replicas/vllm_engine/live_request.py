@@ -41,6 +41,10 @@ class LiveRequest:
     def num_prompt_tokens(self) -> int:
         return len(self.request.token_ids) - self.request.submit.num_output_tokens
 
+    @property
+    def num_tokens_found_on_arrival(self) -> int:
+        return len(self.request.token_ids) - self.num_expected_tokens
+
     def usage(self, output: Any, block_size: int, chain: ChunkChain | None) -> PromptUsage:
         """vLLM's own counters, less what they say of output that an earlier run produced."""
         num_prompt_tokens = self.num_prompt_tokens

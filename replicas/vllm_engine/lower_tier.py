@@ -109,6 +109,7 @@ class LowerTier:
             num_findable_tokens=len(request.all_token_ids),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
+            encode_seconds=self._meter.encode_seconds(chain.media),
             peer=self.requests.pull(request),
             tenancy=chain.tenancy,
         )

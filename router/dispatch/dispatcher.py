@@ -60,7 +60,10 @@ class Dispatcher:
     def preview(self, generation: Generation) -> Preview:
         """Where it would go now, without sending it. Raises UnknownModel or NoReplicaAvailable."""
         request = RoutingRequest(
-            generation.bucket, len(generation.token_ids), self.table.block_size(generation.model)
+            generation.bucket,
+            len(generation.token_ids),
+            self.table.block_size(generation.model),
+            media=generation.submit.media,
         )
         return self.table.preview(
             generation.model, request, generation.block_hashes, adapter=generation.adapter

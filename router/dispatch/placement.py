@@ -128,7 +128,12 @@ class Placement:
         elif self._held is None and self._is_behind(exclude):
             return Obstacle.LINE
         try:
-            request = RoutingRequest(generation.bucket, num_tokens, table.block_size(generation.model))
+            request = RoutingRequest(
+                generation.bucket,
+                num_tokens,
+                table.block_size(generation.model),
+                media=generation.submit.media,
+            )
             started = time.perf_counter()
             if self.suspected is None and not self.num_attempts:
                 routed = self._ask(request, exclude)

@@ -69,7 +69,9 @@ class Pulse:
     def patience(self, load: LoadSnapshot) -> float:
         if not load.prefill_seconds_per_token and not load.decode_step_seconds:
             return UNMEASURED_FACTOR * self._seconds
-        step = max(load.decode_step_seconds, load.num_pending_tokens * load.prefill_seconds_per_token)
+        prefill = load.num_pending_tokens * load.prefill_seconds_per_token
+        encode = load.num_pending_image_tokens * load.encode_seconds_per_token
+        step = max(load.decode_step_seconds, prefill + encode)
         return max(self._seconds, STEPS_OF_PATIENCE * step)
 
     def _note(self, num_tokens: dict[int, int], now: float) -> None:

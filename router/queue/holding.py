@@ -289,7 +289,7 @@ class Holding:
         asking, line = held.asking, held.line
         pace = fleet.pace.seconds_per_token or self._room.token_seconds(line)
         wait_seconds = self._work_ahead(fleet, asking, line) * pace
-        service_seconds = self._room.wait_seconds(line) + num_uncached * self._room.token_seconds(line)
+        service_seconds = self._service_seconds(line, asking, num_uncached)
         allowed = self.rules.longest_seconds
         held.latest_start = now + allowed
         if asking.deadline is not None:
@@ -322,7 +322,7 @@ class Holding:
         """An idle replica tries whatever it is asked: its speed may not be known."""
         if asking.deadline is None or not self._table.load(line).num_requests:
             return
-        seconds = self._room.wait_seconds(line) + num_uncached * self._room.token_seconds(line)
+        seconds = self._service_seconds(line, asking, num_uncached)
         if now + seconds > asking.deadline:
             self.counts.num_refused_at_once += 1
             raise self._too_long(asking, seconds, asking.deadline - now)
@@ -331,8 +331,14 @@ class Holding:
         deadline = held.asking.deadline
         if deadline is None or not self._table.load(replica_id).num_requests:
             return False
-        seconds = self._room.wait_seconds(replica_id) + num_uncached * self._room.token_seconds(replica_id)
+        seconds = self._service_seconds(replica_id, held.asking, num_uncached)
         return now + seconds > deadline
+
+    def _service_seconds(self, replica_id: ReplicaId, asking: Asking, num_uncached: int) -> float:
+        """Until it has computed this prompt, which is next there."""
+        return self._room.wait_seconds(replica_id) + self._room.prompt_seconds(
+            replica_id, asking.request, num_uncached
+        )
 
     def _too_long(self, asking: Asking, expected: float, allowed: float) -> RouterError:
         retry_after = self._retry_after(expected - max(0.0, allowed))

@@ -13,6 +13,8 @@ of long answers holds them all, and whoever comes waits until some of these have
 from dataclasses import dataclass
 
 from replicas.protocol.status import ReplicaId
+from replicas.protocol.ways import num_image_tokens_left
+from router.routing.decision import RoutingRequest
 from router.routing.table import RoutingTable
 
 DEFAULT_TOKEN_SECONDS = 1e-4
@@ -33,7 +35,14 @@ class Room:
     def wait_seconds(self, replica_id: ReplicaId) -> float:
         """What the prompts that it has take."""
         load = self.table.load(replica_id)
-        return load.num_pending_tokens * (load.prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS)
+        seconds = load.num_pending_tokens * (load.prefill_seconds_per_token or DEFAULT_TOKEN_SECONDS)
+        return seconds + load.num_pending_image_tokens * (load.encode_seconds_per_token or 0.0)
+
+    def prompt_seconds(self, replica_id: ReplicaId, request: RoutingRequest, num_uncached: int) -> float:
+        """What this prompt takes there, of which so many tokens are computed."""
+        encode_seconds = self.table.load(replica_id).encode_seconds_per_token or 0.0
+        num_image_tokens = num_image_tokens_left(request.media, request.num_tokens - num_uncached)
+        return num_uncached * self.token_seconds(replica_id) + num_image_tokens * encode_seconds
 
     def is_full(self, replica_id: ReplicaId) -> bool:
         """Whether there is room for no prompt, however short."""

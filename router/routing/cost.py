@@ -19,13 +19,17 @@ How much of the prompt is *ready* when its turn comes is a choice, and the cheap
 the device alone, or also what lies in host memory, on disk, or deeper at a peer. KV moves while the request
 waits, and takes no time of the engine's, so only a move that is longer than the queue delays it. What it
 takes is the replica's own measurement; a way whose speed is unknown is never taken.
+
+Of a prompt with images, prefill(rest) has what encoding them takes besides: of every image that is not
+ready whole. While no replica has measured that, it counts for nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
-from replicas.protocol.ways import Reach, cheapest_way
+from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.ways import Reach, cheapest_way, num_image_tokens_left
 from router.routing.load import ReplicaLoad
 
 SPEED_BAND = 2.0
@@ -73,12 +77,13 @@ class FleetRates(NamedTuple):
 
     prefill_seconds_per_token: float
     decode_step_seconds: float
+    encode_seconds_per_token: float = 0.0
 
 
 class Cost(NamedTuple):
     """`num_ready_tokens` is what it is cheapest to have on the device when the computing begins, and
     `move_seconds` how much longer than the queue bringing it there takes. A token of a prompt takes
-    `token_seconds` to compute there.
+    `token_seconds` to compute there. `encode_seconds` of the prefill are for images.
     """
 
     wait_seconds: float
@@ -88,6 +93,7 @@ class Cost(NamedTuple):
     move_seconds: float = 0.0
     num_ready_tokens: int = 0
     token_seconds: float = 0.0
+    encode_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -114,6 +120,14 @@ def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> Fle
     )
 
 
+def typical_encode_seconds(loads: Iterable[ReplicaLoad]) -> float:
+    """The median of what a token of an image takes to encode; 0 where none was measured."""
+    measured = [
+        load.encode_seconds_per_token for load in loads if _is_measured(load.encode_seconds_per_token)
+    ]
+    return _median(measured) if measured else 0.0
+
+
 def cost_of(
     load: ReplicaLoad,
     *,
@@ -121,6 +135,7 @@ def cost_of(
     reach: Reach,
     rates: FleetRates,
     parameters: CostParameters,
+    media: Sequence[MediaSpan] = (),
 ) -> Cost:
     """The cost of a prompt of `num_tokens` at a replica that is this busy and has so much of it.
 
@@ -130,13 +145,23 @@ def cost_of(
     rate = _own_or_typical(load.prefill_seconds_per_token, rates.prefill_seconds_per_token)
     step = _own_or_typical(load.decode_step_seconds, rates.decode_step_seconds)
     wait_seconds = load.num_pending_tokens * rate + load.num_requests * step
+    if load.num_pending_image_tokens:
+        wait_seconds += load.num_pending_image_tokens * _encode_rate(load, rates)
     num_ready_tokens, extra_seconds = reach.device, 0.0
     if reach.peer > num_ready_tokens:
-        token_seconds = rate * (1.0 + parameters.delay_price * load.num_requests)
+        dearer = 1.0 + parameters.delay_price * load.num_requests
         num_ready_tokens, extra_seconds = cheapest_way(
-            reach, load.speeds, wait_seconds=wait_seconds, token_seconds=token_seconds
+            reach,
+            load.speeds,
+            wait_seconds=wait_seconds,
+            token_seconds=rate * dearer,
+            encode_seconds=_encode_seconds(load, rates, media, dearer) if media else None,
         )
     prefill_seconds = (num_tokens - num_ready_tokens) * rate
+    encode_seconds = 0.0
+    if media:
+        encode_seconds = _encode_seconds(load, rates, media)(num_ready_tokens)
+        prefill_seconds += encode_seconds
     return Cost(
         wait_seconds,
         prefill_seconds,
@@ -148,7 +173,24 @@ def cost_of(
         extra_seconds,
         num_ready_tokens,
         rate,
+        encode_seconds,
     )
+
+
+def _encode_seconds(
+    load: ReplicaLoad, rates: FleetRates, media: Sequence[MediaSpan], times: float = 1.0
+) -> Callable[[int], float]:
+    """Of the images of a prompt there, by its leading tokens that are ready."""
+    rate = _encode_rate(load, rates) * times
+    return lambda num_ready_tokens: rate * num_image_tokens_left(media, num_ready_tokens)
+
+
+def _encode_rate(load: ReplicaLoad, rates: FleetRates) -> float:
+    typical = rates.encode_seconds_per_token
+    if not typical:  # the request has no images; those that wait there take what that replica says
+        own = load.encode_seconds_per_token
+        return own if _is_measured(own) else 0.0
+    return _own_or_typical(load.encode_seconds_per_token, typical)
 
 
 def _median(values: list[float]) -> float:

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from replicas.protocol.affinity import AffinityOrder, AffinityRanking
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import Reach
-from router.routing.cost import Cost, CostParameters, FleetRates, cost_of, fleet_rates
+from router.routing.cost import (
+    Cost,
+    CostParameters,
+    FleetRates,
+    cost_of,
+    fleet_rates,
+    typical_encode_seconds,
+)
 from router.routing.levels import Depths, Held, Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
@@ -41,12 +49,16 @@ class DecisionReason(enum.StrEnum):
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """All that a decision needs of a request. `sequence` counts a router's requests (round robin)."""
+    """All that a decision needs of a request. `sequence` counts a router's requests (round robin).
+
+    `media` are where its images stand.
+    """
 
     bucket: bytes
     num_tokens: int
     block_size: int
     sequence: int = 0
+    media: tuple[MediaSpan, ...] = ()
 
 
 class Replicas(Mapping[ReplicaId, ReplicaLoad]):
@@ -216,11 +228,21 @@ def weigh(
     parameters: CostParameters,
 ) -> tuple[Candidate, ...]:
     """What each would cost, if it may pull from any of `replicas`."""
+    if request.media:
+        encode_seconds = typical_encode_seconds(load for _, _, load in considered)
+        rates = rates._replace(encode_seconds_per_token=encode_seconds)
     candidates = []
     reaches = _Reaches(request, replicas, overlaps)
     for rank, replica_id, load in considered:
         reach = reaches.of(replica_id, load)
-        cost = cost_of(load, num_tokens=request.num_tokens, reach=reach, rates=rates, parameters=parameters)
+        cost = cost_of(
+            load,
+            num_tokens=request.num_tokens,
+            reach=reach,
+            rates=rates,
+            parameters=parameters,
+            media=request.media,
+        )
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)
 

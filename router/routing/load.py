@@ -29,7 +29,8 @@ A replica that claimed nearly nothing would draw every prompt that it could brin
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
-    """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed.
+    """`num_requests` run or wait; `num_pending_tokens` of prompts are still to be computed, and
+    `num_pending_image_tokens` of their images to be encoded.
 
     `num_context_tokens` are held by its requests. `cache_fill` is the share of its KV blocks that hold
     something; a replica that has said nothing yet is taken to be new, and empty. Rates are None until the
@@ -43,17 +44,30 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     prefill_seconds_per_token: float | None = None
     decode_step_seconds: float | None = None
     speeds: MoveSpeeds = NO_MOVES
+    num_pending_image_tokens: int = 0
+    encode_seconds_per_token: float | None = None
 
 
 class Reservation:
     """One request's share of a replica's load. Leaving it gives everything back, once."""
 
-    __slots__ = ("_book", "_released", "has_arrived", "num_tokens", "num_uncached_tokens", "ordinal")
+    __slots__ = (
+        "_book",
+        "_released",
+        "has_arrived",
+        "num_image_tokens",
+        "num_tokens",
+        "num_uncached_tokens",
+        "ordinal",
+    )
 
-    def __init__(self, book: "_ReplicaBook", num_uncached_tokens: int, num_tokens: int) -> None:
+    def __init__(
+        self, book: "_ReplicaBook", num_uncached_tokens: int, num_tokens: int, num_image_tokens: int
+    ) -> None:
         self._book = book
         self._released = False
         self.num_uncached_tokens = num_uncached_tokens
+        self.num_image_tokens = num_image_tokens
         self.num_tokens = num_tokens
         self.ordinal: int | None = None
         self.has_arrived = False
@@ -90,6 +104,7 @@ class _ReplicaBook:
     num_on_the_way: int = 0
     num_pending_tokens: int = 0
     num_context_tokens: int = 0
+    num_pending_image_tokens: int = 0
     """Of the reservations on the way."""
     sent_reservations: dict[int, Reservation] = field(default_factory=dict)
     """Those of them that have been sent, by ordinal, ascending."""
@@ -100,6 +115,7 @@ class _ReplicaBook:
         self.num_on_the_way += 1
         self.num_pending_tokens += reservation.num_uncached_tokens
         self.num_context_tokens += reservation.num_tokens
+        self.num_pending_image_tokens += reservation.num_image_tokens
         self.cached_view = None
 
     def sent(self, reservation: Reservation) -> None:
@@ -140,6 +156,7 @@ class _ReplicaBook:
         self.num_on_the_way -= 1
         self.num_pending_tokens -= reservation.num_uncached_tokens
         self.num_context_tokens -= reservation.num_tokens
+        self.num_pending_image_tokens -= reservation.num_image_tokens
         self.cached_view = None
 
     def view(self) -> ReplicaLoad:
@@ -153,6 +170,8 @@ class _ReplicaBook:
                 prefill_seconds_per_token=snapshot.prefill_seconds_per_token or None,
                 decode_step_seconds=snapshot.decode_step_seconds or None,
                 speeds=self.speeds,
+                num_pending_image_tokens=snapshot.num_pending_image_tokens + self.num_pending_image_tokens,
+                encode_seconds_per_token=snapshot.encode_seconds_per_token or None,
             )
         return self.cached_view
 
@@ -198,9 +217,11 @@ class LoadBook:
         """The replica is gone. Reservations on it may still be given back; they count no more."""
         self._books.pop(replica_id, None)
 
-    def reserve(self, replica_id: ReplicaId, *, num_uncached_tokens: int, num_tokens: int) -> Reservation:
+    def reserve(
+        self, replica_id: ReplicaId, *, num_uncached_tokens: int, num_tokens: int, num_image_tokens: int = 0
+    ) -> Reservation:
         book = self._book(replica_id)
-        reservation = Reservation(book, num_uncached_tokens, num_tokens)
+        reservation = Reservation(book, num_uncached_tokens, num_tokens, num_image_tokens)
         book.add(reservation)
         return reservation
 

@@ -17,6 +17,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.keys import Announcement, blocks_per_stride
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId
+from replicas.protocol.ways import num_image_tokens_left
 from router.errors import NoReplicaAvailable, UnknownModel
 from router.routing.cost import CostParameters
 from router.routing.decision import Decision, Replicas, RoutingRequest
@@ -394,6 +395,7 @@ class RoutingTable:
             decision.replica_id,
             num_uncached_tokens=request.num_tokens - decision.overlap_tokens,
             num_tokens=request.num_tokens,
+            num_image_tokens=num_image_tokens_left(request.media, decision.overlap_tokens),
         )
         missing = index.missing(decision.replica_id, block_hashes)
         index.predict(announcement_id, decision.replica_id, missing)

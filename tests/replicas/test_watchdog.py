@@ -8,11 +8,15 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from replicas.errors import EngineHung
 from replicas.host import ReplicaHost
-from replicas.protocol.frames import RequestKey
+from replicas.observation.metrics import ReplicaMetrics
+from replicas.protocol.frames import LoadSnapshot, RequestKey, StepFrame
 from replicas.protocol.status import ReplicaState
+from replicas.step_watch import PATIENCE
+from replicas.watchdog import Watchdog
 from tests.replicas.engine_process import engine_children
 from tests.replicas.mirror import connect, read_record
 from tests.replicas.process_replica import replica
@@ -130,3 +134,17 @@ async def test_the_silence_of_an_engine_is_a_metric(redis_url: str) -> None:
         engine.gate.set()
         await client.finish((1, 0))
         await until(lambda: silence() == 0)
+
+
+def test_a_step_of_nothing_but_images_has_the_time_that_encoding_them_takes() -> None:
+    watchdog = Watchdog(
+        floor_seconds=1.0,
+        max_step_tokens=1000,
+        seconds_per_token=0.0,
+        has_work=lambda: True,
+        on_hung=lambda hung: None,
+        metrics=ReplicaMetrics(CollectorRegistry()),
+    )
+    load = LoadSnapshot(prefill_seconds_per_token=1e-3, encode_seconds_per_token=4e-3)
+    watchdog.observe(StepFrame(load=load), 0.1)
+    assert watchdog._watch.limit_seconds == pytest.approx(PATIENCE * 5.0)

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from replicas.observation.metrics import ReplicaMetrics
 from replicas.protocol.events import BlockRemoved, Tier
-from replicas.protocol.frames import PromptUsage, RefusalCode, RequestKey, StepFrame, TokenDelta
+from replicas.protocol.frames import LoadSnapshot, PromptUsage, RefusalCode, RequestKey, StepFrame, TokenDelta
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal, LeaseTotals
 from replicas.protocol.status import ModelCard
 from replicas.simulated_engine.engine import SimulatedEngine
@@ -84,3 +84,12 @@ def test_leases_are_counted_by_what_became_of_them() -> None:
     assert sample(metrics, "replica_prefix_leased_tokens") == 128
     assert sample(metrics, "replica_prefix_lease_kept_tokens_total") == 768
     assert sample(metrics, "replica_prefix_lease_broken_tokens_total", cause="lost") == 1152
+
+
+def test_what_engines_encode_of_images_is_counted() -> None:
+    metrics = ReplicaMetrics(CollectorRegistry())
+    for num_encoded in (64, 0, 100):
+        load = LoadSnapshot(encode_seconds_per_token=0.25)
+        metrics.observe(StepFrame(num_encoded_tokens=num_encoded, load=load), 0.0)
+    assert sample(metrics, "replica_encoded_image_tokens_total") == 164
+    assert sample(metrics, "replica_encode_seconds_per_image_token") == 0.25

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, MediaSpan
 from replicas.protocol.frames import Abort, LoadSnapshot, Submit
 from replicas.serving import router_stream
 from replicas.serving.server import MAX_CHOICES
@@ -177,6 +177,24 @@ async def test_a_request_is_part_of_the_load_while_the_engine_is_busy_with_a_ste
     await harness.until_engine_is_empty()
     assert (harness.server.load.num_running, harness.server.load.num_waiting) == (0, 0)
     assert harness.server.load.num_pending_tokens == 0
+
+
+async def test_images_are_part_of_the_load_before_the_engine_has_counted_them(
+    client: RouterClient, harness: Harness
+) -> None:
+    harness.engine.gate.clear()
+    images = MediaSpan(b"\1" * 32, 10, 20), MediaSpan(b"\2" * 32, 100, 40)
+    await client.send(submit(1, range(5)))
+    await client.send(replace(submit(2, range(200), num_choices=2), media=images, num_expected_tokens=150))
+    frame = await client.read()
+    while frame is not None and frame.load.num_pending_tokens < 150:
+        frame = await client.read()
+    assert frame is not None and frame.load.num_pending_image_tokens == 40
+    assert harness.server.load.num_pending_image_tokens == 40
+    await client.send(Abort(2))
+    await until(lambda: harness.server.load.num_pending_image_tokens == 0)
+    harness.engine.gate.set()
+    await harness.until_engine_is_empty()
 
 
 async def test_every_submit_is_counted_with_the_load_that_is_offered_next() -> None:

@@ -170,6 +170,22 @@ def test_predicted_is_cached_in_every_one_of_many_mixed_requests(images: Images,
     assert images.num_held == 0
 
 
+def test_what_is_to_be_encoded_is_counted_and_what_was(images: Images, engine: Any) -> None:
+    text = words(engine, 140)
+    _, ((_, red), (_, tall)) = images.prompt(text, [RED, TALL])
+    images.add(text, RED, TALL, max_tokens=2)
+    assert engine._load().num_pending_image_tokens == red + tall
+    images.run.finish()
+    assert sum(frame.num_encoded_tokens for frame in images.run.frames) == red + tall
+    assert engine._load().num_pending_image_tokens == 0
+    images.add(text, RED, TALL, max_tokens=2)
+    assert engine._load().num_pending_image_tokens == 0
+    images.add(text, RED, BLUE, max_tokens=2)  # they share a block, so some of the red one is computed again
+    assert engine._load().num_pending_image_tokens == 2 * red
+    images.run.finish()
+    assert sum(frame.num_encoded_tokens for frame in images.run.frames) == red + tall + red
+
+
 @pytest.mark.parametrize("change", ["shifted", "short", "long", "outside", "twice", "of another", "swapped"])
 def test_a_span_that_does_not_fit_is_refused_before_anything_is_computed(
     images: Images, engine: Any, change: str

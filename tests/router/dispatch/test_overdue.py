@@ -56,6 +56,8 @@ def test_a_long_prefill_that_moves_is_waited_for() -> None:
 def test_a_step_has_many_times_what_the_measured_speed_makes_of_it() -> None:
     slow = replace(MEASURED, num_pending_tokens=100_000, prefill_seconds_per_token=1e-3)
     assert Pulse(60.0).patience(slow) == pytest.approx(STEPS_OF_PATIENCE * 100)
+    seeing = replace(slow, num_pending_image_tokens=4_000, encode_seconds_per_token=1e-2)
+    assert Pulse(60.0).patience(seeing) == pytest.approx(STEPS_OF_PATIENCE * 140)
 
 
 def test_a_first_compilation_has_many_times_the_set_time() -> None:

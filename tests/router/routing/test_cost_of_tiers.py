@@ -1,11 +1,14 @@
 """What it costs when a prompt's KV lies below the device, beside the slow way to say it."""
 
 import random
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from msgspec import structs
 
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import DISK_MOVE_SECONDS, HOST_MOVE_SECONDS, PULL_MOVE_SECONDS, MoveSpeeds, Reach
 from router.routing.cost import CostParameters, FleetRates, cost_of
@@ -25,12 +28,22 @@ LOADS = st.builds(
     cache_fill=st.floats(0, 1),
     speeds=st.builds(MoveSpeeds, SPEEDS, SPEEDS, SPEEDS, st.sampled_from([0.0, 0.05, 2.0])),
 )
+IMAGES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), max_size=4).map(
+    lambda images: tuple(MediaSpan(b"", 1000 * n + gap, length) for n, (gap, length) in enumerate(images))
+)
 REACHES = st.lists(st.integers(0, 4000), min_size=4, max_size=4).map(lambda ends: Reach(*sorted(ends)))
 
 
-def seconds_of(load: ReplicaLoad, reach: Reach, num_tokens: int, num_ready: int) -> float:
+def seconds_of(
+    load: ReplicaLoad,
+    reach: Reach,
+    num_tokens: int,
+    num_ready: int,
+    images: Sequence[MediaSpan] = (),
+    encode: float = 0.0,
+) -> float:
     """Time to first token and what others lose, if just so much is made ready; infinite if it cannot be."""
-    wait = load.num_pending_tokens * 1e-4 + load.num_requests * 1e-2
+    wait = load.num_pending_tokens * 1e-4 + load.num_requests * 1e-2 + load.num_pending_image_tokens * encode
     move = load.speeds.backlog_seconds if num_ready > reach.device else 0.0
     ways = (
         (reach.device, reach.host, 0.0, HOST_MOVE_SECONDS),
@@ -43,6 +56,9 @@ def seconds_of(load: ReplicaLoad, reach: Reach, num_tokens: int, num_ready: int)
                 return float("inf")
             move += fixed + (end - start) * (load.speeds.host + per_token)
     prefill = (num_tokens - num_ready) * 1e-4
+    for image in images:
+        if any(place >= num_ready for place in range(image.start, image.start + image.length)):
+            prefill += image.length * encode
     return max(wait, move) + prefill * (1 + PARAMETERS.delay_price * load.num_requests)
 
 
@@ -53,6 +69,19 @@ def test_the_cheapest_way_is_taken(load: ReplicaLoad, reach: Reach) -> None:
     assert cost.seconds - cost.room_seconds == pytest.approx(min(wanted.values()))
     assert cost.num_ready_tokens in reach
     assert wanted[cost.num_ready_tokens] == pytest.approx(min(wanted.values()))
+
+
+@given(LOADS, REACHES, IMAGES, st.sampled_from([1e-5, 1e-3]), st.integers(0, 5000))
+def test_the_cheapest_way_is_taken_of_a_prompt_with_images(
+    load: ReplicaLoad, reach: Reach, images: tuple[MediaSpan, ...], encode: float, num_pending: int
+) -> None:
+    load = structs.replace(load, num_pending_image_tokens=num_pending)
+    rates = RATES._replace(encode_seconds_per_token=encode)
+    cost = cost_of(load, num_tokens=5000, reach=reach, rates=rates, parameters=PARAMETERS, media=images)
+    wanted = {end: seconds_of(load, reach, 5000, end, images, encode) for end in reach}
+    assert cost.seconds - cost.room_seconds == pytest.approx(min(wanted.values()))
+    assert wanted[cost.num_ready_tokens] == pytest.approx(min(wanted.values()))
+    assert cost.prefill_seconds - cost.encode_seconds == pytest.approx((5000 - cost.num_ready_tokens) * 1e-4)
 
 
 @given(LOADS, REACHES)

@@ -1,5 +1,6 @@
 """Costs, near-ties and the bounded set of candidates."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +8,9 @@ from collections.abc import Mapping
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from msgspec import structs
 
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import Reach
 from router.routing.cost import CostParameters, cost_of, fleet_rates
@@ -177,8 +180,8 @@ def test_the_median_stands_in_for_a_replica_that_has_measured_nothing() -> None:
         ReplicaLoad(prefill_seconds_per_token=9e-5, decode_step_seconds=0.03),
         ReplicaLoad(),
     ]
-    assert fleet_rates(loads, PARAMETERS) == pytest.approx((2e-5, 0.02))
-    assert fleet_rates([ReplicaLoad()], PARAMETERS) == pytest.approx((1e-4, 0.01))
+    assert fleet_rates(loads, PARAMETERS) == pytest.approx((2e-5, 0.02, 0.0))
+    assert fleet_rates([ReplicaLoad()], PARAMETERS) == pytest.approx((1e-4, 0.01, 0.0))
 
 
 def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_room() -> None:
@@ -186,7 +189,7 @@ def test_the_cost_is_wait_and_prefill_and_the_prices_of_delay_and_room() -> None
     rates = fleet_rates([load], PARAMETERS)
     parameters = CostParameters(room_price=4, delay_price=0.2)
     cost = cost_of(load, num_tokens=80, reach=Reach(30, 30, 30, 30), rates=rates, parameters=parameters)
-    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.1, 0.0, 30, 1e-3))
+    assert cost == pytest.approx((0.1 + 0.03, 0.05, 0.03, 0.1, 0.0, 30, 1e-3, 0.0))
     assert cost.seconds == pytest.approx(0.31)
 
 
@@ -273,7 +276,7 @@ def test_a_replica_that_reports_rubbish_rates_changes_nobody_elses_costs(rate: f
 def test_a_fleet_of_nothing_but_rubbish_rates_decides_by_the_defaults() -> None:
     for rate in RUBBISH[:-1]:
         load = ReplicaLoad(prefill_seconds_per_token=rate, decode_step_seconds=rate)
-        assert fleet_rates([load, load], PARAMETERS) == pytest.approx((1e-4, 0.01))
+        assert fleet_rates([load, load], PARAMETERS) == pytest.approx((1e-4, 0.01, 0.0))
         assert decided(fleet(8, **{f"r{n}": load for n in range(8)})).replica_id == ranked(8)[0]
 
 
@@ -355,3 +358,58 @@ def test_prompts_of_any_length_are_decided(num_tokens: int) -> None:
         found = max(0, num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert decision.overlap_tokens == (found if decision.replica_id == "r0" else 0)
         assert decision.replica_id == "r0" or not found
+
+
+IMAGE = MediaSpan(b"", 3000, 1024)
+"""Its last block is the 252nd."""
+
+
+def with_image(number: int = 0) -> RoutingRequest:
+    return structs.replace(request(number, num_tokens=4100), media=(IMAGE,))
+
+
+def test_a_cold_encode_is_worth_waiting_for_the_replica_that_has_the_image() -> None:
+    """It has 2,500 tokens to compute first, which takes longer than the 1,600 that are lacking elsewhere, and
+    not as long as those and the encoding of the image."""
+    loads = [ReplicaLoad(num_pending_tokens=2500, encode_seconds_per_token=rate) for rate in (None, 1e-3)]
+    depths = {ReplicaId("r0"): 256, ReplicaId("r1"): 156}
+    parameters = CostParameters(room_price=0.0)
+    chosen = [
+        decide(
+            with_image(),
+            ready(fleet(2, r0=load, r1=ReplicaLoad(encode_seconds_per_token=load.encode_seconds_per_token))),
+            overlapping(depths),
+            parameters,
+            random.Random(1),
+        )
+        for load in loads
+    ]
+    assert [decision.replica_id for decision in chosen] == ["r1", "r0"]
+    costs = {each.replica_id: each.cost.encode_seconds for each in chosen[1].candidates}
+    assert costs == pytest.approx({"r0": 0.0, "r1": 1.024})
+
+
+def test_a_replica_that_has_not_measured_its_encoding_is_taken_to_be_typical() -> None:
+    measured, new = ReplicaLoad(encode_seconds_per_token=1e-3), ReplicaLoad()
+    decision = decide(
+        with_image(), ready(fleet(2, r0=measured, r1=new)), overlapping({}), PARAMETERS, random.Random(1)
+    )
+    assert [each.cost.encode_seconds for each in decision.candidates] == pytest.approx([1.024] * 2)
+
+
+@pytest.mark.parametrize("claim", [float("nan"), -1.0, 1e9, float("inf")])
+def test_a_claim_about_encoding_that_is_no_measurement_counts_for_nothing(claim: float) -> None:
+    liar = ReplicaLoad(encode_seconds_per_token=claim, num_pending_image_tokens=1)
+    decision = decide(with_image(), ready(fleet(2, r0=liar)), overlapping({}), PARAMETERS, random.Random(1))
+    assert all(each.cost.encode_seconds == 0.0 for each in decision.candidates)
+    plain = decide(request(), ready(fleet(2, r0=liar)), overlapping({}), PARAMETERS, random.Random(1))
+    assert all(math.isfinite(each.cost.seconds) and each.cost.wait_seconds >= 0 for each in plain.candidates)
+
+
+def test_images_that_wait_to_be_encoded_are_waited_for() -> None:
+    busy = ReplicaLoad(num_pending_image_tokens=1000, encode_seconds_per_token=1e-3)
+    for asked in (request(), with_image()):
+        decision = decide(
+            asked, ready(fleet(2, r0=busy, r1=busy)), overlapping({}), PARAMETERS, random.Random(1)
+        )
+        assert decision.candidates[0].cost.wait_seconds == pytest.approx(1.0)

@@ -148,6 +148,19 @@ def test_a_reservation_on_a_replica_that_went_does_not_haunt_its_successor() -> 
         assert numbers(book.view(A)) == (1, 1, 2)
 
 
+def test_images_to_encode_count_beside_the_tokens_and_are_given_back() -> None:
+    book = LoadBook()
+    book.update(A, LoadSnapshot(num_pending_image_tokens=7, encode_seconds_per_token=0.5), 0)
+    with book.reserve(A, num_uncached_tokens=70, num_tokens=100, num_image_tokens=64) as reservation:
+        assert numbers(book.view(A)) == (1, 70, 100)
+        assert book.view(A).num_pending_image_tokens == 71
+        reservation.sent(1)
+        book.update(A, LoadSnapshot(num_running=1, num_pending_image_tokens=64), 1)
+        assert book.view(A).num_pending_image_tokens == 64
+        assert book.view(A).encode_seconds_per_token is None
+    assert book.view(A).num_pending_image_tokens == 64
+
+
 class Storm(RuleBasedStateMachine):
     """A replica that counts what it has admitted, and a router that hears of it late and gives up at will."""
 
@@ -162,7 +175,11 @@ class Storm(RuleBasedStateMachine):
 
     @rule(uncached=st.integers(0, 100), cached=st.integers(1, 100))
     def reserve(self, uncached: int, cached: int) -> None:
-        self.open.append(self.book.reserve(A, num_uncached_tokens=uncached, num_tokens=uncached + cached))
+        self.open.append(
+            self.book.reserve(
+                A, num_uncached_tokens=uncached, num_tokens=uncached + cached, num_image_tokens=uncached // 2
+            )
+        )
 
     @precondition(lambda self: any(reservation not in self.sent for reservation in self.open))
     @rule(data=st.data())
@@ -201,6 +218,9 @@ class Storm(RuleBasedStateMachine):
             snapshot.num_running + snapshot.num_waiting + len(on_the_way),
             snapshot.num_pending_tokens + sum(reserved.num_uncached_tokens for reserved in on_the_way),
             sum(reserved.num_tokens for reserved in on_the_way),
+        )
+        assert self.book.view(A).num_pending_image_tokens == sum(
+            reserved.num_image_tokens for reserved in on_the_way
         )
 
     def teardown(self) -> None:

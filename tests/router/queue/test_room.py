@@ -1,0 +1,47 @@
+"""What a prompt takes at a replica, with its images."""
+
+import pytest
+from msgspec.structs import replace
+
+from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.frames import LoadSnapshot
+from replicas.protocol.status import ReplicaId
+from router.queue.room import DEFAULT_TOKEN_SECONDS, Room
+from router.routing.decision import RoutingRequest
+from tests.router.routing.tables import BLOCK_SIZE, table_of
+
+A = ReplicaId("r0")
+IMAGES = (MediaSpan(b"", 100, 64), MediaSpan(b"", 300, 32))
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room(table_of(1), target_seconds=1.0)
+
+
+def asked(*media: MediaSpan) -> RoutingRequest:
+    return RoutingRequest(b"bucket", 500, BLOCK_SIZE, media=media)
+
+
+def test_images_take_nothing_while_nobody_has_measured_them(room: Room) -> None:
+    room.table.update_load(A, LoadSnapshot(num_running=1, num_pending_image_tokens=1000))
+    assert room.wait_seconds(A) == 0.0
+    assert room.prompt_seconds(A, asked(*IMAGES), 500) == pytest.approx(500 * DEFAULT_TOKEN_SECONDS)
+
+
+def test_images_take_their_time_where_any_of_them_is_computed(room: Room) -> None:
+    measured = LoadSnapshot(
+        num_running=1,
+        num_pending_tokens=10,
+        num_pending_image_tokens=90,
+        prefill_seconds_per_token=1e-3,
+        encode_seconds_per_token=1e-2,
+    )
+    room.table.update_load(A, measured)
+    assert room.wait_seconds(A) == pytest.approx(0.01 + 0.9)
+    assert not room.is_full(A)
+    for num_uncached, num_image_tokens in ((500, 96), (336, 32), (337, 96), (168, 0), (169, 32)):
+        taken = room.prompt_seconds(A, asked(*IMAGES), num_uncached)
+        assert taken == pytest.approx(num_uncached * 1e-3 + num_image_tokens * 1e-2), num_uncached
+    room.table.update_load(A, replace(measured, num_pending_image_tokens=200))
+    assert room.is_full(A)
