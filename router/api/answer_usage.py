@@ -6,20 +6,22 @@ Plain data, and the sums that several dialects report.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import PrefixLease
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
-    """`leases` are those that were asked for, prompt by prompt; the tokens of reasoning are among the
-    output's. All counts are exact.
+    """`leases` are those that were asked for, and `media` where images stand, prompt by prompt; the tokens of
+    reasoning are among the output's. All counts are exact.
     """
 
     prompts: Sequence[PromptUsage]
     leases: Sequence[Sequence[PrefixLease]]
     num_output_tokens: int
     num_reasoning_tokens: int = 0
+    media: Sequence[Sequence[MediaSpan]] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -32,6 +34,15 @@ class AnswerUsage:
     @property
     def num_written_tokens(self) -> int:
         return self.total().num_written_tokens
+
+    def image_tokens(self) -> tuple[int, int]:
+        """Those of the prompts that stand for images, and the cached ones of them."""
+        num_tokens = num_cached = 0
+        for spans, prompt in zip(self.media, self.prompts, strict=False):
+            for span in spans:
+                num_tokens += span.length
+                num_cached += max(0, min(span.length, prompt.num_cached_tokens - span.start))
+        return num_tokens, num_cached
 
     def total(self) -> PromptUsage:
         """The tokens of all prompts together; leases are each prompt's own."""

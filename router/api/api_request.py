@@ -125,6 +125,7 @@ class ApiRequest:
             leases=[prompt.wished_leases for prompt in self.prompts],
             num_output_tokens=sum(output.num_said_tokens for output in outputs),
             num_reasoning_tokens=sum(output.num_reasoning_tokens for output in outputs),
+            media=[prompt.generation.submit.media for prompt in self.prompts],
         )
 
 

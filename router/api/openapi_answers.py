@@ -187,7 +187,7 @@ _ANTHROPIC = {
     ),
 }
 
-_TEXT_TOKENS = a_list(an_object(modality=one_of("TEXT"), tokenCount=COUNT))
+_TOKENS_BY_MODALITY = a_list(an_object(modality=one_of("TEXT", "IMAGE"), tokenCount=COUNT))
 
 _GEMINI = {
     "GeminiError": an_object(
@@ -216,8 +216,8 @@ _GEMINI = {
             candidatesTokenCount=COUNT,
             thoughtsTokenCount=COUNT,
             totalTokenCount=COUNT,
-            promptTokensDetails=_TEXT_TOKENS,
-            cacheTokensDetails=_TEXT_TOKENS,
+            promptTokensDetails=_TOKENS_BY_MODALITY,
+            cacheTokensDetails=_TOKENS_BY_MODALITY,
         ),
         modelVersion=TEXT,
         responseId=TEXT,
@@ -228,7 +228,7 @@ _GEMINI = {
         thought=FLAG,
         functionCall=an_object(id=TEXT, name=TEXT, args=OBJECT),
     ),
-    "CountedTokens": an_object(totalTokens=COUNT, promptTokensDetails=_TEXT_TOKENS),
+    "CountedTokens": an_object(totalTokens=COUNT, promptTokensDetails=_TOKENS_BY_MODALITY),
     "GeminiModel": an_object(
         name=TEXT,
         baseModelId=TEXT,

@@ -18,6 +18,7 @@ from router.api.api_request import Prompt
 from router.api.asked import Asked
 from router.api.chats import Chat, prepare_chats
 from router.api.choice_output import ChoiceOutput, Said, ToolCall
+from router.api.gemini.modalities import details
 from router.api.gemini.paths import STREAM, model_method, with_path_fields
 from router.api.json_body import encode_json
 from router.api.openai.logprobs import finite
@@ -176,19 +177,16 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 def usage_of(usage: AnswerUsage) -> dict[str, Any]:
     """What was cached is a part of the prompt; what was thought is none of the candidates'."""
     num_prompt_tokens, num_cached_tokens = usage.num_prompt_tokens, usage.num_cached_tokens
+    num_image_tokens, num_cached_image_tokens = usage.image_tokens()
     return {
         "promptTokenCount": num_prompt_tokens,
         "cachedContentTokenCount": num_cached_tokens,
         "candidatesTokenCount": usage.num_output_tokens - usage.num_reasoning_tokens,
         "thoughtsTokenCount": usage.num_reasoning_tokens,
         "totalTokenCount": num_prompt_tokens + usage.num_output_tokens,
-        "promptTokensDetails": _texts(num_prompt_tokens),
-        "cacheTokensDetails": _texts(num_cached_tokens),
+        "promptTokensDetails": details(num_prompt_tokens, num_image_tokens),
+        "cacheTokensDetails": details(num_cached_tokens, num_cached_image_tokens),
     }
-
-
-def _texts(num_tokens: int) -> list[dict[str, Any]]:
-    return [{"modality": "TEXT", "tokenCount": num_tokens}]
 
 
 prepare_gemini = prepare_chats(KIND, _GeminiWriter)

@@ -224,38 +224,51 @@ class _Messages:
         return {"id": call_id, "type": "function", "function": function}
 
     def _add_question(self, parts: Sequence[Part], path: str) -> None:
-        pieces: list[str | dict[str, Any]] = []
-        num_results = 0
+        results: list[tuple[Part, str]] = []
+        words: list[tuple[Part, str]] = []
         for number, part in enumerate(parts):
-            if part.function_response is None:
-                pieces.append(self._piece(part, f"{path}[{number}]"))
-            else:
-                num_results += 1
-                self._messages.append(self._result(part.function_response, f"{path}[{number}]"))
-        if pieces or not num_results:
+            (words if part.function_response is None else results).append((part, f"{path}[{number}]"))
+        for part, place in results:  # the prompt has them first, and images are in its order
+            assert part.function_response is not None
+            self._messages.append(self._result(part.function_response, place))
+        pieces = [self._piece(part, place) for part, place in words]
+        if pieces or not results:
             self._messages.append({"role": "user", "content": content_of(pieces)})
 
     def _piece(self, part: Part, path: str) -> str | dict[str, Any]:
         """A text, or an image as a part of a message."""
         if part.inline_data is None:
             return _text(part, path)
-        given = part.inline_data if isinstance(part.inline_data, dict) else {}
+        return self._image(part.inline_data, f"{path}.inlineData")
+
+    def _image(self, inline_data: Any, path: str) -> dict[str, Any]:
+        given = inline_data if isinstance(inline_data, dict) else {}
         media_type = given.get("mimeType", given.get("mime_type"))
         data = given.get("data")
         if isinstance(data, str):  # as Google's clients write it: RFC 4648's other alphabet is allowed
             data = data.translate(_OTHER_ALPHABET)
-        return self.images.add_base64(f"{path}.inlineData", media_type, data)
+        return self.images.add_base64(path, media_type, data)
 
     def _result(self, result: FunctionResponse, path: str) -> dict[str, Any]:
-        if result.parts:
-            raise unsupported(f"{path}.functionResponse.parts", "This model reads text only.")
         waiting = self._unanswered.get(result.name)
         call_id = result.id
         if waiting and (call_id is None or call_id in waiting):
             call_id = call_id or waiting[0]
             waiting.remove(call_id)
-        message = {"role": "tool", "name": result.name, "content": _result_text(result.response)}
+        text = _result_text(result.response)
+        pieces: list[str | dict[str, Any]] = [text] if text or not result.parts else []
+        for number, part in enumerate(result.parts or ()):
+            place = f"{path}.functionResponse.parts[{number}]"
+            inline_data = _inline_data(part)
+            if inline_data is None:
+                raise unsupported(place, f"Of results, text and images are read; '{place}' is neither.")
+            pieces.append(self._image(inline_data, f"{place}.inlineData"))
+        message = {"role": "tool", "name": result.name, "content": content_of(pieces)}
         return message if call_id is None else {**message, "tool_call_id": call_id}
+
+
+def _inline_data(part: Any) -> Any:
+    return part.get("inlineData", part.get("inline_data")) if isinstance(part, dict) else None
 
 
 def _result_text(response: Any) -> str:

@@ -5,6 +5,7 @@ Owns the answer. Runs beside the event loop for small bodies, and in a process o
 
 from router.api.chat_prompt import encode_chat, render_chat
 from router.api.gemini.body import read_counted
+from router.api.gemini.modalities import details
 from router.api.json_body import encode_json
 from router.errors import about_model
 from router.prompt.text_model import TextModels
@@ -19,7 +20,6 @@ def count_tokens(models: TextModels, body: bytes, *, is_bounded: bool) -> bytes:
         shown = encode_chat(model, request, chat)
     num_tokens = len(shown.token_ids)
     num_image_tokens = sum(image.length for image in shown.images)
-    details = [{"modality": "TEXT", "tokenCount": num_tokens - num_image_tokens}]
-    if num_image_tokens:
-        details.append({"modality": "IMAGE", "tokenCount": num_image_tokens})
-    return encode_json({"totalTokens": num_tokens, "promptTokensDetails": details})
+    return encode_json(
+        {"totalTokens": num_tokens, "promptTokensDetails": details(num_tokens, num_image_tokens)}
+    )

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from replicas.media.probes import probe_png
+from replicas.protocol.blocks import MediaSpan
+from replicas.protocol.frames import PromptUsage
 from replicas.protocol.image_rules import CellRule, TileRule, written_rule
 from replicas.protocol.images import media_digest
 from replicas.protocol.media import MAX_IMAGES, MAX_MEDIA_BYTES
+from router.api.answer_usage import AnswerUsage
 from router.api.anthropic.body import read_message
 from router.api.chat_request import ChatRequest
+from router.api.gemini.answers import usage_of
 from router.api.gemini.body import read_gemini
 from router.api.openai.chat_body import read_chat
 from router.api.responses.body import read_response
@@ -70,6 +74,8 @@ def by_responses(*parts: Any) -> ChatRequest:
     content = [{"type": "input_text", "text": part} if isinstance(part, str) else part for part in parts]
     return read(read_response, {"model": "m", "input": [{"role": "user", "content": content}]})
 
+
+DETAILS = ("promptTokensDetails", "cacheTokensDetails")
 
 DIALECTS: Mapping[str, tuple[Any, Any, str]] = {
     "openai": (by_openai, openai_part, "messages[0].content[1].image_url"),
@@ -133,10 +139,74 @@ def test_results_of_tools_have_images() -> None:
             {"type": "function_call_output", "call_id": "c", "output": [responses_part(RED)]},
         ],
     }
-    for reader, body in ((read_chat, chat), (read_message, message), (read_response, response)):
+    shown = {"functionResponse": {"name": "look", "response": {}, "parts": [gemini_part(RED)]}}
+    contents = {
+        "model": "m",
+        "contents": [
+            {"parts": [{"text": "look"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "look"}}]},
+            {"parts": [shown]},
+        ],
+    }
+    bodies = (
+        (read_chat, chat),
+        (read_message, message),
+        (read_response, response),
+        (read_gemini, contents),
+    )
+    for reader, body in bodies:
         request = read(reader, body)  # type: ignore[arg-type]
         assert [image.content for image in request.images] == [RED]
         assert {"type": "image", "digest": media_digest(RED).hex()} in request.messages[2]["content"]
+
+
+def test_images_of_geminis_results_come_before_those_of_the_question_beside_them() -> None:
+    result = {"name": "look", "response": {"output": "seen"}, "parts": [gemini_part(RED)]}
+    parts = [gemini_part(BLUE), {"text": "and?"}, {"functionResponse": result}]
+    request = read(
+        read_gemini,
+        {
+            "model": "m",
+            "contents": [
+                {"role": "model", "parts": [{"functionCall": {"name": "look"}}]},
+                {"parts": parts},
+            ],
+        },
+    )
+    assert [message["role"] for message in request.messages] == ["assistant", "tool", "user"]
+    told = [part.get("digest") or part["text"] for part in request.messages[1]["content"]]
+    assert told == ["seen", media_digest(RED).hex()]
+    assert [(image.content, image.path) for image in request.images] == [
+        (RED, "contents[1].parts[2].functionResponse.parts[0].inlineData"),
+        (BLUE, "contents[1].parts[0].inlineData"),
+    ]
+
+
+@pytest.mark.parametrize("part", [7, "x", {}, {"fileData": {"fileUri": "gs://x"}}, {"text": "x"}])
+def test_other_parts_of_geminis_results_are_refused(part: Any) -> None:
+    result = {"functionResponse": {"name": "look", "parts": [part]}}
+    with pytest.raises(InvalidRequest) as refused:
+        read(read_gemini, {"model": "m", "contents": [{"parts": [result]}]})
+    assert refused.value.parameter == "contents[0].parts[0].functionResponse.parts[0]"
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "details"),
+    [
+        (0, [("TEXT", 0)]),
+        (16, [("TEXT", 10), ("IMAGE", 6)]),
+        (32, [("TEXT", 12), ("IMAGE", 20)]),
+        (48, [("TEXT", 25), ("IMAGE", 23)]),
+    ],
+)
+def test_geminis_usage_tells_tokens_of_images_from_those_of_text(
+    num_cached: int, details: list[tuple[str, int]]
+) -> None:
+    spans = (MediaSpan(b"", 10, 20), MediaSpan(b"", 32, 3))
+    usage = AnswerUsage([PromptUsage(60, num_cached, 0)], [()], 5, media=[spans])
+    written = usage_of(usage)
+    told = [[(each["modality"], each["tokenCount"]) for each in written[field]] for field in DETAILS]
+    assert told == [[("TEXT", 37), ("IMAGE", 23)], details]
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
