@@ -7,17 +7,21 @@ import importlib.util
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
 
-from replicas.checkpoints.model_config import CheckpointError, read_eos_token_ids, read_model_config
-from replicas.checkpoints.weights import fingerprint, tokenizer_bundle
+from replicas.checkpoints.image_rules import served_image_rule
+from replicas.checkpoints.model_config import CheckpointError, read_eos_token_ids, read_text_sizes
+from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import Engine
 from replicas.errors import StartupError
 from replicas.grammars.opening import open_holder
+from replicas.media.probes import has_room_for_any
 from replicas.process.settings import SettingsError
+from replicas.protocol.image_rules import written_rule
 from replicas.protocol.status import ModelCard, TokenizerBundle
 from replicas.simulated_engine.engine import SimulatedEngine
 from replicas.simulated_engine.hardware import HARDWARE
@@ -53,23 +57,26 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
     directory = checkpoint_directory(config.model)
     check_simulation(config)
     hardware, speed = HARDWARE[config.simulated_hardware], config.simulated_speed
-    model = read_model_config(directory)
+    sizes = read_text_sizes(directory)
     num_blocks = config.num_blocks or hardware.cache_tokens // config.tokens_per_block
     max_batched_tokens = config.max_batched_tokens or hardware.max_batched_tokens
     card = ModelCard(
         name=config.model_name or directory.resolve().name,
-        fingerprint=fingerprint(directory),
+        fingerprint=files_fingerprint(directory),
         engine="simulated",
         block_size=config.tokens_per_block,
         num_blocks=num_blocks,
         context_length=min(
-            config.context_length or model.longest_context, num_blocks * config.tokens_per_block
+            config.context_length or sizes.longest_context, num_blocks * config.tokens_per_block
         ),
-        vocab_size=model.vocab_size,
+        vocab_size=sizes.vocab_size,
         eos_token_ids=read_eos_token_ids(directory),
         max_batched_tokens=max_batched_tokens,
         max_running=config.max_running,
     )
+    rule = served_image_rule(directory) if config.image_bytes else None
+    if rule is not None and has_room_for_any(card, rule):
+        card = replace(card, image_rule=written_rule(rule))
     bundle = tokenizer_bundle(directory)
     engine = SimulatedEngine(
         card,
@@ -79,9 +86,10 @@ def _build_simulated(config: ReplicaConfig) -> tuple[Engine, TokenizerBundle]:
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         sleep=lambda seconds: time.sleep(seconds / speed),
-        printable=_printable(bundle, model.vocab_size),
+        printable=_printable(bundle, sizes.vocab_size),
         script=_script(config, card, bundle),
         constraints=open_holder(bundle, card, config.grammar_seconds),
+        image_bytes=config.image_bytes,
     )
     return engine, bundle
 

@@ -13,6 +13,7 @@ from replicas.checkpoints.model_config import (
     read_eos_token_ids,
     read_json,
     read_model_config,
+    read_text_sizes,
 )
 from replicas.checkpoints.weights import tokenizer_bundle, weight_files
 from replicas.config import ReplicaConfig
@@ -49,6 +50,8 @@ def _check_files(config: ReplicaConfig, directory: Path) -> None:
         raise CheckpointError(f"there is no checkpoint directory {directory}")
     if config.engine == "vllm":
         read_json(directory / "config.json")
+    elif config.engine == "simulated":
+        read_text_sizes(directory)
     else:
         read_model_config(directory)
     weight_files(directory)
@@ -59,7 +62,7 @@ def _check(config: ReplicaConfig, directory: Path) -> None:
         _check_for_vllm(config, directory)
     elif config.engine == "simulated":
         check_simulation(config)
-        read_model_config(directory)
+        read_text_sizes(directory)
         weight_files(directory)
     else:
         if importlib.util.find_spec("torch") is None:

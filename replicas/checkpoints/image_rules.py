@@ -5,6 +5,7 @@ and the refusal of what the formulas in `protocol/image_rules.py` do not cover. 
 model is served as one of text only.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,8 @@ import tokenizers
 
 from replicas.checkpoints.model_config import CheckpointError, read_json
 from replicas.protocol.image_rules import MAX_GRID, CellRule, ImageRule, TileRule
+
+logger = logging.getLogger(__name__)
 
 
 class _Unsupported(Exception):
@@ -239,3 +242,11 @@ def _number(fields: Mapping[str, Any], name: str, default: object = None) -> int
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _Unsupported(f"{name} is {value!r}, and no positive whole number")
     return value
+
+
+def served_image_rule(directory: Path) -> ImageRule | None:
+    """None for a model of text, and for one whose images cannot be told from their sizes, which is said."""
+    rule, reason = read_image_rule(directory)
+    if rule is None and "vision_config" in read_json(directory / "config.json"):
+        logger.warning("%s; it is served for text only", reason)
+    return rule

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -127,6 +127,25 @@ def read_model_config(directory: Path) -> ModelConfig:
     if config.head_dim % 2:
         raise CheckpointError(f"config.json has an odd head_dim ({config.head_dim})")
     return config
+
+
+class TextSizes(NamedTuple):
+    vocab_size: int
+    longest_context: int
+
+
+def read_text_sizes(directory: Path) -> TextSizes:
+    """Of the part that reads text, also of a model with a vision part, whose network we cannot run. Raises
+    CheckpointError as `read_model_config` does."""
+    path = directory / "config.json"
+    fields = read_json(path) if path.is_file() else {}
+    if "vision_config" not in fields:
+        model = read_model_config(directory)
+        return TextSizes(model.vocab_size, model.longest_context)
+    inner = fields.get("text_config", fields)
+    if not isinstance(inner, dict):
+        raise CheckpointError("text_config in config.json is no object")
+    return TextSizes(_integer(inner, "vocab_size"), _integer(inner, "max_position_embeddings"))
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:

@@ -2,20 +2,27 @@
 
 Owns the tokens that stand in for an answer: of a script where it has some for the prompt, arbitrary ones
 elsewhere; of an answer that is held to a grammar, only such as the grammar allows. Nothing is computed, and
-time is the `sleep` that it is given.
+time is the `sleep` that it is given. Of images it reads the headers, and each prompt encodes its own anew.
 For load tests of the router and for planning; what it measures says nothing of any engine.
 """
 
 from collections.abc import Callable, Sequence
 
-from replicas.engine import EngineRequest, SharedKv
+from msgspec.structs import replace
+
+from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.grammars.constraint import Constraints
-from replicas.protocol.frames import RequestKey, StepFrame, TokenLogprobs
+from replicas.media.holding import held_images, release_images
+from replicas.media.shelf import MediaItem, MediaShelf
+from replicas.protocol.frames import LoadSnapshot, RequestKey, StepFrame, TokenLogprobs
 from replicas.protocol.hand_overs import StoreQuestion
-from replicas.protocol.media import MediaQuestion
+from replicas.protocol.image_rules import ImageRule, rule_on_card
+from replicas.protocol.images import ImageError, media_hash, read_size
+from replicas.protocol.media import MediaAnswer, MediaQuestion
 from replicas.protocol.status import ModelCard
+from replicas.protocol.ways import num_image_tokens_left
 from replicas.scheduling.kvcache_manager import KVCacheManager
-from replicas.scheduling.request import Request, SampledToken
+from replicas.scheduling.request import Chunk, Request, SampledToken
 from replicas.scheduling.scheduler import Scheduler
 from replicas.simulated_engine.hardware import FREE, CostModel
 from replicas.simulated_engine.script import Script
@@ -23,6 +30,33 @@ from replicas.simulated_engine.script import Script
 _PAUSE_SECONDS = 0.0005
 """How long a step waits in which every request waits for its grammar."""
 _MASK = 2**64 - 1
+
+
+class _Looker:
+    """A request with images, and how far they are encoded."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        expected = request.submit.num_expected_tokens or len(request.token_ids)
+        self._ready = len(request.token_ids) - expected
+        self._has_begun = False
+
+    @property
+    def num_tokens_left(self) -> int:
+        return num_image_tokens_left(self.request.submit.media, self._ready)
+
+    def encodes(self, chunk: Chunk) -> int:
+        """How many tokens of images are encoded for these: an image is, whole, for the first of its own."""
+        end = chunk.start + chunk.num_tokens
+        if not self._has_begun:
+            self._ready, self._has_begun = chunk.start, True
+        num_encoded = 0
+        for span in self.request.submit.media:
+            if span.start < end and span.start + span.length > self._ready:
+                num_encoded += span.length
+                end = max(end, span.start + span.length)
+        self._ready = max(self._ready, end)
+        return num_encoded
 
 
 class SimulatedEngine:
@@ -42,7 +76,13 @@ class SimulatedEngine:
         printable: Sequence[int] | None = None,
         script: Script | None = None,
         constraints: Constraints | None = None,
+        image_bytes: int = 0,
     ) -> None:
+        self._rule = rule_on_card(card.image_rule)
+        self._images = None if self._rule is None else MediaShelf[None](image_bytes)
+        self._media_answers: list[MediaAnswer] = []
+        self._lookers: dict[RequestKey, _Looker] = {}
+        """Requests with images."""
         self._constraints = constraints
         self._script = script
         self._answers: dict[RequestKey, Sequence[int]] = {}
@@ -79,7 +119,14 @@ class SimulatedEngine:
         """No earlier life has left anything."""
 
     def add(self, request: EngineRequest) -> None:
-        self._scheduler.add(request)
+        held_images(self._images, request, self._card.name)
+        try:
+            self._scheduler.add(request)
+        except RequestRefused:
+            release_images(self._images, request)
+            raise
+        if request.submit.media:
+            self._lookers[request.key] = _Looker(request)
         if self._script is not None:
             num_prompt_tokens = len(request.token_ids) - request.submit.num_output_tokens
             answer = self._script.answer(request.token_ids[:num_prompt_tokens])
@@ -88,33 +135,62 @@ class SimulatedEngine:
 
     def abort(self, key: RequestKey) -> None:
         self._scheduler.abort(key)
+        self._forget(key)
+
+    def _forget(self, key: RequestKey) -> None:
         self._answers.pop(key, None)
+        looker = self._lookers.pop(key, None)
+        if looker is not None:
+            release_images(self._images, looker.request)
 
     def ask_store(self, question: StoreQuestion) -> None:
         """It has none."""
 
     def take_media(self, question: MediaQuestion) -> None:
-        """It reads text only."""
+        if self._images is not None and self._rule is not None:
+            self._media_answers.append(_taken(self._images, self._rule, question))
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or bool(self._media_answers)
 
     def step(self) -> StepFrame:
         chunks = self._scheduler.schedule()
         if not chunks and self._scheduler.has_work():
             self._scheduler.wait(_PAUSE_SECONDS)
+        num_encoded_tokens = self._num_encoded(chunks) if self._lookers else 0
         if self._cost is not None:
-            seconds = self._cost.step_seconds(chunks)
+            seconds = self._cost.step_seconds(chunks) + num_encoded_tokens * self._cost.encode
             if seconds > 0:
                 self._sleep(seconds)
         sampled = {chunk.request.key: self._sample(chunk.request) for chunk in chunks if chunk.samples}
         frame = self._scheduler.finish_step(chunks, sampled)
         for delta in frame.deltas:
             if delta.finish_reason is not None:
-                self._answers.pop(delta.key, None)
-        return frame
+                self._forget(delta.key)
+        if self._images is None:
+            return frame
+        answers, self._media_answers = self._media_answers, []
+        return replace(
+            frame,
+            media=answers,
+            num_encoded_tokens=num_encoded_tokens,
+            load=self._with_images(frame.load),
+        )
+
+    def _num_encoded(self, chunks: Sequence[Chunk]) -> int:
+        return sum(
+            self._lookers[chunk.request.key].encodes(chunk)
+            for chunk in chunks
+            if not chunk.is_decode and chunk.request.key in self._lookers
+        )
+
+    def _with_images(self, load: LoadSnapshot) -> LoadSnapshot:
+        num_left = sum(looker.num_tokens_left for looker in self._lookers.values())
+        return replace(load, num_pending_image_tokens=num_left) if num_left else load
 
     def reset_prefix_cache(self) -> bool:
+        if self._images is not None:
+            self._images.clear()
         return self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:
@@ -149,3 +225,14 @@ class SimulatedEngine:
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
         candidates = self._token_ids if request.constraint is None else request.constraint.allowed()
         return candidates[(mixed >> 20) % len(candidates)]
+
+
+def _taken(images: MediaShelf[None], rule: ImageRule, question: MediaQuestion) -> MediaAnswer:
+    content_hash = media_hash(question.root, question.content)
+    try:
+        token_ids = rule.tokens_of(read_size(question.content))
+    except ImageError as error:
+        return MediaAnswer(question.number, problem=str(error))
+    if not images.put(content_hash, MediaItem(token_ids, len(question.content), None)):
+        return MediaAnswer(question.number, is_full=True)
+    return MediaAnswer(question.number, content_hash)

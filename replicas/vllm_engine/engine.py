@@ -18,7 +18,6 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch._dynamo
@@ -27,8 +26,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 
-from replicas.checkpoints.image_rules import read_image_rule
-from replicas.checkpoints.model_config import read_eos_token_ids, read_json
+from replicas.checkpoints.image_rules import served_image_rule
+from replicas.checkpoints.model_config import read_eos_token_ids
 from replicas.checkpoints.weights import files_fingerprint, tokenizer_bundle
 from replicas.config import ReplicaConfig
 from replicas.engine import EngineRequest, RequestRefused, SharedKv, with_layout
@@ -37,6 +36,7 @@ from replicas.grammars.opening import open_holder
 from replicas.kvcache.writers import Shares
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, without_tiers
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy, tenancy_of
+from replicas.media.holding import held_images, release_images
 from replicas.media.probes import has_room_for_any
 from replicas.media.shelf import MediaItem
 from replicas.media.store import MediaStore
@@ -106,7 +106,7 @@ class VllmEngine:
         self._on_cpu = bool(current_platform.is_cpu())
         self._tier = None if config.host_kv_bytes is None else LowerTier(config, secrets.token_hex(8), digest)
         transfers = None if self._tier is None else transfer_config(self._tier)
-        rule = _image_rule(directory) if config.image_bytes else None
+        rule = served_image_rule(directory) if config.image_bytes else None
         arguments = engine_arguments(
             config, str(directory), adapters, transfers, takes_images=rule is not None
         )
@@ -201,8 +201,6 @@ class VllmEngine:
             self._tier.store.begin()
 
     def add(self, request: EngineRequest) -> None:
-        if request.submit.media and self._images is None:
-            raise RequestRefused(RefusalCode.INVALID_REQUEST, f"{self._card.name} reads text only")
         check_admission(request, self._limits)
         name = _name(request.key)
         if name in self._live:
@@ -224,11 +222,11 @@ class VllmEngine:
 
     def _submit(self, name: str, request: EngineRequest) -> LiveRequest:
         """Raises RequestRefused."""
-        items = self._hold_images(request)
+        items = held_images(self._images, request, self._card.name)
         try:
             return self._submit_with(name, request, items)
         except RequestRefused:
-            self._release_images(request)
+            release_images(self._images, request)
             raise
 
     def _submit_with(
@@ -260,32 +258,6 @@ class VllmEngine:
         live.lease_outcome = self._lease(live)
         return live
 
-    def _hold_images(self, request: EngineRequest) -> Sequence[MediaItem[ReadImage]]:
-        """What its prompt refers to, until it ends. vLLM checks none of it, so every span is checked here.
-
-        Raises RequestRefused.
-        """
-        media = request.submit.media
-        if self._images is None or not media:
-            return ()
-        items = self._images.hold(span.content_hash for span in media)
-        if items is None:
-            raise RequestRefused(RefusalCode.MEDIA_MISSING, "an image that the prompt refers to is not here")
-        end = 0
-        for span, item in zip(media, items, strict=True):
-            stands = tuple(request.token_ids[span.start : span.start + span.length])
-            if span.start < end or stands != item.token_ids:
-                self._release_images(request)
-                raise RequestRefused(
-                    RefusalCode.INVALID_REQUEST, f"the tokens from {span.start} on are not those of an image"
-                )
-            end = span.start + span.length
-        return items
-
-    def _release_images(self, request: EngineRequest) -> None:
-        if self._images is not None and request.submit.media:
-            self._images.release(span.content_hash for span in request.submit.media)
-
     def take_media(self, question: MediaQuestion) -> None:
         if self._images is not None:
             self._images.put(question)
@@ -302,7 +274,7 @@ class VllmEngine:
         self._forget(name, live)
 
     def _forget(self, name: str, live: LiveRequest) -> None:
-        self._release_images(live.request)
+        release_images(self._images, live.request)
         if live.choice is not None:
             live.choice.end()
             self._held.forget(name)
@@ -539,14 +511,6 @@ class VllmEngine:
             num_cached_blocks=self._cache.hashes.num_copies(),
             num_total_blocks=self._card.num_blocks,
         )
-
-
-def _image_rule(directory: Path) -> ImageRule | None:
-    """None for a model of text, and for one whose images cannot be told from their sizes, which is said."""
-    rule, reason = read_image_rule(directory)
-    if rule is None and "vision_config" in read_json(directory / "config.json"):
-        logger.warning("%s; it is served for text only", reason)
-    return rule
 
 
 def _name(key: RequestKey) -> str:
