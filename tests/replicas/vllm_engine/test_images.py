@@ -186,6 +186,35 @@ def test_what_is_to_be_encoded_is_counted_and_what_was(images: Images, engine: A
     assert sum(frame.num_encoded_tokens for frame in images.run.frames) == red + tall + red
 
 
+def test_each_tenant_pays_for_its_own_encoding_and_its_users_share_one(
+    images: Images, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's vision part really computes is counted, beside what the scheduler says of it."""
+    model: Any = engine._vllm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    num_runs = 0
+    encode = model.embed_multimodal
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_runs
+        num_runs += 1
+        return encode(*arguments, **named)
+
+    monkeypatch.setattr(model, "embed_multimodal", counted)
+    _, ((_, length),) = images.prompt([], [RED])
+    paid = []
+    for user, root, seed in (
+        (ANN, ROOT, 1),
+        (BOB, ROOT, 2),  # other words before the picture: no block of hers, only the encoder's cache
+        (BOB, OTHER_ROOT, 1),
+        (ANN, OTHER_ROOT, 2),
+    ):
+        before = num_runs, sum(frame.num_encoded_tokens for frame in images.run.frames)
+        assert images.cached(words(engine, 60, seed), RED, root=root, user=user, max_tokens=1) == 0
+        after = num_runs, sum(frame.num_encoded_tokens for frame in images.run.frames)
+        paid.append((after[0] - before[0], after[1] - before[1]))
+    assert paid == [(1, length), (0, 0)] * 2
+
+
 @pytest.mark.parametrize("change", ["shifted", "short", "long", "outside", "twice", "of another", "swapped"])
 def test_a_span_that_does_not_fit_is_refused_before_anything_is_computed(
     images: Images, engine: Any, change: str
