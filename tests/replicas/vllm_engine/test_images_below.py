@@ -1,21 +1,25 @@
 """Images whose KV lies below the device: kept, loaded and told apart as text is."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from replicas.engine_process.build import build_engine
-from replicas.protocol.blocks import hash_blocks
+from replicas.protocol.blocks import BlockHash, hash_blocks
 from replicas.protocol.events import Tier
-from tests.replicas.builders import ROOT
+from replicas.scheduling.speed_meter import SpeedMeter
+from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.engine_run import prompt_of
 from tests.replicas.vllm_engine.conftest import vllm_config
-from tests.replicas.vllm_engine.test_images import BLUE, RED, Images, words
+from tests.replicas.vllm_engine.test_images import ANN, BLUE, BOB, RED, SMALL, TALL, Images, words
 from tests.replicas.vllm_engine.tiered_run import TieredRun
 
 pytestmark = pytest.mark.vllm
+
+CHUNK = 128
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def images(environment: None, tmp_path: Path) -> Iterator[Images]:
 
     write_image_model(tmp_path)
     config = vllm_config(
-        model=str(tmp_path), num_blocks=40, context_length=1024, host_kv_bytes=32 << 20, chunk_tokens=128
+        model=str(tmp_path), num_blocks=40, context_length=1024, host_kv_bytes=32 << 20, chunk_tokens=CHUNK
     )
     engine: Any = build_engine(config)[0]
     images = Images(engine)
@@ -56,4 +60,52 @@ def test_what_the_device_forgot_of_an_image_is_loaded_and_another_image_is_not(i
     run.finish()
     assert run.usage(other).num_cached_tokens == start // 128 * 128
     run.generate(prompt_of(engine, 100), max_tokens=1)
+    assert images.num_held == 0
+
+
+NUM_MIXED = 60
+
+
+def predicted(run: TieredRun, hashes: Sequence[BlockHash], size: int, num_tokens: int) -> tuple[int, int]:
+    """Leading tokens on the device, and with those below it, by what was said to lie where."""
+    on_device = next((n for n, name in enumerate(hashes) if (Tier.DEVICE, name) not in run.held), len(hashes))
+    end = on_device * size // CHUNK * CHUNK
+    while end + CHUNK <= len(hashes) * size and (Tier.HOST, hashes[(end + CHUNK) // size - 1]) in run.held:
+        end += CHUNK
+    findable = (num_tokens - 1) // size * size
+    device = min(on_device * size, findable)
+    end = min(end, findable)
+    return device, end if end - device >= CHUNK else device  # less is not worth a load
+
+
+def test_predicted_is_cached_by_tier_in_every_one_of_many_mixed_requests(
+    images: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to four images in any order, two users, two namespaces, aborts, on a device that forgets."""
+    monkeypatch.setattr(SpeedMeter, "prefill_seconds_per_token", 1.0)  # what can be loaded is
+    engine, run, rng = images.engine, images.run, random.Random(11)
+    assert isinstance(run, TieredRun)
+    size = engine.card.block_size
+    texts = [words(engine, 240, seed) for seed in range(3)]
+    num_loaded = num_on_device = num_mixed = 0
+    for _ in range(NUM_MIXED):
+        root, user = rng.choice([ROOT, ROOT, OTHER_ROOT]), rng.choice([ANN, BOB])
+        contents = rng.sample([RED, BLUE, SMALL, TALL], rng.randrange(5))
+        text = rng.choice(texts)
+        token_ids, spans = images.prompt(text, contents)
+        hashes = hash_blocks(root, token_ids, size, media=images.media(contents, spans, root))
+        device, cached = predicted(run, hashes, size, len(token_ids))
+        key = images.add(text, *contents, root=root, user=user, max_tokens=rng.randrange(1, 4))
+        if rng.random() < 0.15:
+            run.step()
+            run.abort(key)
+            run.finish()
+            continue
+        run.finish()
+        usage = run.usage(key)
+        assert (usage.num_device_tokens, usage.num_cached_tokens) == (device, cached)
+        num_loaded += cached > device
+        num_on_device += device > 0
+        num_mixed += 0 < device < cached
+    assert num_loaded > NUM_MIXED // 10 and num_on_device > NUM_MIXED // 10
     assert images.num_held == 0
