@@ -16,8 +16,10 @@ from typing import IO, cast
 
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
+from replicas.checkpoints.image_rules import read_image_rule
 from replicas.checkpoints.model_config import CheckpointError
 from replicas.checkpoints.weights import tokenizer_bundle
+from replicas.protocol.image_rules import written_rule
 from replicas.toy_model import checkpoint_directory
 from router.api.logged_prompts import LoggedModel, NoPrompt, logged_prompts
 from router.explain.linting.habits import ADVICE, WHAT, Habit
@@ -37,7 +39,9 @@ _GZIP = b"\x1f\x8b"
 def lint(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """The command. Returns its exit status. Raises ClusterError."""
     try:
-        model = LoggedModel.of(tokenizer_bundle(checkpoint_directory(arguments.model)))
+        directory = checkpoint_directory(arguments.model)
+        rule, _ = read_image_rule(directory)
+        model = LoggedModel.of(tokenizer_bundle(directory), written_rule(rule))
     except (CheckpointError, TokenizerError, OSError) as error:
         raise ClusterError(f"cannot read the tokenizer: {error}") from error
     run = _Run(model, arguments.block_size)

@@ -6,23 +6,24 @@ reads the body, renders the chat template and encodes.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from replicas.protocol.blocks import Namespace
+from replicas.protocol.blocks import Namespace, pack_token_ids, unpack_token_ids
 from replicas.protocol.status import TokenizerBundle
 from router.answers.formats import AnswerFormat, answer_format
-from router.api.chat_prompt import render_chat
+from router.api.chat_prompt import render_chat, shown_chat
 from router.api.openai.completion_prompt import CompletionRequest, prompts_of
 from router.api.preparing import READERS
 from router.errors import InvalidRequest, RouterError
 from router.explain.linting.linter import LoggedPrompt
 from router.explain.linting.log_lines import COMPLETION, LoggedRequest
-from router.explain.places import Place, place_in_prompt, place_of_token
+from router.explain.places import Place, PlaceKind, place_in_prompt, place_of_token
+from router.prompt.images import Shown
 from router.prompt.quoting import Quoter
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer
@@ -59,12 +60,12 @@ class LoggedModel:
     answer_format: AnswerFormat
 
     @classmethod
-    def of(cls, bundle: TokenizerBundle) -> "LoggedModel":
-        """Raises TokenizerError."""
+    def of(cls, bundle: TokenizerBundle, image_rule: str = "") -> "LoggedModel":
+        """`image_rule` is as on a card: without one the model reads text only. Raises TokenizerError."""
         tokenizer = Tokenizer(bundle)
         template = ChatTemplate.from_bundle(bundle)
         return cls(
-            _Window(_NO_BOUND, tokenizer.vocab_size, ()),
+            _Window(_NO_BOUND, tokenizer.vocab_size, (), image_rule),
             tokenizer,
             template,
             Quoter(tokenizer.special_tokens),
@@ -97,21 +98,32 @@ def _chat(
     request = READERS[logged.kind](json.dumps(body).encode(), MAX_CHOICES)
     chat = render_chat(model, request)
     token_ids = model.tokenizer.encode(chat.text, is_quoted=chat.is_quoted)
-    place_of = partial(_place, model.tokenizer, logged.body, chat.text, token_ids, is_quoted=chat.is_quoted)
+    shown = shown_chat(model, request, token_ids)
+    text_place = partial(
+        place_of_token, model.tokenizer, logged.body, chat.text, token_ids, is_quoted=chat.is_quoted
+    )
     space = _space(request.model, block_size, logged.tenant, request.cache_salt)
-    return LoggedPrompt(line, space, logged.body, token_ids, place_of)
+    return LoggedPrompt(line, space, logged.body, _told_apart(shown), partial(_place, shown, text_place))
 
 
-def _place(
-    tokenizer: Tokenizer,
-    body: dict[str, Any],
-    text: str,
-    token_ids: Sequence[int],
-    number: int,
-    *,
-    is_quoted: bool,
-) -> Place:
-    return place_of_token(tokenizer, body, text, token_ids, number, is_quoted=is_quoted)
+def _told_apart(shown: Shown) -> Sequence[int]:
+    """The tokens, those of an image as numbers of its own: the same for the same image alone."""
+    if not shown.images:
+        return shown.token_ids
+    packed = bytearray(pack_token_ids(shown.token_ids))
+    for image in shown.images:
+        size = 4 * image.length
+        name = image.digest * (size // len(image.digest) + 1)
+        packed[4 * image.start : 4 * image.start + size] = name[:size]
+    return unpack_token_ids(bytes(packed))
+
+
+def _place(shown: Shown, text_place: Callable[[int], Place], number: int) -> Place:
+    """Of a token of the prompt as it is shown; `text_place` knows those of its text before images came in."""
+    path = shown.image_path(number)
+    if path is not None:
+        return Place(path, PlaceKind.VALUE, is_certain=True)
+    return text_place(shown.as_sent(number))
 
 
 def _plain(

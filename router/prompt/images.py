@@ -69,6 +69,22 @@ class Shown(NamedTuple):
             num_tokens += image.length - 1
         return num_tokens
 
+    def as_sent(self, position: int) -> int:
+        """Where the token at `position` stood in the prompt with one token for each image."""
+        num_more = 0
+        for image in self.images:
+            if image.start > position:
+                break
+            num_more += min(position - image.start, image.length - 1)
+        return position - num_more
+
+    def image_path(self, position: int) -> str | None:
+        """Where the client's body has the image that the token at `position` stands for, if it does."""
+        for image in self.images:
+            if image.start <= position < image.start + image.length:
+                return image.path
+        return None
+
 
 @lru_cache(maxsize=NUM_KNOWN_RULES)
 def rule_of(image_rule: str) -> ImageRule | None:

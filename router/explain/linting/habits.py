@@ -21,6 +21,9 @@ from router.explain.leaves import (
 )
 from router.explain.places import Place, PlaceKind
 
+_IMAGE = "data:image/"
+"""How an image begins that a body has as a text: it looks like an id, and is none."""
+
 _Steps = tuple[str | int, ...]
 
 
@@ -144,7 +147,7 @@ def habit_of(
         return Habit.SETTINGS if _settings(earlier) != _settings(later) else Habit.TEMPLATE
     if steps and steps[0] in TURN_FIELDS and _is_cut(earlier, later, steps):
         return Habit.HISTORY_CUT
-    if isinstance(old, str) and isinstance(new, str):
+    if isinstance(old, str) and isinstance(new, str) and not new.startswith(_IMAGE):
         volatile = _volatile(old, new)
         if volatile is not None:
             return volatile
