@@ -5,6 +5,7 @@ then it is sent again.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 
@@ -14,6 +15,7 @@ from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import RefusalCode
 from replicas.protocol.media import MEDIA_PART_BYTES, MediaPart
 from replicas.protocol.wire import decode_media_taken, encode
+from router.fleet.image_traffic import ImageTraffic
 from router.fleet.replica_channel import ReplicaChannel
 from router.prompt.images import Media
 
@@ -44,31 +46,36 @@ _CODES = {
 class MediaUploads:
     """Two prompts that wait for one image wait for one upload."""
 
-    def __init__(self, channel: ReplicaChannel) -> None:
+    def __init__(self, channel: ReplicaChannel, traffic: ImageTraffic) -> None:
         self._channel = channel
+        self._traffic = traffic
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._sending: dict[bytes, asyncio.Task[None]] = {}
-        self.num_sent = 0
-        self.num_bytes = 0
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
 
     def has(self, media: Sequence[Media]) -> bool:
-        """Whether all of them should be there."""
+        """Whether all of them should be there: then they count as known."""
         for each in media:
             if each.content_hash not in self._known:
                 return False
             self._known.move_to_end(each.content_hash)
+        self._traffic.num_known += len(media)
         return True
 
     def forget(self, media: Sequence[Media]) -> None:
         """The replica misses one of them."""
         for each in media:
-            self._known.pop(each.content_hash, None)
+            if each.content_hash in self._known:
+                del self._known[each.content_hash]
+                _keep(self._forgotten, each.content_hash)
 
     async def send(self, root: BlockHash, media: Sequence[Media]) -> None:
         """Those that are not there. Raises UploadFailed. What has begun goes on when the caller is cancelled,
         who waits no longer."""
         for each in media:
-            if each.content_hash not in self._known:
+            if each.content_hash in self._known:
+                self._traffic.num_known += 1
+            else:
                 await asyncio.shield(self._task(root, each))
 
     def _task(self, root: BlockHash, media: Media) -> asyncio.Task[None]:
@@ -77,6 +84,8 @@ class MediaUploads:
             task = asyncio.create_task(self._send(root, media))
             self._sending[media.content_hash] = task
             task.add_done_callback(lambda ended: self._ended(media.content_hash, ended))
+        else:
+            self._traffic.num_shared += 1
         return task
 
     def _ended(self, content_hash: bytes, task: asyncio.Task[None]) -> None:
@@ -85,6 +94,18 @@ class MediaUploads:
             task.exception()  # whoever still waits gets it; else nobody does
 
     async def _send(self, root: BlockHash, media: Media) -> None:
+        start = time.monotonic()
+        try:
+            await self._put(root, media)
+        except UploadFailed as error:
+            self._traffic.num_failed[error.code] += 1
+            raise
+        is_again = media.content_hash in self._forgotten
+        self._forgotten.pop(media.content_hash, None)
+        self._traffic.sent(len(media.content), time.monotonic() - start, is_again=is_again)
+        _keep(self._known, media.content_hash)
+
+    async def _put(self, root: BlockHash, media: Media) -> None:
         try:
             encoded: bytes = await self._channel.stub.put_media(
                 _parts(root, media.content), metadata=self._channel.metadata("PutMedia"), timeout=SECONDS
@@ -100,11 +121,12 @@ class MediaUploads:
             raise UploadFailed(RefusalCode.INTERNAL, f"its answer breaks the contract: {error}") from error
         if taken.content_hash != media.content_hash:
             raise UploadFailed(RefusalCode.INTERNAL, "the replica names the image by another hash")
-        self.num_sent += 1
-        self.num_bytes += len(media.content)
-        self._known[media.content_hash] = None
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+
+
+def _keep(hashes: OrderedDict[bytes, None], content_hash: bytes) -> None:
+    hashes[content_hash] = None
+    if len(hashes) > MAX_KNOWN:
+        hashes.popitem(last=False)
 
 
 async def _parts(root: BlockHash, content: bytes) -> AsyncIterator[bytes]:

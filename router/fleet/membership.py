@@ -27,6 +27,7 @@ from replicas.protocol.keys import ReplicaRecord
 from replicas.protocol.status import Adapter, ModelCard, ReplicaId, ReplicaState, TokenizerBundle
 from router.dispatch.inflight import ReplicaLost
 from router.dispatch.outlook import Outlook
+from router.fleet.image_traffic import ImageTraffic
 from router.fleet.registry_source import ReplicaRecords, ReplicaSource
 from router.fleet.replica_client import ReplicaClient
 from router.fleet.replica_words import Traffic
@@ -61,6 +62,7 @@ class MembershipStatistics(NamedTuple):
     num_aborts: int
     num_malformed: int
     num_refused_records: Mapping[str, int]
+    images: ImageTraffic
 
 
 class _Refused(Exception):
@@ -196,6 +198,7 @@ class Membership:
             num_aborts=self._traffic.num_aborts,
             num_malformed=self._traffic.num_malformed,
             num_refused_records=self._source.num_refused,
+            images=self._traffic.images,
         )
 
     def _apply(self, view: ReplicaRecords, tasks: asyncio.TaskGroup) -> None:

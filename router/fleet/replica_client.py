@@ -81,7 +81,7 @@ class ReplicaClient:
         self._outbox_filled = asyncio.Event()
         self._words = ReplicaWords(replica_id, self._traffic)
         self._channel = ReplicaChannel(address, tls, caller)
-        self.media = MediaUploads(self._channel)
+        self.media = MediaUploads(self._channel, self._traffic.images)
 
     @property
     def num_inflight(self) -> int:

@@ -6,7 +6,7 @@ What follows for streams and requests is `replica_client.py`'s.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.process.complaints import Complaints
@@ -23,6 +23,7 @@ from replicas.protocol.wire import (
     decode_loose_frame,
     decode_server_frame,
 )
+from router.fleet.image_traffic import ImageTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Traffic:
     num_aborts: int = 0
     num_malformed: int = 0
     """Parts of frames, and descriptions, that broke the contract."""
+    images: ImageTraffic = field(default_factory=ImageTraffic)
 
 
 class HeardFrame(NamedTuple):

@@ -10,6 +10,7 @@ from replicas.protocol.status import ReplicaId
 from router.caches.named_caches import CacheStatistics
 from router.dispatch.dispatch_state import DispatchStatistics
 from router.explain.story import StoryStatistics
+from router.fleet.image_traffic import UPLOAD_BOUNDS, ImageTraffic
 from router.fleet.index_mirror import MirrorStatistics
 from router.fleet.membership import MembershipStatistics
 from router.history.remembered import HistoryStatistics
@@ -89,6 +90,7 @@ class PartMetrics:
         self._declare_dispatch()
         self._declare_queue()
         self._declare_fleet()
+        self._declare_images()
         self._declare_models()
 
     def _declare_keys(self) -> None:
@@ -326,6 +328,27 @@ class PartMetrics:
             "replica",
         )
 
+    def _declare_images(self) -> None:
+        self._images = self._counter(
+            "router_images_total",
+            "Images of prompts by how they got to the replica: sent, shared (another prompt was sending it), "
+            "known (it was there) or failed",
+            "way",
+        )
+        self._image_failures = self._counter(
+            "router_image_failures_total", "Images that a replica did not take, by its reason", "reason"
+        )
+        self._image_bytes = self._counter(
+            "router_image_bytes_total", "Bytes of the images that were sent to replicas"
+        )
+        self._images_again = self._counter(
+            "router_images_sent_again_total", "Images that were sent again because the replica had lost them"
+        )
+        self._image_seconds = Distributions(
+            "router_image_upload_seconds", "Time to send an image to a replica that took it", UPLOAD_BOUNDS
+        )
+        self.families.append(self._image_seconds)
+
     def _declare_history(self) -> None:
         self._explain_bytes = self._gauge(
             "router_explain_bytes", "Memory of what is kept of requests to explain their cache misses"
@@ -527,6 +550,19 @@ class PartMetrics:
         self._malformed_words.of().value = statistics.num_malformed
         for reason, count in statistics.num_refused_records.items():
             self._refused_records.of(reason).value = count
+        self.read_images(statistics.images)
+
+    def read_images(self, traffic: ImageTraffic) -> None:
+        self._images.of("sent").value = traffic.num_sent
+        self._images.of("shared").value = traffic.num_shared
+        self._images.of("known").value = traffic.num_known
+        self._images.of("failed").value = traffic.num_failed.total()
+        for code, count in traffic.num_failed.items():
+            self._image_failures.of(code.value).value = count
+        self._image_bytes.of().value = traffic.num_bytes
+        self._images_again.of().value = traffic.num_again
+        series = self._image_seconds.of()
+        series.counts, series.total = traffic.counts.copy(), traffic.seconds
 
     def read_tls(self, ends: Mapping[str, float]) -> None:
         for file, seconds in ends.items():

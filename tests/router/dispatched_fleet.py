@@ -18,6 +18,7 @@ from router.dispatch.outlook import NOTHING_COMING
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
 from router.fleet.replica_client import ReplicaClient
+from router.fleet.replica_words import Traffic
 from router.generation import Generation
 from router.queue.holding import Holding
 from router.routing.cost import CostParameters
@@ -57,6 +58,7 @@ class DispatchedFleet:
         self.clients: dict[ReplicaId, ReplicaClient] = {}
         self.serving: list[asyncio.Task[None]] = []
         self.stall_seconds = 30.0
+        self.traffic = Traffic()
         self.outlook = NOTHING_COMING
         self.dispatcher = self.new_dispatcher()
 
@@ -94,6 +96,7 @@ class DispatchedFleet:
             self.table.update_load,
             on_lost=lambda client: self.table.remove_replica(client.replica_id),
             stall_seconds=self.stall_seconds,
+            traffic=self.traffic,
             epoch=replica.epoch,
         )
         self.clients[replica.replica_id] = client

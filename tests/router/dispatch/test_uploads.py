@@ -59,8 +59,9 @@ async def test_images_go_before_the_prompt_whole_and_once(fleet: DispatchedFleet
         media_hash(ROOT, each) for each in (LARGE, PICTURE)
     ]
     assert len(second.media) == 1
-    client = fleet.clients[ReplicaId("r0")]
-    assert (client.media.num_sent, client.media.num_bytes) == (2, len(LARGE) + len(PICTURE))
+    assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_known) == (2, 1)
+    assert fleet.traffic.images.num_bytes == len(LARGE) + len(PICTURE)
+    assert sum(fleet.traffic.images.counts) == 2 and fleet.traffic.images.seconds > 0
     fleet.assert_nothing_reserved()
 
 
@@ -74,6 +75,7 @@ async def test_prompts_that_wait_for_one_image_wait_for_one_upload(fleet: Dispat
     for run in runs:
         assert_complete(await run, 1)
     assert (replica.num_uploads, len(replica.submits)) == (1, 5)
+    assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_shared) == (1, 4)
 
 
 async def test_what_a_replica_has_forgotten_is_sent_again_to_the_same_one(fleet: DispatchedFleet) -> None:
@@ -82,6 +84,7 @@ async def test_what_a_replica_has_forgotten_is_sent_again_to_the_same_one(fleet:
     replica.media.clear()
     assert_complete(await generate(fleet, showing(PICTURE, LARGE)), 1)
     assert replica.num_uploads == 4
+    assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_again) == (4, 2)
     assert [len(submit.media) for submit in replica.submits] == [2, 2, 2]
     fleet.assert_nothing_reserved()
 
@@ -111,6 +114,9 @@ async def test_an_image_that_is_not_taken_ends_its_request_alone(
     with pytest.raises(error, match=message):
         await generate(fleet, showing(PICTURE))
     assert not replica.submits
+    failures = fleet.traffic.images.num_failed
+    assert failures.total() == replica.num_uploads and len(failures) == 1
+    assert fleet.traffic.images.num_sent == 0
     assert_complete(await generate(fleet), 1)
     fleet.assert_nothing_reserved()
 
