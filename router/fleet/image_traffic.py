@@ -16,8 +16,8 @@ UPLOAD_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 @dataclass(slots=True)
 class ImageTraffic:
     """`num_known` are images that should have been there already, `num_shared` those that another prompt was
-    sending just then, `num_again` those of `num_sent` that the replica had lost. One upload that fails is one
-    failure, however many wait for it."""
+    sending just then, `num_again` those of `num_sent` whose prompt was refused for want of an image.
+    One upload that fails is one failure, however many wait for it."""
 
     num_sent: int = 0
     num_shared: int = 0

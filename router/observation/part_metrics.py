@@ -342,7 +342,8 @@ class PartMetrics:
             "router_image_bytes_total", "Bytes of the images that were sent to replicas"
         )
         self._images_again = self._counter(
-            "router_images_sent_again_total", "Images that were sent again because the replica had lost them"
+            "router_images_sent_again_total",
+            "Images that were sent again because the replica missed one of their prompt",
         )
         self._image_seconds = Distributions(
             "router_image_upload_seconds", "Time to send an image to a replica that took it", UPLOAD_BOUNDS

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import RefusalCode
@@ -22,6 +23,7 @@ from router.errors import (
     TooLate,
 )
 from router.generation import Generation
+from router.observation.metrics import RouterMetrics
 from router.prompt.images import Media
 from router.queue.work import Charge
 from tests.router.dispatched_fleet import (
@@ -63,6 +65,23 @@ async def test_images_go_before_the_prompt_whole_and_once(fleet: DispatchedFleet
     assert fleet.traffic.images.num_bytes == len(LARGE) + len(PICTURE)
     assert sum(fleet.traffic.images.counts) == 2 and fleet.traffic.images.seconds > 0
     fleet.assert_nothing_reserved()
+
+
+async def test_images_are_counted_for_as_long_as_the_router_lives(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    await generate(fleet, showing(PICTURE))
+    await generate(fleet, showing(PICTURE, LARGE))
+    assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_known) == (2, 1)
+    await fleet.clients[ReplicaId("r0")].close()
+    fleet.connect(replica)
+    assert_complete(await generate(fleet, showing(PICTURE)), 1)
+    assert (fleet.traffic.images.num_sent, fleet.traffic.images.num_again) == (3, 0)
+    metrics = RouterMetrics(CollectorRegistry())
+    metrics.parts.read_images(fleet.traffic.images)
+    lines = [line for family in metrics.families() for line in family.text().splitlines()]
+    assert 'router_images_total{way="sent"} 3.0' in lines and 'router_images_total{way="known"} 1.0' in lines
+    assert "router_image_upload_seconds_count 3.0" in lines
+    assert f"router_image_bytes_total {float(2 * len(PICTURE) + len(LARGE))}" in lines
 
 
 async def test_prompts_that_wait_for_one_image_wait_for_one_upload(fleet: DispatchedFleet) -> None:
