@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import multiprocessing
 import os
 import shutil
@@ -210,6 +211,7 @@ def test_a_full_disk_that_holds_our_kv_is_opened(tmp_path: Path, monkeypatch: py
 
 
 def test_every_descriptor_is_given_back(tmp_path: Path) -> None:
+    gc.collect()  # what other tests have left would be closed meanwhile
     before = len(os.listdir("/proc/self/fd"))
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.txt").touch()
@@ -222,7 +224,7 @@ def test_every_descriptor_is_given_back(tmp_path: Path) -> None:
             refused(tmp_path / "kv")
         refused(tmp_path / "foreign")
         erase_folder(tmp_path / "kv")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_erasing_takes_all_of_ours_and_leaves_what_is_not(tmp_path: Path) -> None:
