@@ -20,15 +20,21 @@ from tests.replicas.vllm_engine.tiered_run import TieredRun
 pytestmark = pytest.mark.vllm
 
 CHUNK = 128
+PLENTY, FEW = 32 << 20, 3 << 20
+"""Bytes of host memory: more than a test asks for, and less than that."""
 
 
 @pytest.fixture
-def images(environment: None, tmp_path: Path) -> Iterator[Images]:
+def images(environment: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Images]:
     from replicas.toy_model.make_image_model import write_image_model
 
     write_image_model(tmp_path)
     config = vllm_config(
-        model=str(tmp_path), num_blocks=40, context_length=1024, host_kv_bytes=32 << 20, chunk_tokens=CHUNK
+        model=str(tmp_path),
+        num_blocks=40,
+        context_length=1024,
+        host_kv_bytes=getattr(request, "param", PLENTY),
+        chunk_tokens=CHUNK,
     )
     engine: Any = build_engine(config)[0]
     images = Images(engine)
@@ -78,8 +84,11 @@ def predicted(run: TieredRun, hashes: Sequence[BlockHash], size: int, num_tokens
     return device, end if end - device >= CHUNK else device  # less is not worth a load
 
 
+@pytest.mark.parametrize(
+    ("images", "host_forgets"), [(PLENTY, False), (FEW, True)], ids=["plenty", "few"], indirect=["images"]
+)
 def test_predicted_is_cached_by_tier_in_every_one_of_many_mixed_requests(
-    images: Images, monkeypatch: pytest.MonkeyPatch
+    images: Images, host_forgets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to four images in any order, two users, two namespaces, aborts, on a device that forgets."""
     monkeypatch.setattr(SpeedMeter, "prefill_seconds_per_token", 1.0)  # what can be loaded is
@@ -109,3 +118,5 @@ def test_predicted_is_cached_by_tier_in_every_one_of_many_mixed_requests(
         num_mixed += 0 < device < cached
     assert num_loaded > NUM_MIXED // 10 and num_on_device > NUM_MIXED // 10
     assert images.num_held == 0
+    assert run.num_removed[Tier.DEVICE] > 0
+    assert run.num_removed[Tier.HOST] > 0 or not host_forgets
