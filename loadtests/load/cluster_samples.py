@@ -31,7 +31,14 @@ GAUGES = (
 )
 COUNTERS = ("replica_prompt_tokens_total", "replica_cached_tokens_total", "replica_cross_user_tokens_total")
 TIER_COUNTERS = tuple(f'replica_cached_tokens_by_tier_total{{tier="{tier}"}}' for tier in ("host", "disk"))
-"""Zero where the replica does not have them."""
+IMAGE_COUNTERS = (
+    'replica_images_total{outcome="taken"}',
+    "replica_image_bytes_total",
+    "replica_encoded_image_tokens_total",
+)
+"""Zero where the replica does not have them, as those of tiers."""
+
+ALL_COUNTERS = (*COUNTERS, *TIER_COUNTERS, *IMAGE_COUNTERS)
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)", re.MULTILINE)
 
@@ -72,7 +79,7 @@ class ClusterSamples:
             return None
         increases = (
             sum(int(self._last[name][counter] - self._first[name][counter]) for name in self._last)
-            for counter in (*COUNTERS, *TIER_COUNTERS)
+            for counter in ALL_COUNTERS
         )
         return EngineTotals(*increases)
 
@@ -100,7 +107,7 @@ class ClusterSamples:
             return
         if not all(counter in values for counter in COUNTERS):
             return
-        counters = {counter: values.get(counter, 0.0) for counter in (*COUNTERS, *TIER_COUNTERS)}
+        counters = {counter: values.get(counter, 0.0) for counter in ALL_COUNTERS}
         self._first.setdefault(name, counters)
         before = self._latest.get(name, counters)
         self._has_restarted |= any(counters[counter] < before[counter] for counter in COUNTERS)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from loadtests.load.options import (
     seed_of,
 )
 from loadtests.load.records import unanswered
-from loadtests.load.target import Target, TargetError, find_target
+from loadtests.load.target import Target, TargetError, find_target, page_tokens
 from loadtests.load.users import LEAD_SECONDS
 from loadtests.load.worker import PLAN, RECORDS
 from loadtests.reports.report import RequestRecord, make_report
+from loadtests.reports.run_figures import images_of
 from loadtests.reports.run_file import Run, RunFileError, RunInfo, surroundings, write_run
 from loadtests.reports.table import render
 from loadtests.workloads import ideal_hits
@@ -92,6 +94,8 @@ class LoadLeader:
                 raise OptionsError("--host says where the server is, as http://127.0.0.1:8000.")
             target = find_target(base_url, parsed.model or None, parsed.api_key or "")
             options = load_options(parsed, model=target.model, seed=seed)
+            if options.sends_images:
+                options = options.with_defaults(page_tokens(target, options.api_key) or {})
             self._run = _LeadRun(options, own, target, self._connected())
         except (OptionsError, TargetError) as error:
             logger.error("%s", error)
@@ -209,7 +213,8 @@ class _LeadRun:
         self.has_news = False
         run = self._finished()
         counted = [record for record in run.records if record.arrival_seconds >= self._own.warmup_seconds]
-        print(render(make_report(counted), ideal_hits(self._workload)))
+        report = replace(make_report(counted), images=images_of(run))
+        print(render(report, ideal_hits(self._workload)))
         num_foreign = sum(record.num_other_tenant_tokens or 0 for record in run.records)
         if self._own.run_file:
             try:

@@ -6,11 +6,13 @@ not know how requests are sent.
 
 import inspect
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from loadtests.workloads import (
     GENERATORS,
+    SENDS_IMAGES,
     Workload,
     first_seconds,
     read_trace,
@@ -21,7 +23,7 @@ from loadtests.workloads import (
 from loadtests.workloads.parameters import read_parameter
 from loadtests.workloads.shapes import SHAPES, Shape, bend, make_shape
 
-CHATS = ("cross-user", "chat", "agent", "rag", "no-reuse", "mixed")
+CHATS = ("cross-user", "chat", "agent", "rag", "no-reuse", "mixed", "documents")
 TRACE = "trace"
 TOKENS_PER_WORD = 1.25
 """At most, in plain messages: a workload counts words, and a server tokens."""
@@ -59,6 +61,16 @@ class LoadOptions:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def sends_images(self) -> bool:
+        return self.workload in SENDS_IMAGES
+
+    def with_defaults(self, parameters: Mapping[str, int]) -> "LoadOptions":
+        """These for the workload's parameters that are not given."""
+        given = self._parameters()
+        more = [f"{name}={value}" for name, value in parameters.items() if name not in given]
+        return replace(self, parameters=" ".join([self.parameters, *more]).strip())
 
     def make_shape(self) -> Shape:
         try:
@@ -145,7 +157,7 @@ def add_arguments(parser: Any) -> None:
     add("--workload", choices=names, default="cross-user", help="what is sent (default: cross-user)")
     add("--model", default="", help="model to ask for (default: the first that the server names)")
     add("--seed", default="", help="another seed, other texts and times (default: another one for each run)")
-    add("--qps", default="", help="requests (chat, agent: sessions) per second, on average")
+    add("--qps", default="", help="requests (chat, agent, documents: sessions) per second, on average")
     add("--duration", default="60", help="seconds in which requests are sent (default: 60)")
     add("--set", action="append", help="NAME=VALUE of the workload's parameters; repeatable")
     add("--trace", default="", help="a file in Mooncake's format, for the workload trace")

@@ -65,6 +65,8 @@ def answered(
         reason=headers.get("x-kvasir-reason"),
         itl_seconds=itl_seconds,
         request_id=headers.get("x-request-id") or request_id,
+        num_images=len(request.images),
+        num_image_tokens=request.num_image_tokens,
     )
 
 

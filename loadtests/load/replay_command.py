@@ -102,6 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
     """Replay and report. Returns the exit status. Raises ReplayError."""
     workload = scale(_workload(arguments), arguments.speed)
+    if workload.has_images:
+        raise ReplayError(
+            f"{workload.name} has images, and a replay sends completions, which are text; see"
+            " `kvasir loadtest documents`, and --workload documents of the locustfile"
+        )
     with _client(url, arguments.api_key) as client:
         cluster = _Cluster(client, arguments.model)
         num_all = len(workload.requests)

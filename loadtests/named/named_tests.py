@@ -8,6 +8,8 @@ generator is in time. Engines that really compute get two replicas, half the ten
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from loadtests.workloads import SENDS_IMAGES
+
 SIMULATED = "simulated"
 OVERLOAD = frozenset({"refused (429)", "refused (503)"})
 """What a cluster may say that has more to do than its queues hold."""
@@ -47,6 +49,10 @@ class NamedTest:
     engine: str = SIMULATED
     """Unless told otherwise."""
     duration_seconds: float = 60.0
+
+    @property
+    def sends_images(self) -> bool:
+        return self.workload in SENDS_IMAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,13 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         workload="mixed",
         qps=14.0,
         cache_tokens=10240,
+    ),
+    "documents": NamedTest(
+        summary="Conversations about documents of images, which users share; needs a --model for images.",
+        workload="documents",
+        qps=4.0,
+        cache_tokens=36864,
+        parameters={"num_tenants": 4, "num_documents": 24, "fewest_pages": 8, "most_pages": 16},
     ),
     "trace": NamedTest(
         summary="A recorded trace in Mooncake's format, its prompts and answers a tenth as long.",

@@ -25,13 +25,16 @@ from loadtests.named.named_tests import (
 )
 from loadtests.reports.comparison import OUR_POLICY
 from loadtests.workloads.parameters import read_parameter
+from replicas.checkpoints.image_rules import read_image_rule
 from replicas.config import ReplicaConfig
 from replicas.engines import check_simulation
 from replicas.process.settings import SettingsError, build
+from replicas.toy_model import checkpoint_directory
 from router.routing.policies import POLICIES
 
 DEFAULT_POLICIES = ("round_robin", "kvasir")
 TRACE = "trace"
+TORCH = "torch"
 REFUSED_SETTINGS = {**NOT_OF_A_LOCAL_CLUSTER, "redis_url": "each cluster of a load test has its own Redis"}
 
 
@@ -126,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser, others: Mapping[str, str]) ->
     add("--model", metavar="DIR", help="checkpoint directory (default: the toy model)")
     add("--model-name", metavar="NAME", help="model name that clients use (default: the directory's name)")
     add("--replicas", type=count, metavar="N", help="how many (default: 4; 2 with other engines)")
-    add("--rate", type=positive, metavar="X", help="requests (chat, agent: sessions) per second")
+    add("--rate", type=positive, metavar="X", help="requests (chat, agent, documents: sessions) per second")
     add("--duration", type=positive, metavar="S", help="seconds in which requests are sent (default: 60)")
     add("--seed", type=seed, default=1, metavar="N", help="seed of the first round (default: 1)")
     add("--cache-tokens", type=count, metavar="N", help="tokens that the cache of one replica holds")
@@ -159,6 +162,8 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
         arguments.engine = test.engine
     if test.arms and (arguments.ram or arguments.disk):
         raise LoadtestError(f"{arguments.name} compares clusters with and without --ram and --disk by itself")
+    if test.sends_images:
+        _check_takes_images(arguments)
     size = _size(arguments, test)
     plan = LoadtestPlan(
         name=arguments.name,
@@ -173,6 +178,22 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
     )
     _check_workload(plan)
     return plan
+
+
+def _check_takes_images(arguments: argparse.Namespace) -> None:
+    """Before a cluster is started that would refuse every request."""
+    if arguments.engine == TORCH:
+        raise LoadtestError(
+            f"{arguments.name} sends images, and the torch engine reads text only; take another --engine"
+        )
+    rule, reason = read_image_rule(
+        checkpoint_directory(None if arguments.model is None else str(arguments.model))
+    )
+    if rule is None:
+        raise LoadtestError(
+            f"{arguments.name} sends images, and {reason}; give it a --model that takes them, such as what"
+            " `python -m replicas.toy_model.make_image_model DIR` makes"
+        )
 
 
 def _policies(named: Sequence[str] | None, test: NamedTest) -> tuple[str, ...]:

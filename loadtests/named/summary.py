@@ -28,6 +28,8 @@ SHOWN = (
     "Hit on the device",
     "Hit in host memory",
     "Hit on disk",
+    "Image tokens cached",
+    "Images uploaded, of those in prompts",
     "TTFT p50",
     "TTFT p90",
     "TTFT p99",
@@ -52,8 +54,9 @@ def table(run_set: RunSet) -> str:
     rows = [["", *(variant.name for variant in run_set.variants), *([""] if has_ratio else [])]]
     for label in SHOWN:
         figure = _BY_LABEL[label]
-        if label.startswith("Hit ") and not any(each.spread(figure) for each in run_set.variants):
-            continue  # all KV lies on devices
+        is_special = label.startswith(("Hit ", "Image"))
+        if is_special and not any(each.spread(figure) for each in run_set.variants):
+            continue  # all KV lies on devices, no prompt has images
         cells = [_value(figure, variant) for variant in run_set.variants]
         if has_ratio:
             found = ratio(figure, run_set.variants[1], run_set.baseline) if figure.wants else None

@@ -160,6 +160,18 @@ FIGURES = (
     *_times("ITL", lambda report: report.itl, ()),
     *_times("TPOT", lambda report: report.tpot, ()),
     *_times("E2E", lambda report: report.e2e, ()),
+    Figure(
+        "Image tokens cached",
+        "%",
+        "more",
+        lambda report: None if report.images is None else report.images.cached_share,
+    ),
+    Figure(
+        "Images uploaded, of those in prompts",
+        "%",
+        "less",
+        lambda report: None if report.images is None else report.images.taken_share,
+    ),
     Figure("Hit in own blocks", "%", None, _share_of("own")),
     Figure("Hit, writer unknown", "%", None, _share_of("unattributed")),
     Figure("Hit of another tenant", "%", "less", _share_of("other_tenant")),

@@ -61,6 +61,10 @@ class RequestRecord:
     itl_seconds: tuple[float, ...] = ()
     """Gaps between the events of the answer that carry tokens."""
     request_id: str | None = None
+    num_images: int = 0
+    """In the prompt of one that was answered."""
+    num_image_tokens: int = 0
+    """That stand for them, as far as the client knows."""
 
     @property
     def tpot_seconds(self) -> float | None:
@@ -157,6 +161,27 @@ class Origins:
 
 
 @dataclass(frozen=True, slots=True)
+class Images:
+    """What became of the images in prompts, warm-up included, as the replicas' own counters do."""
+
+    num_in_prompts: int
+    num_taken: int
+    """By replicas, each of them once for as long as it keeps them."""
+    num_taken_bytes: int
+    num_tokens: int
+    num_encoded_tokens: int
+
+    @property
+    def taken_share(self) -> float:
+        return self.num_taken / self.num_in_prompts
+
+    @property
+    def cached_share(self) -> float:
+        """Of the tokens of images, those that were not encoded for their prompt."""
+        return max(0.0, 1 - self.num_encoded_tokens / self.num_tokens) if self.num_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Rates are shares from 0 to 1; None where there is nothing to compute a figure from."""
 
@@ -183,6 +208,8 @@ class Report:
     """Of the time-averaged number of requests in flight."""
     prediction: Prediction | None
     lateness: Distribution | None
+    images: Images | None = None
+    """None: there were none, or the replicas do not say."""
 
     def as_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)

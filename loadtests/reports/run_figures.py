@@ -3,18 +3,18 @@
 Owns what they mean over time, over replicas and over tenants, and how they are held against the engines' own
 counters; what a request's figures mean is report.py's.
 
-- Requests of the warm-up are left out, but for two things: the plots over time show them, and the sums that
-  are held against the engines' counters include them, because the counters do.
+- Requests of the warm-up are left out, but for two things: the plots over time show them, and what is held
+  against the engines' counters (sums of tokens, and images) includes them, because the counters do.
 - Over time: prompts and their hits stand where the request was to be sent; good answers where they ended.
 """
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadtests.reports.phases import Phase, phases_of
-from loadtests.reports.report import Origins, Report, RequestRecord, Slo, make_report, origins_of
+from loadtests.reports.report import Images, Origins, Report, RequestRecord, Slo, make_report, origins_of
 from loadtests.reports.run_file import EngineTotals, LoadSample, Run, RunInfo
 
 MOST_BINS = 40
@@ -117,7 +117,7 @@ def figures_of(run: Run, slo: Slo, *, bin_seconds: float | None = None) -> RunFi
     times = [each.ttft_seconds for each in counted if each.error is None and each.ttft_seconds is not None]
     return RunFigures(
         info=run.info,
-        report=make_report(counted, slo, num_replicas=run.info.num_replicas),
+        report=replace(make_report(counted, slo, num_replicas=run.info.num_replicas), images=images_of(run)),
         num_warmup_requests=len(run.records) - len(counted),
         ttft_seconds=tuple(sorted(times)),
         bins=over_time(run.records, slo, bin_seconds or nice_bin_seconds(end_of(run.records))),
@@ -126,6 +126,22 @@ def figures_of(run: Run, slo: Slo, *, bin_seconds: float | None = None) -> RunFi
         tenants=_tenants(counted, slo),
         reconciliation=_reconciliation(run.records, run.engine_totals),
         phases=phases_of(run, slo),
+    )
+
+
+def images_of(run: Run) -> Images | None:
+    """Of all its requests whose usage is known."""
+    measured = [each for each in run.records if each.num_cached_tokens is not None]
+    num_images = sum(each.num_images for each in measured)
+    totals = run.engine_totals
+    if not num_images or totals is None:
+        return None
+    return Images(
+        num_images,
+        totals.num_images,
+        totals.num_image_bytes,
+        sum(each.num_image_tokens for each in measured),
+        totals.num_encoded_image_tokens,
     )
 
 

@@ -81,6 +81,10 @@ class EngineTotals:
     num_cross_user_tokens: int
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
+    num_images: int = 0
+    """That they have taken of the routers."""
+    num_image_bytes: int = 0
+    num_encoded_image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A report as text for a terminal. Owns the wording and the units."""
 
-from loadtests.reports.report import Distribution, Imbalance, Origins, Report, Slo
+from loadtests.reports.report import Distribution, Images, Imbalance, Origins, Report, Slo
 from loadtests.workloads import IdealHits
 
 
@@ -13,6 +13,7 @@ def render(report: Report, ideal: IdealHits | None = None) -> str:
         ("token hit rate", _hit_rate(report.token_hit_rate, ideal_hit_rate)),
         ("cross-user hit rate", _hit_rate(report.cross_user_hit_rate, ideal_cross_user)),
         ("hits by origin", _origins(report.origins)),
+        ("images", _images(report.images)),
         ("TTFT", _times(report.ttft)),
         ("TPOT", _times(report.tpot)),
         ("ITL", _times(report.itl)),
@@ -53,6 +54,16 @@ def _origins(origins: Origins) -> str:
         ("writer unknown", origins.num_unattributed_tokens),
     )
     return ", ".join(f"{name} {origins.share(tokens):.1%}" for name, tokens in named if origins.share(tokens))
+
+
+def _images(images: Images | None) -> str:
+    if images is None:
+        return ""
+    return (
+        f"{images.num_in_prompts} in prompts, {images.num_taken} uploaded to replicas"
+        f" ({images.num_taken_bytes / 1e6:.1f} MB); {images.cached_share:.1%} of their {images.num_tokens}"
+        " tokens cached"
+    )
 
 
 def _times(times: Distribution | None) -> str:

@@ -7,6 +7,7 @@ cluster or a simulated fleet; nothing here knows which.
 from collections.abc import Callable
 
 from loadtests.workloads.chats import agent, chat, cross_user, mixed, no_reuse, rag
+from loadtests.workloads.documents import documents
 from loadtests.workloads.generators import (
     agentic,
     b2b,
@@ -23,7 +24,9 @@ from loadtests.workloads.ideal import IdealHits, Loss, ideal_hits, ideal_hits_by
 from loadtests.workloads.tenants import with_tenants
 from loadtests.workloads.traces import read_trace
 from loadtests.workloads.workload import (
+    ImageSpan,
     Message,
+    PageSize,
     TraceRequest,
     Workload,
     first_requests,
@@ -51,14 +54,21 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
     "rag": rag,
     "no-reuse": no_reuse,
     "mixed": mixed,
+    "documents": documents,
 }
 """Every generator by the name that a command line uses."""
 
+SENDS_IMAGES = frozenset({"documents"})
+"""Those whose prompts have images, which a model of text cannot be asked about."""
+
 __all__ = [
     "GENERATORS",
+    "SENDS_IMAGES",
     "IdealHits",
+    "ImageSpan",
     "Loss",
     "Message",
+    "PageSize",
     "TraceRequest",
     "Workload",
     "agent",
@@ -66,6 +76,7 @@ __all__ = [
     "b2b",
     "chat",
     "cross_user",
+    "documents",
     "first_requests",
     "first_seconds",
     "ideal_hits",

@@ -1,7 +1,7 @@
 """The requests of a workload as bodies of streamed chats: the same content gives the same words everywhere.
 
 Owns what stands for a content's name. Pure and seeded. A word is a token, or a little more; where only
-prefixes are known, they are one long message.
+prefixes are known, they are one long message. Pages go as images, in `data:` URLs.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loadtests.workloads import Message, TraceRequest
+from loadtests.workloads.pages import Pages
 from loadtests.workloads.prompts import SAMPLE_WORDS
 
 TOOLS_ROLE = "tools"
@@ -29,6 +30,10 @@ class ChatBodies:
     seed: int
     is_standard: bool = False
     _texts: dict[tuple[str, int], str] = field(default_factory=dict)
+    _pages: Pages = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pages = Pages(self.seed)
 
     def body(self, request: TraceRequest) -> bytes:
         options: dict[str, object] = {
@@ -62,8 +67,24 @@ class ChatBodies:
                 messages.append({"role": role, "content": self._joined(parts), "tool_call_id": call_id})
             else:
                 call_id = parts[-1].content
-                messages.append({"role": role, "content": self._joined(parts)})
+                messages.append({"role": role, "content": self._content(parts)})
         return messages
+
+    def _content(self, parts: Sequence[Message]) -> str | list[dict[str, object]]:
+        """A text, or parts where there are images."""
+        if all(part.page is None for part in parts):
+            return self._joined(parts)
+        content: list[dict[str, object]] = []
+        for is_text, group in itertools.groupby(parts, key=lambda part: part.page is None):
+            if is_text:
+                content.append({"type": "text", "text": self._joined(list(group))})
+            else:
+                content += [
+                    {"type": "image_url", "image_url": {"url": self._pages.url(part.content, part.page)}}
+                    for part in group
+                    if part.page is not None
+                ]
+        return content
 
     def _joined(self, parts: Sequence[Message]) -> str:
         return "\n\n".join(self._text(part.content, part.num_tokens) for part in parts)

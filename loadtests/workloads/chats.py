@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from loadtests.workloads.generators import Builder, around, exponential, weighted
-from loadtests.workloads.workload import Message, Workload, first_seconds
+from loadtests.workloads.workload import ImageSpan, Message, Workload, first_seconds
 
 BLOCK_TOKENS = 16
 
@@ -30,7 +30,7 @@ def cross_user(
     output_tokens: int = 16,
 ) -> Workload:
     """Tenants whose users share system prompts; some tenants have the same texts and must share nothing."""
-    chats = _Chats("cross-user", seed, duration_seconds)
+    chats = Chats("cross-user", seed, duration_seconds)
     draw = weighted(chats.rng, [1 / (rank + 1) ** exponent for rank in range(num_tenants)])
     for number, arrival in enumerate(chats.arrivals(qps)):
         tenant, user = draw(), chats.rng.randrange(users_per_tenant)
@@ -57,7 +57,7 @@ def chat(
     think_seconds: float = 4.0,
 ) -> Workload:
     """Conversations of several turns; a tenant's share its system prompt. Sessions start at `qps`."""
-    chats = _Chats("chat", seed, duration_seconds)
+    chats = Chats("chat", seed, duration_seconds)
     rng = chats.rng
     for number, start in enumerate(chats.arrivals(qps)):
         tenant, arrival = rng.randrange(num_tenants), start
@@ -92,7 +92,7 @@ def agent(
 
     As such an agent sends it, every session has a `prompt_cache_key` of its own.
     """
-    chats = _Chats("agent", seed, duration_seconds)
+    chats = Chats("agent", seed, duration_seconds)
     rng = chats.rng
     for number, start in enumerate(chats.arrivals(qps)):
         tenant, arrival = rng.randrange(num_tenants), start
@@ -130,7 +130,7 @@ def rag(
     output_tokens: int = 16,
 ) -> Workload:
     """Questions about a tenant's documents, several in a prompt and in varying order, popular ones first."""
-    chats = _Chats("rag", seed, duration_seconds)
+    chats = Chats("rag", seed, duration_seconds)
     rng = chats.rng
     draw = weighted(rng, [1 / (rank + 1) ** exponent for rank in range(num_documents)])
     for number, arrival in enumerate(chats.arrivals(qps)):
@@ -158,7 +158,7 @@ def no_reuse(
     output_tokens: int = 16,
 ) -> Workload:
     """The control: no two prompts begin alike, so whatever is cached is a fault."""
-    chats = _Chats("no-reuse", seed, duration_seconds)
+    chats = Chats("no-reuse", seed, duration_seconds)
     for number, arrival in enumerate(chats.arrivals(qps)):
         tenant = chats.rng.randrange(num_tenants)
         user = f"user-{tenant}-{chats.rng.randrange(users_per_tenant)}"
@@ -191,7 +191,7 @@ def mixed(
         (rag, rag_share),
         (no_reuse, rest),
     ]
-    chats = _Chats("mixed", seed, duration_seconds)
+    chats = Chats("mixed", seed, duration_seconds)
     for number, (generate, share) in enumerate(parts):
         if share > 1e-9:
             part = generate(
@@ -206,7 +206,7 @@ MEAN_AGENT_TURNS = 8
 """Sessions in one workload start slower than their turns come; ends of runs and of contexts cut some off."""
 
 
-class _Chats:
+class Chats:
     """Collects the chats of one workload, until its end."""
 
     def __init__(self, name: str, seed: int, duration_seconds: float) -> None:
@@ -266,8 +266,19 @@ class _Chats:
             key=key,
             tenant=tenant,
             messages=tuple(messages),
+            images=_images(messages, tenant),
         )
 
     def build(self) -> Workload:
         """Turns that would come after the end are left out."""
         return first_seconds(self._builder.build(), self._duration)
+
+
+def _images(messages: Sequence[Message], tenant: str) -> tuple[ImageSpan, ...]:
+    """Where they stand, as the workload counts tokens. Another tenant's are others, as its prefixes are."""
+    starts = itertools.accumulate((each.num_tokens for each in messages), initial=0)
+    return tuple(
+        ImageSpan(f"{tenant}/{each.content}", start, each.num_tokens)
+        for each, start in zip(messages, starts, strict=False)
+        if each.page is not None
+    )

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from loadtests.workloads.workload import Message, TraceRequest, Workload, by_arrival
+from loadtests.workloads.workload import ImageSpan, Message, TraceRequest, Workload, by_arrival
 
 Segment = tuple[str, int]
 """A piece of a prompt: a name that stands for its content, and its tokens."""
@@ -72,6 +72,7 @@ class Builder:
         key: str | None = None,
         tenant: str | None = None,
         messages: tuple[Message, ...] = (),
+        images: tuple[ImageSpan, ...] = (),
     ) -> None:
         self._requests.append(
             TraceRequest(
@@ -84,6 +85,7 @@ class Builder:
                 prompt_cache_key=key,
                 tenant=tenant,
                 messages=messages,
+                images=images,
             )
         )
 

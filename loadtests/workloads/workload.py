@@ -1,6 +1,6 @@
 """What a workload is, and how one is made smaller or faster.
 
-Owns the two types.
+Owns the types.
 """
 
 from collections.abc import Sequence
@@ -8,15 +8,34 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
+class PageSize:
+    """In pixels."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """A piece of a chat. Neighbours of one role are one message.
 
     `content` is a name that stands for a text: equal names are equal texts, also in different tenants, and a
-    shorter one is the beginning of a longer one.
+    shorter one is the beginning of a longer one. With a `page` it stands for a picture of that size instead,
+    and equal names are equal files.
     """
 
     role: str
     content: str
+    num_tokens: int
+    page: PageSize | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """Tokens `[start, start + num_tokens)` of a prompt stand for this image; `content` is its name."""
+
+    content: str
+    start: int
     num_tokens: int
 
 
@@ -30,6 +49,7 @@ class TraceRequest:
 
     Requests of two tenants share no ids, even if their texts are the same. `messages` are empty where only
     prefixes are known; templates add tokens of their own to them, which `num_input_tokens` leaves out.
+    `images` are in the order of the prompt, and the ids stand for them as well.
     """
 
     arrival_seconds: float
@@ -41,6 +61,11 @@ class TraceRequest:
     prompt_cache_key: str | None = None
     tenant: str | None = None
     messages: tuple[Message, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.num_tokens for image in self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +79,10 @@ class Workload:
     @property
     def num_input_tokens(self) -> int:
         return sum(request.num_input_tokens for request in self.requests)
+
+    @property
+    def has_images(self) -> bool:
+        return any(request.images for request in self.requests)
 
     @property
     def duration_seconds(self) -> float:
@@ -108,10 +137,15 @@ def without_longer_than(workload: Workload, num_tokens: int) -> Workload:
 def shrink(workload: Workload, factor: float) -> Workload:
     """Prompts, answers and blocks of `factor` times as many tokens, for models with a small context.
 
-    Who shares which block with whom stays as it is, and so does the pace.
+    Who shares which block with whom stays as it is, and so does the pace. Raises ValueError for a workload
+    with images.
     """
     if not 0 < factor <= 1:
         raise ValueError(f"tokens are scaled by a factor above 0 and up to 1, not {factor:g}")
+    if factor != 1 and workload.has_images:
+        raise ValueError(
+            "prompts with images cannot be scaled: an image has as many tokens as its size makes"
+        )
     block_tokens = max(1, round(workload.block_tokens * factor))
 
     def shrunk(request: TraceRequest) -> TraceRequest:

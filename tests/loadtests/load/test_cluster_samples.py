@@ -6,22 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.load.cluster_samples import COUNTERS, GAUGES, ClusterSamples, parse_metrics
+from loadtests.load.cluster_samples import COUNTERS, GAUGES, IMAGE_COUNTERS, ClusterSamples, parse_metrics
 from loadtests.reports.run_file import EngineTotals
 
 Serve = Callable[[], "Replica"]
 
 
 class Replica:
-    """Serves /metrics; all its counters are `value`."""
+    """Serves /metrics; all its counters are `value`, and those of `more` ten times as high."""
 
     def __init__(self) -> None:
         self.value = 0
+        self.more: tuple[str, ...] = ()
         replica = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 lines = [f"{name} {replica.value}" for name in (*COUNTERS, *GAUGES)]
+                lines += [f"{name} {10 * replica.value}" for name in replica.more]
                 body = "\n".join(lines).encode()
                 self.send_response(200)
                 self.send_header("content-length", str(len(body)))
@@ -67,6 +69,16 @@ def write_targets(file: Path, **addresses: str) -> str:
 def test_metrics_are_read_summed_over_labels_and_by_each() -> None:
     values = parse_metrics('a_total{tier="host"} 3\na_total{tier="disk"} 4\nb 5\nc nothing\n')
     assert values == {"a_total": 7.0, 'a_total{tier="host"}': 3.0, 'a_total{tier="disk"}': 4.0, "b": 5.0}
+
+
+def test_images_are_counted_where_replicas_count_them(serve: Serve) -> None:
+    reader, of_text = serve(), serve()
+    reader.more = (*IMAGE_COUNTERS, 'replica_images_total{outcome="full"}')
+    samples = ClusterSamples([f"a={reader.address}", f"b={of_text.address}"])
+    samples.start(0.0)
+    reader.value = 3
+    samples.stop()
+    assert samples.totals == EngineTotals(3, 3, 3, 0, 0, 30, 30, 30)
 
 
 @pytest.mark.parametrize("is_file", [True, False])

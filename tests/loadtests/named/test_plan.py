@@ -10,6 +10,7 @@ from loadtests.load.records import REFUSALS
 from loadtests.named.named_tests import NAMED_TESTS, OVERLOAD
 from loadtests.named.plan import LoadtestError, LoadtestPlan, add_arguments, make_plan
 from loadtests.workloads import GENERATORS, Workload
+from tests.replicas.checkpoints.image_models import write_qwen
 
 TRACE = '{"timestamp": 0, "input_length": 700, "output_length": 10, "hash_ids": [1, 2]}\n'
 
@@ -26,7 +27,11 @@ def plan(*words: str) -> LoadtestPlan:
     return make_plan(parser.parse_args(words))
 
 
-def words_of(name: str, trace: str) -> list[str]:
+def words_of(name: str, trace: str, folder: Path) -> list[str]:
+    """With what a load test cannot do without."""
+    if name == "documents":
+        write_qwen(folder)
+        return [name, "--model", str(folder)]
     return [name, trace] if name == "trace" else [name]
 
 
@@ -60,9 +65,11 @@ class _LocustParser(argparse.ArgumentParser):
 @pytest.mark.parametrize("name", NAMED_TESTS)
 @pytest.mark.parametrize("more", [(), ("--quick",), ("--engine", "torch")], ids=["full", "quick", "torch"])
 def test_every_named_test_makes_a_workload_that_the_load_generator_takes(
-    name: str, more: tuple[str, ...], trace: str
+    name: str, more: tuple[str, ...], trace: str, tmp_path: Path
 ) -> None:
-    made = plan(*words_of(name, trace), *more)
+    if name == "documents" and "torch" in more:
+        more = ("--engine", "vllm")  # the torch engine reads text only
+    made = plan(*words_of(name, trace, tmp_path), *more)
     workload, command = sent(made)
     assert workload.requests
     assert workload.duration_seconds <= made.size.duration_seconds
@@ -134,8 +141,11 @@ def test_whatever_is_said_overrides_the_test(trace: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED_TESTS if name != "trace"])
-def test_a_quick_test_asks_no_more_of_an_engine_that_computes_than_a_whole_one(name: str) -> None:
-    whole, quick = (plan(name, "--engine", "torch", *more).size for more in ((), ("--quick",)))
+def test_a_quick_test_asks_no_more_of_an_engine_that_computes_than_a_whole_one(
+    name: str, tmp_path: Path
+) -> None:
+    words = [*words_of(name, "", tmp_path), "--engine", "vllm" if name == "documents" else "torch"]
+    whole, quick = (plan(*words, *more).size for more in ((), ("--quick",)))
     assert quick.qps == whole.qps
     assert quick.duration_seconds < whole.duration_seconds
 
@@ -197,6 +207,31 @@ def test_the_runs_of_an_earlier_load_test_are_not_mixed_with_new_ones(tmp_path: 
     (tmp_path / "run-1-kvasir.json.gz").touch()
     with pytest.raises(LoadtestError, match="earlier load test"):
         plan("chat", "--output", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "documents sends images, and the checkpoint .*toy_model takes no images: .*LlamaForCausalLM"),
+        (("--engine", "vllm"), "documents sends images, and the checkpoint .* takes no images"),
+        (("--engine", "torch"), "documents sends images, and the torch engine reads text only"),
+        (("--model", "/no/such/folder"), "cannot read /no/such/folder/config.json"),
+    ],
+)
+def test_documents_starts_nothing_for_a_model_that_takes_no_images(
+    words: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(LoadtestError, match=sentence):
+        plan("documents", *words)
+
+
+def test_no_replica_can_hold_the_documents_that_users_share_but_the_fleet_can(tmp_path: Path) -> None:
+    made = plan(*words_of("documents", "", tmp_path))
+    sizes = {
+        image.content: image.num_tokens for request in sent(made)[0].requests for image in request.images
+    }
+    assert made.size.cache_tokens < sum(sizes.values()) / 2
+    assert sum(sizes.values()) < made.size.num_replicas * made.size.cache_tokens
 
 
 def test_what_a_full_cluster_may_say_is_what_the_client_calls_it() -> None:

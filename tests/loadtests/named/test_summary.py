@@ -31,6 +31,19 @@ def compared(*runs: Run) -> RunSet:
     return found
 
 
+def test_images_have_lines_of_their_own_where_prompts_have_any() -> None:
+    assert "mage" not in table(compared(run_of("round_robin"), run_of("kvasir")))
+    runs = []
+    for policy, num_taken, num_encoded in (("round_robin", 20, 4000), ("kvasir", 5, 1000)):
+        run = run_of(policy, num_images=2, num_image_tokens=500)
+        assert run.engine_totals is not None
+        totals = replace(run.engine_totals, num_images=num_taken, num_encoded_image_tokens=num_encoded)
+        runs.append(replace(run, engine_totals=totals))
+    lines = {line[:36].strip(): line[36:].split() for line in table(compared(*runs)).splitlines()}
+    assert lines["Image tokens cached"] == ["20.0", "%", "80.0", "%", "4.00×"]
+    assert lines["Images uploaded, of those in prompts"] == ["100.0", "%", "25.0", "%", "0.25×"]
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "hits", "first_tokens"),
     [

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadtests.reports.report import Origins, RequestRecord, Slo, make_report, origins_of
+from loadtests.reports.report import Images, Origins, RequestRecord, Slo, make_report, origins_of
 from loadtests.reports.run_figures import (
     MOST_BINS,
     MOST_TENANTS,
@@ -14,6 +14,7 @@ from loadtests.reports.run_figures import (
     over_time,
 )
 from loadtests.reports.run_file import EngineTotals, LoadSample, Run
+from loadtests.reports.table import render
 from tests.loadtests.run_builder import random_run, run_info, totals_of
 
 SEEDS = range(5)
@@ -147,6 +148,24 @@ def test_tokens_from_below_the_device_are_held_against_the_engines_too() -> None
     assert found is not None
     assert [each.difference for each in found.sums] == [0, 0, 0, 0, 1]
     assert "+1 disk's tokens" in found.verdict
+
+
+def test_what_became_of_images_is_told_of_all_whose_usage_is_known_warm_up_included() -> None:
+    early, late = (record(arrival_seconds=at, num_images=4, num_image_tokens=400) for at in (0.0, 9.0))
+    lost = record(num_cached_tokens=None, error="timed out", num_images=4, num_image_tokens=400)
+    totals = replace(
+        totals_of((early, late)), num_images=3, num_image_bytes=9000, num_encoded_image_tokens=100
+    )
+    report = figures_of(Run(run_info(), (early, late, lost), (), totals), SLO).report
+    images = report.images
+    assert images == Images(8, 3, 9000, 800, 100)
+    assert "8 in prompts, 3 uploaded to replicas (0.0 MB); 87.5% of their 800 tokens cached" in render(report)
+    assert "uploaded" not in render(replace(report, images=None))
+    assert images.taken_share == 3 / 8
+    assert images.cached_share == 7 / 8
+    assert replace(images, num_encoded_tokens=900).cached_share == 0.0  # some were preempted
+    for records, known in (((record(),), totals), ((early,), None)):
+        assert figures_of(Run(run_info(), records, (), known), SLO).report.images is None
 
 
 def test_a_difference_is_said_to_the_token_and_with_what_explains_it() -> None:

@@ -58,9 +58,12 @@ FULL = RequestRecord(
     num_disk_tokens=5,
     itl_seconds=(0.01, 1e-9),
     request_id="r",
+    num_images=2,
+    num_image_tokens=90,
 )
 BARE = RequestRecord(arrival_seconds=2, num_input_tokens=1, error="timed out")
-RUN = Run(INFO, (FULL, BARE), (LoadSample(1.0, "a", 1, 2, 3, 4, 5, 6),), EngineTotals(101, 40, 10, 9, 5))
+TOTALS = EngineTotals(101, 40, 10, 9, 5, 2, 700, 90)
+RUN = Run(INFO, (FULL, BARE), (LoadSample(1.0, "a", 1, 2, 3, 4, 5, 6),), TOTALS)
 EMPTY = Run(INFO, (), (), None)
 
 

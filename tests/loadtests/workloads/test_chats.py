@@ -19,7 +19,7 @@ from loadtests.workloads import (
 )
 from loadtests.workloads.chat_bodies import ChatBodies
 
-CHATS = ["cross-user", "chat", "agent", "rag", "no-reuse", "mixed"]
+CHATS = ["cross-user", "chat", "agent", "rag", "no-reuse", "mixed", "documents"]
 
 
 def bodies_of(workload: Workload, seed: int = 1, **options: Any) -> list[dict[str, Any]]:
@@ -30,8 +30,16 @@ def bodies_of(workload: Workload, seed: int = 1, **options: Any) -> list[dict[st
 def words_of(body: dict[str, Any]) -> list[str]:
     """The prompt as words, with the roles where they stand."""
     tools = [tool["function"]["description"] for tool in body.get("tools", [])]
-    messages = [f"<{message['role']}> {message['content']}" for message in body["messages"]]
+    messages = [f"<{message['role']}> {text_of(message['content'])}" for message in body["messages"]]
     return " ".join([*tools, *messages]).split()
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """With as many words for an image as it has tokens at the most."""
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text") or " ".join([part["image_url"]["url"]] * 94) for part in content]
+    return "\n\n".join(parts)
 
 
 def common(one: list[str], other: list[str]) -> int:
