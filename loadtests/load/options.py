@@ -112,7 +112,10 @@ class LoadOptions:
             raise OptionsError("the workload trace needs --trace FILE.")
         if self.qps is not None or self.parameters:
             raise OptionsError("--qps and --set are for generators; a trace has its own pace, see --speed.")
-        return scale(read_trace(self.trace, seed=self.seed), self.speed)
+        workload = read_trace(self.trace, seed=self.seed)
+        if workload.has_images:
+            raise ValueError("it names images and does not have them, so they cannot be sent, only simulated")
+        return scale(workload, self.speed)
 
     def _generated(self, amount: float) -> Workload:
         known = inspect.signature(GENERATORS[self.workload]).parameters

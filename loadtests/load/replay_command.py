@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> 
     workload = scale(_workload(arguments), arguments.speed)
     if workload.has_images:
         raise ReplayError(
-            f"{workload.name} has images, and a replay sends completions, which are text; see"
-            " `kvasir loadtest documents`, and --workload documents of the locustfile"
+            f"{workload.name} has images, and a replay sends completions, which are text: `kvasir simulate`"
+            " takes it, and `kvasir loadtest documents` sends images"
         )
     with _client(url, arguments.api_key) as client:
         cluster = _Cluster(client, arguments.model)

@@ -35,8 +35,12 @@ class Below:
         num_cached_blocks: int,
         num_tokens_before: int,
         peer: VirtualStore | None,
+        encode_seconds: Callable[[int], float] | None = None,
     ) -> None:
-        """A request waits, behind others that will compute so many tokens. What `peer` has may be pulled."""
+        """A request waits, behind others that will compute so many tokens. What `peer` has may be pulled.
+
+        Encoding its images takes `encode_seconds`, by how many of its leading tokens are ready.
+        """
         request.chunk_names = self.store.names(request.hashes(request.num_tokens // self._block_size))
         token_seconds = self._token_seconds()
         wait_seconds = num_tokens_before * token_seconds
@@ -47,6 +51,7 @@ class Below:
             num_findable_blocks=request.num_findable_blocks(self._block_size),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
+            encode_seconds=encode_seconds,
             peer=peer,
         )
         request.num_planned_tokens = way.num_ready_tokens

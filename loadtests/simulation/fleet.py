@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
-from loadtests.reports.report import RequestRecord
+from loadtests.reports.report import Images, RequestRecord
 from loadtests.simulation.host import Feed, HostReport, VirtualHost
 from loadtests.simulation.leaving import VirtualHandOver
 from loadtests.simulation.options import FleetOptions, Kill
@@ -77,6 +77,8 @@ class FleetResult:
     """Mean over a few looks: indexed blocks in all caches / distinct ones."""
     losses: list[Loss]
     """What was left at each death of a replica."""
+    images: Images | None = None
+    """Warm-up included. None if no prompt had any."""
 
 
 class VirtualFleet:
@@ -117,6 +119,7 @@ class VirtualFleet:
         self._reasons: Counter[str] = Counter()
         self._decision_seconds = 0.0
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
+        self._num_images_taken = self._num_encoded_tokens = 0
 
     def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
         """Serve all of them, to the end. Once per fleet."""
@@ -140,8 +143,9 @@ class VirtualFleet:
         assert not self._runs, "requests are left, and nothing is going to happen"
         for router in self.routers:
             router.catch_up(float("inf"))
+        records = [self._records[request.number] for request in requests]
         return FleetResult(
-            records=[self._records[request.number] for request in requests],
+            records=records,
             reasons=self._reasons,
             decision_seconds=self._decision_seconds,
             num_decisions=self._num_decisions,
@@ -152,7 +156,25 @@ class VirtualFleet:
             num_rereads=sum(router.num_rereads for router in self.routers),
             duplication=sum(self._duplications) / len(self._duplications) if self._duplications else None,
             losses=self._losses,
+            images=self._images(records),
         )
+
+    def _images(self, records: Sequence[RequestRecord]) -> Images | None:
+        """Those of every prompt that was computed, and what replicas took and encoded, in all their lives."""
+        computed = [record for record in records if record.num_cached_tokens is not None]
+        num_in_prompts = sum(record.num_images for record in computed)
+        if not num_in_prompts:
+            return None
+        for host in self.hosts:
+            if host.replica is not None:
+                self._count_images(host.replica)
+        num_tokens = sum(record.num_image_tokens for record in computed)
+        return Images(num_in_prompts, self._num_images_taken, 0, num_tokens, self._num_encoded_tokens)
+
+    def _count_images(self, replica: VirtualReplica) -> None:
+        """Of a replica that has ended."""
+        self._num_images_taken += len(replica.images)
+        self._num_encoded_tokens += replica.num_encoded_tokens
 
     # Time.
 
@@ -251,6 +273,7 @@ class VirtualFleet:
             user=run.prepared.user,
             tenant=(trace.tenant or "").encode(),
             num_output_tokens=run.num_output_tokens,
+            media=run.prepared.media,
         )
         router.sent(routed)
         self._after(self._options.delays.network, lambda: self._arrive(run, virtual))
@@ -383,6 +406,8 @@ class VirtualFleet:
             replica=run.replica_id,
             tenant=trace.tenant,
             error=error,
+            num_images=len(trace.images),
+            num_image_tokens=trace.num_image_tokens,
         )
 
     def _give_back(self, run: _Run) -> None:
@@ -438,6 +463,7 @@ class VirtualFleet:
         self._leaving.pop(host.replica_id, None)
         host.replica.crash(self._now)
         self._num_preemptions += host.replica.num_preemptions
+        self._count_images(host.replica)
         if kill.keeps_disk and host.replica.store is not None:
             host.left_on_disk = host.replica.store.on_disk()
         host.die()

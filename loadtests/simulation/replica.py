@@ -6,7 +6,7 @@ every request just decodes are taken many at a time (`lockstep.py`), up to the n
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -18,6 +18,7 @@ from loadtests.simulation.shape import ReplicaShape
 from loadtests.simulation.step import Step, VirtualChunk, prefill_seconds
 from loadtests.simulation.store import OnDisk, VirtualStore
 from replicas.kvcache.block_pool import BlockPool
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.events import CacheEvent
 from replicas.protocol.frames import LoadSnapshot, StepFrame
 
@@ -29,6 +30,8 @@ UNMEASURED_TOKEN_SECONDS = 1e-4
 
 class Meter(Protocol):
     """What measures a replica's speed from its steps: the engine loop's own."""
+
+    def encode_seconds(self, media: Sequence[MediaSpan]) -> Callable[[int], float] | None: ...
 
     def observe(self, frame: StepFrame, seconds: float) -> None: ...
 
@@ -66,6 +69,10 @@ class VirtualReplica:
         self.num_computed_tokens = 0
         """Prompt tokens that were computed, those of preempted requests each time."""
         self.num_preemptions = 0
+        self.num_encoded_tokens = 0
+        """Of images, each time that one is encoded."""
+        self.images: set[bytes] = set()
+        """Those that prompts have brought. None is forgotten."""
         self._meter = meter
         self._below: Below | None = None
         if shape.tiers is not None:
@@ -116,12 +123,18 @@ class VirtualReplica:
         assert self.accepts(request)
         limit = self.shape.capacity_tokens + 1 - request.num_prompt_tokens
         request.max_tokens = min(request.max_tokens, limit)
+        if request.encoding is not None:
+            self.images.update(span.content_hash for span in request.encoding.media)
+            self._expect_images(request, self._num_expected_tokens(request))
         if self._below is not None:
             self._below.arrived(
                 request,
                 now,
                 num_cached_blocks=len(self._find_cached(request)),
                 num_tokens_before=self._num_waiting_tokens,
+                encode_seconds=None
+                if request.encoding is None
+                else self._meter.encode_seconds(request.encoding.media),
                 peer=peer,
             )
         self._inbox.append(request)
@@ -184,12 +197,14 @@ class VirtualReplica:
             return
         if step.chunks:
             seconds = prefill_seconds(self.shape.cost, step.chunks)
+            encode_seconds = step.num_encoded_tokens * self.shape.cost.encode
             if not self.shape.decodes_beside:
                 num_attended = self._decoding.num_context_tokens - self._num_shared_tokens()
                 num_attended += sum(chunk.start + 1 for chunk in step.chunks if chunk.is_decode)
                 seconds = max(self.shape.cost.d0, seconds) + self.shape.cost.d1 * num_attended
+                seconds += encode_seconds
             else:
-                seconds = seconds or self.shape.cost.d0
+                seconds = (seconds or self.shape.cost.d0) + encode_seconds
                 self._owed_seconds += seconds
                 self._take_owed_steps(step)
         else:
@@ -324,6 +339,8 @@ class VirtualReplica:
         end = start + num_tokens
         self._store_up_to(request, end // self.shape.block_size)
         step.chunks.append(VirtualChunk(request, start, num_tokens, end == request.num_tokens))
+        if request.encoding is not None:
+            step.num_encoded_tokens += request.encoding.encode(start, end)
 
     def _allocate(self, request: VirtualRequest, num_tokens: int) -> bool:
         """Blocks for its tokens; where they run out the last in rank is preempted, maybe itself."""
@@ -352,7 +369,12 @@ class VirtualReplica:
     def _enqueue(self, request: VirtualRequest) -> None:
         request.num_expected_tokens = self._num_expected_tokens(request)
         self._num_waiting_tokens += request.num_expected_tokens
+        self._expect_images(request, request.num_expected_tokens)
         insort(self._waiting, request, key=_rank)
+
+    def _expect_images(self, request: VirtualRequest, num_expected_tokens: int) -> None:
+        if request.encoding is not None:
+            request.encoding.expect(request.num_tokens - num_expected_tokens)
 
     def _num_expected_tokens(self, request: VirtualRequest) -> int:
         """What it would have to compute, by what is cached now and what is being brought."""
@@ -392,6 +414,7 @@ class VirtualReplica:
             self._store_up_to(request, (request.num_tokens - 1) // self.shape.block_size)
             self._release(request)
         self.num_computed_tokens += num_prefilled
+        self.num_encoded_tokens += step.num_encoded_tokens
         self._measure(step, num_prefilled, num_decoded)
         if self._below is not None:
             self._below.copy_out(step.ends_at)
@@ -404,11 +427,16 @@ class VirtualReplica:
     def _measure(self, step: Step, num_prefilled: int, num_decoded: int) -> None:
         seconds = step.ends_at - step.started_at
         if step.chunks and not self.shape.decodes_beside:
-            frame = StepFrame(num_prefill_tokens=num_prefilled, num_decode_tokens=num_decoded)
+            frame = StepFrame(
+                num_prefill_tokens=num_prefilled,
+                num_decode_tokens=num_decoded,
+                num_encoded_tokens=step.num_encoded_tokens,
+            )
             self._meter.observe(frame, seconds)
             return
         if step.chunks:
-            self._meter.observe(StepFrame(num_prefill_tokens=num_prefilled), seconds)
+            frame = StepFrame(num_prefill_tokens=num_prefilled, num_encoded_tokens=step.num_encoded_tokens)
+            self._meter.observe(frame, seconds)
         if num_decoded:
             frame = StepFrame(num_decode_tokens=num_decoded // step.num_steps)
             self._meter.observe(frame, step.decode_seconds / step.num_steps)
@@ -432,10 +460,20 @@ class VirtualReplica:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_cached,
             num_total_blocks=self.pool.num_usable,
+            num_pending_image_tokens=self._num_pending_image_tokens(counted_inbox) if self.images else 0,
         )
         if self._below is not None:
             load = self._below.store.fill(load, now)
         return LoadReport(self._meter.fill(load), self._num_added + len(counted_inbox))
+
+    def _num_pending_image_tokens(self, inbox: Iterable[VirtualRequest]) -> int:
+        waiting = (inbox, self._waiting, self._loading, self._prefilling)
+        return sum(
+            request.encoding.num_tokens_left
+            for requests in waiting
+            for request in requests
+            if request.encoding is not None
+        )
 
     # Prices.
 

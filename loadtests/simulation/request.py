@@ -3,13 +3,16 @@
 Owns how the ids of a trace become block hashes and buckets. Knows no time, no pool and no policy.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtests.workloads import TraceRequest, Workload
 from replicas.kvstore.chunk import ChunkName
-from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.media.encoding import Encoding
+from replicas.protocol.blocks import HASH_BYTES, BlockHash, MediaSpan
 from replicas.protocol.frames import NO_USER, UserTag
+from replicas.protocol.images import MEDIA_HASH_BYTES
 from router.routing.bucket import BUCKET_TOKENS, bucket_of
 
 ROOT = BlockHash(b"kvasir-simulated")
@@ -30,6 +33,7 @@ class HashedRequest:
     block_hashes: tuple[BlockHash, ...]
     bucket: bytes
     user: UserTag
+    media: tuple[MediaSpan, ...] = ()
 
 
 def prepare(workload: Workload) -> list[HashedRequest]:
@@ -45,9 +49,16 @@ def prepare(workload: Workload) -> list[HashedRequest]:
             ),
             bucket=_bucket(trace, workload.block_tokens),
             user=UserTag(trace.user.encode()) if trace.user else NO_USER,
+            media=tuple(
+                MediaSpan(_media_hash(image.content), image.start, image.num_tokens) for image in trace.images
+            ),
         )
         for number, trace in enumerate(workload.requests)
     ]
+
+
+def _media_hash(content: str) -> bytes:
+    return hashlib.blake2b(content.encode(), digest_size=MEDIA_HASH_BYTES).digest()
 
 
 def block_id(block_hash: BlockHash) -> int:
@@ -78,6 +89,7 @@ class VirtualRequest:
         "block_hashes",
         "block_ids",
         "chunk_names",
+        "encoding",
         "is_decoding",
         "kv_offset",
         "max_tokens",
@@ -109,6 +121,7 @@ class VirtualRequest:
         user: UserTag,
         tenant: bytes = b"",
         num_output_tokens: int = 0,
+        media: Sequence[MediaSpan] = (),
     ) -> None:
         self.number = number
         self.num_prompt_tokens = num_prompt_tokens
@@ -117,6 +130,8 @@ class VirtualRequest:
         self.user = user
         self.tenant = tenant
         self.num_tokens = self.num_submitted_tokens = num_prompt_tokens + num_output_tokens
+        self.encoding = Encoding(media) if media else None
+        """Of its images, if it has any."""
         self.announcement_id: int | None = None
         """While what it will make is announced."""
         self.block_ids: list[int] = []

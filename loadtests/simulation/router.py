@@ -80,7 +80,9 @@ class VirtualRouter:
     ) -> RoutedRequest:
         """By what is known since the last `catch_up`. Raises NoReplicaAvailable."""
         num_tokens = request.trace.num_input_tokens + num_output_tokens
-        routing_request = RoutingRequest(request.bucket, num_tokens, self._card.block_size)
+        routing_request = RoutingRequest(
+            request.bucket, num_tokens, self._card.block_size, media=request.media
+        )
         return self.table.route(MODEL, routing_request, request.block_hashes, exclude=exclude)
 
     def ask(
@@ -113,7 +115,9 @@ class VirtualRouter:
         return Asking(
             MODEL,
             trace.tenant or "",
-            RoutingRequest(request.bucket, trace.num_input_tokens, self._card.block_size),
+            RoutingRequest(
+                request.bucket, trace.num_input_tokens, self._card.block_size, media=request.media
+            ),
             request.block_hashes,
             deadline=None if deadline is None else trace.arrival_seconds + deadline,
         )

@@ -27,7 +27,8 @@ class VirtualChunk:
 class Step:
     """What is being computed: prefill chunks in one step, or `num_steps` of decoding only.
 
-    `decode_seconds` is what the decoding took for itself, of all `num_steps` together.
+    `decode_seconds` is what the decoding took for itself, of all `num_steps` together. For the chunks
+    `num_encoded_tokens` of images have to be encoded.
     """
 
     started_at: float
@@ -35,6 +36,7 @@ class Step:
     num_steps: int = 1
     ends_at: float = 0.0
     decode_seconds: float = 0.0
+    num_encoded_tokens: int = 0
 
 
 def prefill_seconds(cost: CostModel, chunks: Iterable[VirtualChunk]) -> float:

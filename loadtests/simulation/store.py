@@ -176,6 +176,7 @@ class VirtualStore:
         wait_seconds: float,
         token_seconds: float,
         peer: "VirtualStore | None",
+        encode_seconds: Callable[[int], float] | None = None,
     ) -> Way:
         """A request with these chunks has come: start what should be in host memory when its turn comes.
 
@@ -200,6 +201,7 @@ class VirtualStore:
             speeds=speeds._replace(backlog_seconds=max(speeds.backlog_seconds, due - now)),
             wait_seconds=wait_seconds,
             token_seconds=token_seconds,
+            encode_seconds=encode_seconds,
             num_at_peer=num_at_peer,
         )
         self._read(plan.to_read, now)

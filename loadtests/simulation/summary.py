@@ -28,6 +28,8 @@ FIGURES = (
     Figure("token_hit_rate", "token hit rate", "%"),
     Figure("share_of_ideal", "of the ideal", "%"),
     Figure("cross_user_hit_rate", "cross-user hit rate", "%"),
+    Figure("image_hit_rate", "image tokens cached", "%"),
+    Figure("images_taken", "images uploaded, of those in prompts", "%"),
     Figure("ttft_mean", "TTFT mean", "s"),
     Figure("ttft_p50", "TTFT p50", "s"),
     Figure("ttft_p90", "TTFT p90", "s"),
@@ -55,7 +57,7 @@ FIGURES = (
     Figure("decision_us", "decision, real time", "us"),
     Figure("wall_seconds", "simulation, real time", "s"),
 )
-"""All of them over the requests after the warm-up, but for the counts from `num_retries` on."""
+"""All of them over the requests after the warm-up, but for images and the counts from `num_retries` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ def summarise(
         "token_hit_rate": hit_rate,
         "share_of_ideal": hit_rate / ideal_hit_rate if ideal_hit_rate and hit_rate is not None else None,
         "cross_user_hit_rate": report.cross_user_hit_rate,
+        "image_hit_rate": result.images.cached_share if result.images else None,
+        "images_taken": result.images.taken_share if result.images else None,
         **_distribution("ttft", report.ttft),
         **_distribution("tpot", report.tpot),
         "good_share": report.good_share,

@@ -45,6 +45,7 @@ def _copies(request: TraceRequest, tenant: str, count: int, duration: float) -> 
             user=f"{world}/{request.user}",
             session=f"{world}/{request.session}",
             tenant=tenant,
+            images=tuple(replace(each, content=f"{world}/{each.content}") for each in request.images),
         )
 
 

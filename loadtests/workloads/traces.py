@@ -1,17 +1,19 @@
 """Recorded traces in Mooncake's format: one JSON object a line.
 
 Owns that format: `timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids` of chained
-512-token blocks of which the last may be partial, and optionally `session`.
+512-token blocks of which the last may be partial, and optionally `session`. And what we add to it: `images`,
+each a `hash` that names its content, the `start` of its tokens in the prompt, and their number in `tokens`.
 """
 
 import gzip
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtests.workloads.workload import TraceRequest, Workload, by_arrival
+from loadtests.workloads.workload import ImageSpan, TraceRequest, Workload, by_arrival
 
 BLOCK_TOKENS = 512
 GRID_MILLISECONDS = 3000
@@ -47,6 +49,7 @@ def parse_trace(name: str, lines: Iterable[str], *, seed: int, block_tokens: int
             prefix_ids=tuple(record["hash_ids"]),
             user=session,
             session=session,
+            images=record["images"],
         )
         for record, arrival, session in zip(records, arrivals, sessions, strict=True)
     ]
@@ -74,7 +77,50 @@ def _record(line: str, number: int, block_tokens: int) -> dict[str, Any]:
             f"line {number} of the trace has {len(hash_ids)} hash_ids; {record['input_length']} tokens "
             f"are {num_blocks} blocks of {block_tokens}"
         )
-    return record
+    try:
+        images = _images(record.get("images", []), record["input_length"])
+    except ValueError as error:
+        raise ValueError(f"line {number} of the trace {error}") from error
+    return {**record, "images": images, "hash_ids": ids_with_images(hash_ids, images, block_tokens)}
+
+
+def _images(found: object, num_input_tokens: int) -> tuple[ImageSpan, ...]:
+    """Raises ValueError."""
+    if not isinstance(found, list):
+        raise ValueError("needs a list as images")
+    images: list[ImageSpan] = []
+    end = 0
+    for each in found:
+        if not isinstance(each, dict):
+            raise ValueError("has an image that is not an object")
+        content, start, num_tokens = (each.get(name) for name in ("hash", "start", "tokens"))
+        if not isinstance(content, str) or type(start) is not int or type(num_tokens) is not int:
+            raise ValueError("has an image without a text as hash and whole numbers as start and tokens")
+        if start < end or num_tokens < 1 or start + num_tokens > num_input_tokens:
+            raise ValueError("has images that overlap, or do not lie in its prompt")
+        images.append(ImageSpan(content, start, num_tokens))
+        end = start + num_tokens
+    return tuple(images)
+
+
+def ids_with_images(ids: Sequence[int], images: Sequence[ImageSpan], block_tokens: int) -> list[int]:
+    """The ids of a prompt's blocks with what its images are: from the first block with one on, an id stands
+    for the images as well, as a block's hash does. What recorded the ids may have seen tokens alone.
+    """
+    found: list[int] = []
+    left = sorted(images, key=lambda image: image.start, reverse=True)
+    overlapping: list[ImageSpan] = []
+    for number, block_id in enumerate(ids):
+        start, end = number * block_tokens, (number + 1) * block_tokens
+        overlapping = [image for image in overlapping if image.start + image.num_tokens > start]
+        while left and left[-1].start < end:
+            overlapping.append(left.pop())
+        if overlapping or (found and found[-1] != ids[number - 1]):
+            own = [(image.content, image.start - start) for image in overlapping]
+            text = json.dumps([found[-1] if found else None, block_id, own])
+            block_id = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        found.append(block_id)
+    return found
 
 
 def _arrivals(timestamps: Sequence[float], rng: random.Random) -> list[float]:

@@ -7,11 +7,13 @@ For load tests of the router and for planning; what it measures says nothing of 
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from replicas.engine import EngineRequest, RequestRefused, SharedKv
 from replicas.grammars.constraint import Constraints
+from replicas.media.encoding import Encoding
 from replicas.media.holding import held_images, release_images
 from replicas.media.shelf import MediaItem, MediaShelf
 from replicas.protocol.frames import LoadSnapshot, RequestKey, StepFrame, TokenLogprobs
@@ -20,7 +22,6 @@ from replicas.protocol.image_rules import ImageRule, rule_on_card
 from replicas.protocol.images import ImageError, media_hash, read_size
 from replicas.protocol.media import MediaAnswer, MediaQuestion
 from replicas.protocol.status import ModelCard
-from replicas.protocol.ways import num_image_tokens_left
 from replicas.scheduling.kvcache_manager import KVCacheManager
 from replicas.scheduling.request import Chunk, Request, SampledToken
 from replicas.scheduling.scheduler import Scheduler
@@ -32,31 +33,11 @@ _PAUSE_SECONDS = 0.0005
 _MASK = 2**64 - 1
 
 
-class _Looker:
+class _Looker(NamedTuple):
     """A request with images, and how far they are encoded."""
 
-    def __init__(self, request: EngineRequest) -> None:
-        self.request = request
-        expected = request.submit.num_expected_tokens or len(request.token_ids)
-        self._ready = len(request.token_ids) - expected
-        self._has_begun = False
-
-    @property
-    def num_tokens_left(self) -> int:
-        return num_image_tokens_left(self.request.submit.media, self._ready)
-
-    def encodes(self, chunk: Chunk) -> int:
-        """How many tokens of images are encoded for these: an image is, whole, for the first of its own."""
-        end = chunk.start + chunk.num_tokens
-        if not self._has_begun:
-            self._ready, self._has_begun = chunk.start, True
-        num_encoded = 0
-        for span in self.request.submit.media:
-            if span.start < end and span.start + span.length > self._ready:
-                num_encoded += span.length
-                end = max(end, span.start + span.length)
-        self._ready = max(self._ready, end)
-        return num_encoded
+    request: EngineRequest
+    encoding: Encoding
 
 
 class SimulatedEngine:
@@ -126,7 +107,9 @@ class SimulatedEngine:
             release_images(self._images, request)
             raise
         if request.submit.media:
-            self._lookers[request.key] = _Looker(request)
+            num_tokens = len(request.token_ids)
+            num_ready = num_tokens - (request.submit.num_expected_tokens or num_tokens)
+            self._lookers[request.key] = _Looker(request, Encoding(request.submit.media, num_ready))
         if self._script is not None:
             num_prompt_tokens = len(request.token_ids) - request.submit.num_output_tokens
             answer = self._script.answer(request.token_ids[:num_prompt_tokens])
@@ -179,13 +162,13 @@ class SimulatedEngine:
 
     def _num_encoded(self, chunks: Sequence[Chunk]) -> int:
         return sum(
-            self._lookers[chunk.request.key].encodes(chunk)
+            self._lookers[chunk.request.key].encoding.encode(chunk.start, chunk.start + chunk.num_tokens)
             for chunk in chunks
             if not chunk.is_decode and chunk.request.key in self._lookers
         )
 
     def _with_images(self, load: LoadSnapshot) -> LoadSnapshot:
-        num_left = sum(looker.num_tokens_left for looker in self._lookers.values())
+        num_left = sum(looker.encoding.num_tokens_left for looker in self._lookers.values())
         return replace(load, num_pending_image_tokens=num_left) if num_left else load
 
     def reset_prefix_cache(self) -> bool:

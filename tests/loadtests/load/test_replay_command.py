@@ -150,7 +150,10 @@ def test_requests_longer_than_the_context_are_left_out_and_that_is_said(
         (["b2b", "--limit", "soon"], "--limit takes a number of requests, or of seconds as 60s, not soon"),
         (["b2b", "--model", "gpt"], "no model gpt is served; there are: toy"),
         (["b2b", "--scale-tokens", "2"], "b2b: tokens are scaled by a factor above 0 and up to 1, not 2"),
-        (["documents"], "documents has images, and a replay sends completions, which are text; see "),
+        (
+            ["documents"],
+            "documents has images, and a replay sends completions, which are text: `kvasir simulate` ",
+        ),
         (["documents", "--scale-tokens", "0.5"], "documents: prompts with images cannot be scaled"),
         ([__file__], "line 1 of the trace is not JSON"),
         ([__file__, "--qps", "3"], "--qps and --set are for generators; a trace has its own pace"),

@@ -2,17 +2,21 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from loadtests.simulation.fleet import FleetResult, VirtualFleet
 from loadtests.simulation.options import Delays, FleetOptions
 from loadtests.simulation.request import prepare
 from loadtests.simulation.shape import ReplicaShape
-from loadtests.workloads import TraceRequest, Workload
+from loadtests.workloads import ImageSpan, TraceRequest, Workload
+from loadtests.workloads.traces import ids_with_images
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.hardware import CostModel
 
 PLAIN = CostModel(a=0.5, b=0.01, c=0.0, d0=0.1, d1=0.0)
 """A token of a prompt costs 10 ms and half a second comes on top; a decode step takes 100 ms."""
+
+IMAGE_TOKENS = 20
 
 NO_DELAYS = Delays(event=0.0, load=0.0)
 
@@ -51,6 +55,22 @@ def random_workload(seed: int, *, num_requests: int = 200, qps: float = 4.0) -> 
             )
         )
     return Workload("random", 16, tuple(requests))
+
+
+def with_images(workload: Workload) -> Workload:
+    """The same prompts, some of whose blocks have the beginning of an image that goes on in the next ones."""
+
+    def shown(request: TraceRequest) -> TraceRequest:
+        images: list[ImageSpan] = []
+        for number, block_id in enumerate(request.prefix_ids):
+            start = number * workload.block_tokens + 3
+            is_free = not images or images[-1].start + IMAGE_TOKENS <= start
+            if block_id % 3 == 1 and is_free and start + IMAGE_TOKENS <= request.num_input_tokens:
+                images.append(ImageSpan(str(block_id), start, IMAGE_TOKENS))
+        ids = ids_with_images(request.prefix_ids, images, workload.block_tokens)
+        return replace(request, prefix_ids=tuple(ids), images=tuple(images))
+
+    return replace(workload, requests=tuple(map(shown, workload.requests)))
 
 
 def plain_shape(num_blocks: int, *, decodes_beside: bool = False) -> ReplicaShape:

@@ -1,19 +1,33 @@
 """The virtual replica against the engine whose rules it follows, and against sums made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from loadtests.simulation.replica import VirtualReplica
 from loadtests.simulation.request import ROOT, HashedRequest, VirtualRequest, prepare
 from loadtests.simulation.shape import ReplicaShape
-from loadtests.workloads import Workload
+from loadtests.workloads import ImageSpan, Workload
 from replicas.engine import EngineRequest, expand
-from replicas.protocol.blocks import pack_token_ids
+from replicas.media.probes import probe_png
+from replicas.protocol.blocks import MediaSpan, pack_token_ids
 from replicas.protocol.frames import SamplingParams, Submit, UserTag
+from replicas.protocol.image_rules import CellRule, written_rule
+from replicas.protocol.images import media_hash
+from replicas.protocol.media import MediaQuestion
 from replicas.protocol.status import ModelCard
 from replicas.scheduling.speed_meter import SpeedMeter
 from replicas.simulated_engine.engine import SimulatedEngine
-from tests.loadtests.simulation.builders import plain_shape, random_workload, request, small_shape
+from tests.loadtests.simulation.builders import (
+    IMAGE_TOKENS,
+    plain_shape,
+    random_workload,
+    request,
+    small_shape,
+    with_images,
+)
 
+RULE = CellRule(2**30 - 1, cell=28, min_pixels=784, max_pixels=784 * 400)
 Timeline = dict[int, tuple[float, float, int]]
 """Number of a request: when its first token came, when its last one did, and its cached tokens."""
 
@@ -25,6 +39,7 @@ def virtual_request(prepared: HashedRequest) -> VirtualRequest:
         max_tokens=prepared.trace.num_output_tokens,
         prompt_hashes=prepared.block_hashes,
         user=prepared.user,
+        media=prepared.media,
     )
 
 
@@ -57,6 +72,7 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
         now += seconds
 
     card = ModelCard("m", "f", "simulated", shape.block_size, shape.num_blocks + 1, 10**6, 2**31)
+    card = replace(card, image_rule=written_rule(RULE))
     engine = SimulatedEngine(
         card,
         shape.cost,
@@ -66,7 +82,10 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
         max_waiting=10**6,
         sleep=sleep,
         printable=range(2**30, 2**30 + 1000),
+        image_bytes=1 << 20,
     )
+    for content in {image.content for each in workload.requests for image in each.images}:
+        engine.take_media(MediaQuestion(1, ROOT, png_of(content)))
     waiting = [
         (prepared.trace.arrival_seconds, engine_request(prepared, workload.block_tokens))
         for prepared in prepare(workload)
@@ -93,16 +112,26 @@ def serve_with_the_engine(workload: Workload, shape: ReplicaShape) -> tuple[Time
 
 
 def engine_request(prepared: HashedRequest, block_tokens: int) -> EngineRequest:
-    """Equal blocks get equal tokens, and each block those of its own id."""
-    token_ids = [block_id for block_id in prepared.trace.prefix_ids for _ in range(block_tokens)]
+    """Equal blocks get equal tokens, and each block those of its own id, but where images stand."""
+    token_ids = [block_id % 2**29 for block_id in prepared.trace.prefix_ids for _ in range(block_tokens)]
+    media = []
+    for image in prepared.trace.images:
+        token_ids[image.start : image.start + image.num_tokens] = [RULE.placeholder] * image.num_tokens
+        content_hash = media_hash(ROOT, png_of(image.content))
+        media.append(MediaSpan(content_hash, image.start, image.num_tokens))
     submit = Submit(
         prepared.number,
         pack_token_ids(token_ids[: prepared.trace.num_input_tokens]),
         SamplingParams(max_tokens=prepared.trace.num_output_tokens, seed=prepared.number, ignore_eos=True),
         ROOT,
         user=UserTag(prepared.user[:16]),
+        media=tuple(media),
     )
     return expand(submit, prepared.number)[0]
+
+
+def png_of(content: str) -> bytes:
+    return probe_png(28 * IMAGE_TOKENS, 28, int(content).to_bytes(3, "big"))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -114,6 +143,36 @@ def test_it_serves_every_request_at_the_time_and_with_the_hits_of_the_simulated_
     for number, (first, last, num_cached) in expected.items():
         assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
     assert replica.pool.num_used == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_does_with_images_whose_encoding_takes_time(seed: int) -> None:
+    workload = with_images(random_workload(seed, num_requests=120))
+    shape = small_shape()
+    shape = replace(shape, cost=replace(shape.cost, encode=2e-3))
+    expected, _ = serve_with_the_engine(workload, shape)
+    found, replica = serve_virtually(workload, shape)
+    assert found.keys() == expected.keys()
+    for number, (first, last, num_cached) in expected.items():
+        assert found[number] == (pytest.approx(first), pytest.approx(last), num_cached), number
+    num_in_prompts = sum(request.num_image_tokens for request in workload.requests)
+    assert 0 < replica.num_encoded_tokens < num_in_prompts
+    assert replica.report(0.0).load.num_pending_image_tokens == 0
+    assert replica.report(0.0).load.encode_seconds_per_token > 0
+
+
+def test_images_of_requests_that_wait_are_told_as_still_to_be_encoded() -> None:
+    image = ImageSpan("1", 3, 15)
+    shown = replace(request(0.0, [1, 2, 3]), images=(image,))
+    workload = Workload("shown", 10, (shown, replace(shown, user="bob")))
+    replica = VirtualReplica(plain_shape(num_blocks=20), SpeedMeter())
+    first, second = map(virtual_request, prepare(workload))
+    replica.submit(first, 0.0)
+    replica.submit(second, 0.1)  # what is being computed for the first counts as there
+    assert replica.report(0.1).load.num_pending_image_tokens == 0
+    other = replace(shown, prefix_ids=(7, 8, 9))
+    replica.submit(virtual_request(prepare(Workload("other", 10, (other,)))[0]), 0.2)
+    assert replica.report(0.2).load.num_pending_image_tokens == 15
 
 
 def test_so_it_does_when_blocks_run_out_and_requests_are_preempted() -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.workloads import read_trace
-from loadtests.workloads.traces import parse_trace
+from loadtests.load.options import LoadOptions, OptionsError
+from loadtests.workloads import ImageSpan, read_trace, shrink, with_tenants
+from loadtests.workloads.traces import ids_with_images, parse_trace
 
 
 def line(timestamp: float, input_length: int, hash_ids: list[int], **more: object) -> str:
@@ -81,3 +82,75 @@ def test_a_session_that_the_trace_names_is_taken() -> None:
 def test_a_line_that_cannot_be_is_named(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_trace("t", [line(0, 5, [1]), text], seed=0)
+
+
+def test_images_are_read_and_tell_blocks_apart_from_where_they_begin() -> None:
+    one, other, later = (
+        {"hash": "one", "start": 600, "tokens": 900},
+        {"hash": "other", "start": 600, "tokens": 900},
+        {"hash": "one", "start": 601, "tokens": 900},
+    )
+    lines = [
+        line(10 * number + 1, 2100, [1, 2, 3, 4, 5], **({"images": [image]} if image else {}))
+        for number, image in enumerate([one, one, other, later, None])
+    ]
+    first, same, another, moved, text = parse_trace("t", lines, seed=0).requests
+    assert first.images == (ImageSpan("one", 600, 900),)
+    assert first.num_image_tokens == 900
+    assert first.prefix_ids == same.prefix_ids
+    assert text.prefix_ids == (1, 2, 3, 4, 5)
+    for each in (another, moved, text):
+        assert each.prefix_ids[0] == first.prefix_ids[0] == 1
+        assert not set(each.prefix_ids[1:]) & set(first.prefix_ids[1:])
+    assert [same.session, another.session] == [first.session, "s2"]
+    assert max(first.prefix_ids) < 2**64
+
+
+def test_what_comes_behind_an_image_differs_with_it_and_what_comes_before_does_not() -> None:
+    images = [ImageSpan("a", 5, 10), ImageSpan("b", 33, 2)]
+    both, first, second = (ids_with_images(range(6), each, 8) for each in (images, images[:1], images[1:]))
+    assert both[:4] == first[:4] and not set(both[4:]) & set(first[4:])
+    assert second[:4] == [0, 1, 2, 3] and not set(second[4:]) & {*both, *first, 4, 5}
+    assert not set(both) & {0, 1, 2, 3, 4, 5}
+    assert len(set(both)) == 6
+    assert ids_with_images(range(6), [], 8) == [0, 1, 2, 3, 4, 5]
+    in_one_block = ids_with_images(range(2), [ImageSpan("a", 1, 2), ImageSpan("b", 4, 2)], 8)
+    assert in_one_block != ids_with_images(range(2), [ImageSpan("b", 1, 2), ImageSpan("a", 4, 2)], 8)
+
+
+@pytest.mark.parametrize(
+    ("images", "sentence"),
+    [
+        ("one", "needs a list as images"),
+        (["one"], "has an image that is not an object"),
+        ([{"hash": 7, "start": 0, "tokens": 3}], "has an image without a text as hash"),
+        ([{"hash": "a", "start": True, "tokens": 3}], "has an image without a text as hash"),
+        ([{"hash": "a", "start": 0}], "has an image without a text as hash"),
+        ([{"hash": "a", "start": 0, "tokens": 0}], "has images that overlap, or do not lie in its prompt"),
+        ([{"hash": "a", "start": 98, "tokens": 3}], "has images that overlap, or do not lie in its prompt"),
+        ([{"hash": "a", "start": 5, "tokens": 9}] * 2, "has images that overlap, or do not lie"),
+    ],
+)
+def test_images_that_cannot_be_are_told_with_their_line(images: object, sentence: str) -> None:
+    lines = [line(1, 100, [1]), line(2, 100, [2], images=images)]
+    with pytest.raises(ValueError, match=f"^line 2 of the trace {sentence}"):
+        parse_trace("t", lines, seed=0)
+
+
+def test_a_trace_with_images_is_neither_shrunk_nor_sent(tmp_path: Path) -> None:
+    file = tmp_path / "pictures.jsonl"
+    file.write_text(line(1, 100, [1], images=[{"hash": "a", "start": 0, "tokens": 9}]))
+    with pytest.raises(OptionsError, match="names images and does not have them"):
+        LoadOptions("trace", "m", 1, 10.0, trace=str(file)).make_workload(None)
+    with pytest.raises(ValueError, match="images cannot be scaled"):
+        shrink(read_trace(file, seed=0), 0.5)
+
+
+def test_dealt_to_tenants_the_same_image_is_another_in_each() -> None:
+    lines = [
+        line(number, 100, [1], images=[{"hash": "a", "start": 0, "tokens": 9}], session=str(number))
+        for number in range(4)
+    ]
+    requests = with_tenants(parse_trace("t", lines, seed=0), 2).requests
+    names = [request.images[0].content for request in requests]
+    assert names[0] == names[2] != names[1] == names[3]

@@ -1,0 +1,125 @@
+"""Images in a simulated fleet: what encoding takes, what routers know of it, and what is counted."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import main
+from loadtests.simulation.fleet import FleetResult
+from loadtests.simulation.options import FleetOptions, Kill
+from loadtests.simulation.request import prepare
+from loadtests.workloads import ImageSpan, Workload
+from replicas.protocol.blocks import MediaSpan
+from router.routing.load import LoadBook
+from tests.loadtests.simulation.builders import (
+    NO_DELAYS,
+    new_fleet,
+    plain_shape,
+    random_workload,
+    request,
+    serve,
+    small_shape,
+    with_images,
+)
+
+SHOWN = replace(request(0.0, [1, 2, 3]), images=(ImageSpan("a", 2, 10),))
+
+
+def one_replica(*, decodes_beside: bool = False, encode: float = 0.05) -> FleetOptions:
+    shape = plain_shape(num_blocks=50, decodes_beside=decodes_beside)
+    shape = replace(shape, cost=replace(shape.cost, encode=encode))
+    return FleetOptions(shape, num_replicas=1, delays=NO_DELAYS, index_stride=10)
+
+
+def ttfts(result: FleetResult) -> list[float]:
+    return [record.ttft_seconds or 0.0 for record in result.records]
+
+
+@pytest.mark.parametrize("decodes_beside", [False, True])
+def test_an_image_takes_its_encoding_besides_and_nothing_where_it_is_cached(decodes_beside: bool) -> None:
+    """30 tokens in 0.3 + 0.5 s, and 10 of an image in 0.5 s; the second user's prompt has 10 tokens left."""
+    workload = Workload("shown", 10, (SHOWN, replace(SHOWN, arrival_seconds=5.0, user="bob")))
+    result = serve(workload, one_replica(decodes_beside=decodes_beside))
+    assert ttfts(result) == [pytest.approx(1.3), pytest.approx(0.6)]
+    assert result.images is not None
+    assert (result.images.num_in_prompts, result.images.num_taken) == (2, 1)
+    assert (result.images.num_tokens, result.images.num_encoded_tokens) == (20, 10)
+    assert [record.num_image_tokens for record in result.records] == [10, 10]
+
+
+def test_a_fleet_of_texts_has_no_figures_of_images() -> None:
+    result = serve(random_workload(1, num_requests=20), FleetOptions(small_shape(), num_replicas=2))
+    assert result.images is None
+
+
+def test_what_a_dead_replica_had_is_encoded_and_taken_again() -> None:
+    workload = Workload("shown", 10, (SHOWN, replace(SHOWN, arrival_seconds=5.0, user="bob")))
+    kill = Kill(0, at=3.0, back_after=1.0)
+    result = serve(workload, replace(one_replica(), kills=(kill,)))
+    assert ttfts(result) == [pytest.approx(1.3), pytest.approx(1.3)]
+    assert result.images is not None
+    assert (result.images.num_taken, result.images.num_encoded_tokens) == (2, 20)
+
+
+def test_images_of_prompts_that_were_never_computed_do_not_count_as_cached() -> None:
+    """The second is longer than the whole cache."""
+    large = replace(request(5.0, range(10, 90)), images=(ImageSpan("b", 2, 500),))
+    result = serve(Workload("large", 10, (SHOWN, large)), one_replica())
+    assert [record.error for record in result.records] == [None, "too long"]
+    assert result.images is not None
+    assert (result.images.num_in_prompts, result.images.cached_share) == (1, 0.0)
+
+
+def test_routers_know_of_each_prompt_where_its_images_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a replica does not have whole are reserved there as still to be encoded."""
+    reserved: list[int] = []
+    reserve = LoadBook.reserve
+
+    def noted(self: LoadBook, *args: object, num_image_tokens: int = 0, **more: object) -> object:
+        reserved.append(num_image_tokens)
+        return reserve(self, *args, num_image_tokens=num_image_tokens, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LoadBook, "reserve", noted)
+    workload = Workload("shown", 10, (SHOWN, replace(SHOWN, arrival_seconds=5.0, user="bob")))
+    (first, _) = prepare(workload)
+    assert first.media == (MediaSpan(first.media[0].content_hash, 2, 10),)
+    serve(workload, one_replica())
+    assert reserved == [10, 0]
+
+
+def test_with_images_and_accidents_every_request_ends_and_everything_is_given_back() -> None:
+    workload = with_images(random_workload(1, num_requests=300, qps=15.0))
+    shape = small_shape()
+    options = FleetOptions(
+        replace(shape, cost=replace(shape.cost, encode=1e-3)),
+        num_replicas=4,
+        num_routers=3,
+        kills=(Kill(0, at=5.0, back_after=3.0), Kill(1, at=9.0)),
+    )
+    fleet = new_fleet(options)
+    result = fleet.serve(prepare(workload))
+    assert all(record.error is None for record in result.records)
+    images = result.images
+    assert images is not None and 0 < images.num_encoded_tokens < images.num_tokens
+    different = {image.content for each in workload.requests for image in each.images}
+    assert len(different) <= images.num_taken <= 5 * len(different)
+    for host in fleet.hosts:
+        if host.replica is not None:
+            assert host.replica.report(1e9).load.num_pending_image_tokens == 0
+    for router in fleet.routers:
+        assert router.table.loads.num_reserved == 0
+        assert all(book.num_pending_image_tokens == 0 for book in router.table.loads._books.values())
+
+
+def test_policies_are_compared_on_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    words = ["documents", "--policy", "kvasir,round_robin", "--replicas", "4", "--set", "page_tokens=200"]
+    assert main(["simulate", *words, "--json", str(file)]) == 0
+    assert "image tokens cached" in capsys.readouterr().out
+    ours, theirs = (each["figures"] for each in json.loads(file.read_text())["results"])
+    assert ours["image_hit_rate"] > 1.2 * theirs["image_hit_rate"] > 0
+    assert 0 < 1.5 * ours["images_taken"] < theirs["images_taken"] < 1
+    assert main(["simulate", "rag", "--limit", "20"]) == 0
+    assert "image" not in capsys.readouterr().out
