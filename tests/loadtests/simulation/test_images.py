@@ -10,6 +10,7 @@ from cluster.cli import main
 from loadtests.simulation.fleet import FleetResult
 from loadtests.simulation.options import FleetOptions, Kill
 from loadtests.simulation.request import prepare
+from loadtests.simulation.shape import TierShape
 from loadtests.workloads import ImageSpan, Workload
 from replicas.protocol.blocks import MediaSpan
 from router.routing.load import LoadBook
@@ -89,11 +90,17 @@ def test_routers_know_of_each_prompt_where_its_images_stand(monkeypatch: pytest.
     assert reserved == [10, 0]
 
 
-def test_with_images_and_accidents_every_request_ends_and_everything_is_given_back() -> None:
+TIERS = TierShape(1000, host_bytes=2e6, disk_bytes=1e7, chunk_tokens=64, pull_bytes_per_second=1e9)
+
+
+@pytest.mark.parametrize("tiers", [None, TIERS], ids=["device", "tiers"])
+def test_with_images_and_accidents_every_request_ends_and_everything_is_given_back(
+    tiers: TierShape | None,
+) -> None:
     workload = with_images(random_workload(1, num_requests=300, qps=15.0))
     shape = small_shape()
     options = FleetOptions(
-        replace(shape, cost=replace(shape.cost, encode=1e-3)),
+        replace(shape, cost=replace(shape.cost, encode=1e-3), tiers=tiers),
         num_replicas=4,
         num_routers=3,
         kills=(Kill(0, at=5.0, back_after=3.0), Kill(1, at=9.0)),
@@ -111,6 +118,20 @@ def test_with_images_and_accidents_every_request_ends_and_everything_is_given_ba
     for router in fleet.routers:
         assert router.table.loads.num_reserved == 0
         assert all(book.num_pending_image_tokens == 0 for book in router.table.loads._books.values())
+
+
+def test_an_image_that_lies_below_the_device_is_brought_and_not_encoded_again() -> None:
+    """As many other prompts come between as the device holds; then host memory has the first one."""
+    others = [request(10.0 * number, range(100 * number, 100 * number + 20)) for number in range(1, 6)]
+    workload = Workload("shown", 10, (SHOWN, *others, replace(SHOWN, arrival_seconds=90.0, user="bob")))
+    options = one_replica()
+    tiers = replace(TIERS, chunk_tokens=10, host_bytes=1e9, pull_bytes_per_second=None)
+    num_encoded = []
+    for shape in (options.shape, replace(options.shape, tiers=tiers)):
+        images = serve(workload, replace(options, shape=shape)).images
+        assert images is not None
+        num_encoded.append(images.num_encoded_tokens)
+    assert num_encoded == [20, 10]
 
 
 def test_policies_are_compared_on_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
