@@ -103,5 +103,7 @@ def _nearest(prompt: Mapping[str, Any]) -> Iterator[str]:
         sure = "" if place["is_certain"] else ", or next to it"
         what = ", the keys there" if place["kind"] == "keys" else ""
         yield f"  in your request: {place['path']}{what}{sure}"
+        if place.get("sentence"):
+            yield f"  {place['sentence']}"
     if nearest["changed"]:
         yield "  it has " + ", ".join(CHANGES.get(name, name) for name in nearest["changed"])

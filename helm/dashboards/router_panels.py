@@ -305,6 +305,81 @@ DOOR = (
     ),
 )
 
+IMAGES = (
+    Panel(
+        title="Images by way",
+        description="How the images of prompts got to their replicas: sent; shared, while another prompt was "
+        "sending it; known, since it was there; or failed. Many known mean that prompts go where their "
+        "pictures are.",
+        is_stacked=True,
+        queries=(Query(rate("router_images_total", "ROUTER", "way"), "{{way}}"),),
+    ),
+    Panel(
+        title="Images that failed or were sent again",
+        description="What a replica did not take, by its reason, and what it had forgotten before the prompt "
+        "came. overloaded: image_bytes is full of images in use. Sent again and again: raise image_bytes.",
+        queries=(
+            Query(events("router_image_failures_total", "ROUTER", "reason"), "{{reason}}"),
+            Query(events("router_images_sent_again_total", "ROUTER"), "sent again"),
+        ),
+    ),
+    Panel(
+        title="Bytes of images sent",
+        description="As files, from routers to replicas, once for each replica and image while that "
+        "remembers it.",
+        unit="Bps",
+        queries=(Query(rate("router_image_bytes_total", "ROUTER", "router"), "{{router}}"),),
+    ),
+    Panel(
+        title="Time to send an image",
+        description="Until the replica has read it, which the prompt waits for.",
+        unit="s",
+        queries=quantiles("router_image_upload_seconds", "ROUTER"),
+    ),
+    Panel(
+        title="Images at replicas, by outcome",
+        description="taken; unreadable: no picture that the model could read; full: no room in image_bytes, "
+        "since all of it is in use or the image is larger.",
+        queries=(
+            Query(rate("replica_images_total", "REPLICA", "replica, outcome"), "{{replica}} {{outcome}}"),
+        ),
+    ),
+    Panel(
+        title="Bytes of images taken",
+        description="As files, by replica. Far more at one than at the rest: it is the home of the pictures "
+        "that everybody asks about.",
+        unit="Bps",
+        queries=(Query(rate("replica_image_bytes_total", "REPLICA", "replica"), "{{replica}}"),),
+    ),
+    Panel(
+        title="Time to read an image",
+        description="Mean time to decode one and to prepare what the model computes with, in a thread beside "
+        "the engine. Near 0 for simulated engines, which read headers only.",
+        unit="s",
+        queries=(
+            Query(
+                rate("replica_image_read_seconds_total", "REPLICA", "replica")
+                + " / "
+                + 'sum by (replica) (rate(replica_images_total{REPLICA,outcome="taken"}[$__rate_interval]))',
+                "{{replica}}",
+            ),
+        ),
+    ),
+    Panel(
+        title="Image tokens encoded",
+        description="Tokens of images that engines put through the vision part: those that were not cached. "
+        "Much of it with few new pictures: prompts do not meet where their pictures are, or go under.",
+        queries=(Query(rate("replica_encoded_image_tokens_total", "REPLICA", "replica"), "{{replica}}"),),
+    ),
+    Panel(
+        title="Time to encode a token of an image",
+        description="Beside computing it, as each replica measures it; routers count it when they choose. 0 "
+        "until an image came.",
+        unit="s",
+        queries=(Query("replica_encode_seconds_per_image_token{REPLICA}", "{{replica}}"),),
+    ),
+)
+
 ITSELF = (
     Panel(
         title="Lag of the event loop",
@@ -396,6 +471,7 @@ ROUTER = Dashboard(
         Row("The door", DOOR),
         Row("Latency", LATENCY),
         Row("Decisions", DECISIONS),
+        Row("Images", IMAGES),
         Row("The routers themselves", ITSELF),
     ),
 )

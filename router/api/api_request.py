@@ -51,6 +51,8 @@ class Prompt:
     usage: PromptUsage | None = None
     misses: Misses | None = None
     """Why what the usage says was not read from cache was not."""
+    difference: str | None = None
+    """What makes it another prompt than the nearest earlier one, where that is an image."""
     outline: PromptOutline | None = None
     """Of a conversation."""
     diagnosis: Diagnosis | None = None

@@ -326,7 +326,9 @@ _CONTROL = {
                 changed=a_list(TEXT),
             )
         ),
-        place=maybe(an_object(path=maybe(TEXT), kind=TEXT, is_certain={"type": "boolean"})),
+        place=maybe(
+            an_object(path=maybe(TEXT), kind=TEXT, is_certain={"type": "boolean"}, sentence=maybe(TEXT))
+        ),
     ),
     "Readiness": an_object(
         status=TEXT, num_replicas=COUNT, models={"type": "object", "additionalProperties": COUNT}

@@ -391,6 +391,7 @@ def _served(prompt: Prompt) -> ServedPrompt:
         num_reasoning_tokens=sum(output.num_reasoning_tokens for output in prompt.outputs),
         num_own_leases=prompt.num_own_leases,
         misses=prompt.misses,
+        difference=prompt.difference,
     )
 
 

@@ -15,6 +15,7 @@ from router.api.api_request import ApiRequest, Prompt
 from router.api.stories import Stories, is_small
 from router.explain.causes import Cause
 from router.explain.diagnosis import NOT_FOUND, diagnosis
+from router.explain.image_places import image_differs
 from router.explain.outline import NO_OUTLINE
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
@@ -84,7 +85,8 @@ class Telling:
                 self._placed = prompt.first_index
                 path = prompt.generation.image_path(number)
                 if path is not None:
-                    self._image = Place(path, PlaceKind.VALUE, is_certain=True)
+                    says = _image_differs(prompt.generation, path)
+                    self._image = Place(path, PlaceKind.VALUE, is_certain=True, sentence=says)
                     continue
                 self._seek(_Sought(body, prompt.generation, position, number))
 
@@ -109,6 +111,10 @@ class Telling:
             changed_at=nearest.diverges_at if nearest is not None and is_changed else None,
         )
         prompt.misses = found = with_nearest(found, nearest)
+        number = None if nearest is None else nearest.diverges_at
+        if number is not None and number >= usage.num_cached_tokens:
+            path = prompt.generation.image_path(number)
+            prompt.difference = None if path is None else _image_differs(prompt.generation, path)
         if known is None:
             return
         known.story = prompt_story(known.facts, usage, prompt.decision, found, nearest)
@@ -165,6 +171,10 @@ class Telling:
         return looked.result()
 
 
+def _image_differs(generation: Generation, path: str) -> str:
+    return image_differs(path, [media.path for media in generation.media])
+
+
 def facts_of(prompt: Prompt, caller: Caller, model: ServedModel) -> PromptFacts:
     generation = prompt.generation
     adapter = None if generation.adapter is None else generation.adapter.name
@@ -178,4 +188,5 @@ def facts_of(prompt: Prompt, caller: Caller, model: ServedModel) -> PromptFacts:
         salt_tag=generation.salt_tag,
         outline=prompt.outline or NO_OUTLINE,
         template_tag=model.template.tag,
+        media=tuple((span.start, span.start + span.length) for span in generation.submit.media),
     )

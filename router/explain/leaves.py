@@ -5,6 +5,7 @@ them. Knows no template: how a leaf looks in a prompt is a list of forms that it
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,14 @@ def spelled(path: Path) -> str:
         else:
             text += f"[{json.dumps(step, ensure_ascii=False)}]"
     return text
+
+
+def steps_of(path: str) -> Path:
+    """The inverse of `spelled`."""
+    steps: list[str | int] = []
+    for name, index, quoted in re.findall(r'([^.\[\]]+)|\[(\d+)\]|\[("(?:[^"\\]|\\.)*")\]', path):
+        steps.append(int(index) if index else json.loads(quoted) if quoted else name)
+    return tuple(steps)
 
 
 def _elements(path: Path, value: Any) -> Iterator[Leaf]:

@@ -68,6 +68,8 @@ class Place:
     is_certain: bool
     offset: int | None = None
     key: str | None = None
+    sentence: str | None = None
+    """What is there to say of it, where that is more than the path."""
 
 
 class _Found(NamedTuple):

@@ -75,6 +75,8 @@ class PromptFacts:
     salt_tag: bytes = b""
     outline: PromptOutline = NO_OUTLINE
     template_tag: bytes = b""
+    media: tuple[tuple[int, int], ...] = ()
+    """The first token of each image and the first behind it."""
     units: bytes | None = None
     """Its outline's pieces."""
     marks: bytes = b""

@@ -15,6 +15,7 @@ from router.explain.causes import Cause, MissedSpan, Misses
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts
 from router.routing.decision import Decision
+from router.routing.load import ReplicaLoad
 
 
 class StoryStatistics(NamedTuple):
@@ -65,6 +66,7 @@ class PromptStory(msgspec.Struct, frozen=True, array_like=True):
     path: str | None = None
     place_kind: str | None = None
     is_certain: bool = False
+    sentence: str | None = None
 
     @property
     def outcome(self) -> str:
@@ -116,8 +118,8 @@ def prompt_story(
     found: Misses,
     nearest: Nearest | None,
 ) -> PromptStory:
-    num_lost = sum(_num_lost(span, nearest, facts.block_size) for span in found.spans)
-    rate = _prefill_seconds(decision)
+    lost = [_lost(span, nearest, facts.block_size) for span in found.spans]
+    num_lost = sum(end - start for start, end in lost)
     return PromptStory(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
@@ -125,7 +127,7 @@ def prompt_story(
         cause=found.cause.value,
         spans=tuple((s.cause.value, s.start, s.end, s.replica_id, s.at) for s in found.spans),
         num_lost_tokens=num_lost,
-        lost_ms=round(num_lost * rate * 1e3, 3) if rate else None,
+        lost_ms=_lost_ms(lost, usage.num_cached_tokens, facts, decision),
         replica_id=None if decision is None else decision.replica_id,
         earlier=None if nearest is None else _earlier(facts, nearest),
     )
@@ -145,7 +147,11 @@ def placed(story: PromptStory, place: Place | None) -> PromptStory:
             return story
         place = Place("", PlaceKind.TEMPLATE, is_certain=True)  # another root: no token to look for
     return msgspec.structs.replace(
-        story, path=place.path, place_kind=place.kind.value, is_certain=place.is_certain
+        story,
+        path=place.path,
+        place_kind=place.kind.value,
+        is_certain=place.is_certain,
+        sentence=place.sentence,
     )
 
 
@@ -197,7 +203,12 @@ def _told_prompt(story: Story, prompt: PromptStory) -> dict[str, Any]:
         "nearest": None if prompt.earlier is None else _told_earlier(story, prompt.earlier),
         "place": None
         if prompt.path is None
-        else {"path": prompt.path or None, "kind": prompt.place_kind, "is_certain": prompt.is_certain},
+        else {
+            "path": prompt.path or None,
+            "kind": prompt.place_kind,
+            "is_certain": prompt.is_certain,
+            "sentence": prompt.sentence,
+        },
     }
 
 
@@ -255,21 +266,46 @@ def changes(facts: PromptFacts, nearest: Nearest) -> list[str]:
     return found
 
 
-def _num_lost(span: MissedSpan, nearest: Nearest | None, block_size: int) -> int:
-    """Of tokens that the nearest prompt had none or others for, those are lost that would have been read if
-    nothing had changed."""
+def _lost(span: MissedSpan, nearest: Nearest | None, block_size: int) -> tuple[int, int]:
+    """From where to where of a span. Of tokens that the nearest prompt had none or others for, those are lost
+    that would have been read if nothing had changed."""
     if span.cause in NOTHING_LOST:
-        return 0
+        return span.start, span.start
     end = span.end
     if nearest is not None and span.cause in (Cause.PREFIX_CHANGED, Cause.OTHER_NAMESPACE):
         end = min(end, nearest.prompt.num_tokens // block_size * block_size)
-    return max(0, end - span.start)
+    return span.start, max(span.start, end)
 
 
-def _prefill_seconds(decision: Decision | None) -> float | None:
-    """For a token, at the replica that computed the prompt, as it has measured it."""
+def _lost_ms(
+    lost: Sequence[tuple[int, int]], num_cached: int, facts: PromptFacts, decision: Decision | None
+) -> float | None:
+    """At the pace that the replica which computed the prompt has measured: for the tokens, and for images
+    that nothing else would have had it encode."""
+    load = _load_of_chosen(decision)
+    if load is None or not load.prefill_seconds_per_token:
+        return None
+    num_lost = sum(end - start for start, end in lost)
+    seconds = num_lost * load.prefill_seconds_per_token
+    if load.encode_seconds_per_token:
+        seconds += _num_encoded_again(lost, num_cached, facts) * load.encode_seconds_per_token
+    return round(seconds * 1e3, 3)
+
+
+def _num_encoded_again(lost: Sequence[tuple[int, int]], num_cached: int, facts: PromptFacts) -> int:
+    """Tokens of the images of which all that was computed is lost: an image is encoded as a whole, and with
+    any of its tokens."""
+    num_tokens = 0
+    for start, end in facts.media:
+        num_computed = end - max(start, num_cached)
+        num_lost = sum(max(0, min(end, until) - max(start, since)) for since, until in lost)
+        if num_lost and num_lost >= num_computed:
+            num_tokens += end - start
+    return num_tokens
+
+
+def _load_of_chosen(decision: Decision | None) -> ReplicaLoad | None:
     if decision is None:
         return None
     chosen = (one for one in decision.candidates if one.replica_id == decision.replica_id)
-    rate = next((one.load.prefill_seconds_per_token for one in chosen), None)
-    return rate or None
+    return next((one.load for one in chosen), None)

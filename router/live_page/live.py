@@ -4,8 +4,9 @@ Owns the last decisions and the counts of the last minutes, and what is taken of
 never tokens or text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.frames import NO_USER, PromptUsage, UserTag
 from router.observation.recent import Origins, Recent, RecentDecision, Slot
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
@@ -58,6 +59,10 @@ class Live:
                 decision=decision,
                 misses=prompt.misses,
                 block_size=block_size,
+                num_images=len(generation.submit.media),
+                num_image_tokens=sum(span.length for span in generation.submit.media),
+                num_cached_image_tokens=_num_cached(generation.submit.media, usage),
+                difference=prompt.difference,
             )
         )
 
@@ -70,6 +75,12 @@ def origins_of(usage: PromptUsage) -> Origins:
         num_cross_user=usage.num_cross_user_tokens,
         num_unattributed=usage.num_cached_tokens - num_attributed,
     )
+
+
+def _num_cached(images: Sequence[MediaSpan], usage: PromptUsage | None) -> int:
+    """Of the tokens of images."""
+    num_cached = 0 if usage is None else usage.num_cached_tokens
+    return sum(min(span.length, max(0, num_cached - span.start)) for span in images)
 
 
 def user_name(user: UserTag) -> str | None:

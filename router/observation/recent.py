@@ -104,6 +104,11 @@ class RecentDecision(msgspec.Struct, frozen=True, kw_only=True):
     misses: Misses | None
     """None where nothing was served."""
     block_size: int
+    num_images: int = 0
+    num_image_tokens: int = 0
+    num_cached_image_tokens: int = 0
+    difference: str | None = None
+    """Which image is another one than in the nearest earlier prompt, where they part at one."""
 
     def findings(self) -> tuple[Finding, ...]:
         """Sentences, made when they are asked for."""

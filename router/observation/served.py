@@ -50,7 +50,7 @@ class ServedPrompt(msgspec.Struct, frozen=True):
     there was none. It took the router `decision_seconds`. `usage` is None where no token came. Of the
     output, `num_silent_tokens` are in no answer, since only the prompt was asked for. The last
     `num_own_leases` of the submit's are the router's own wish. `misses` say why the rest of the prompt was
-    not read from cache, where there is a usage.
+    not read from cache, where there is a usage; `difference` where it left an earlier prompt at an image.
     """
 
     generation: Generation
@@ -62,6 +62,7 @@ class ServedPrompt(msgspec.Struct, frozen=True):
     num_reasoning_tokens: int = 0
     num_own_leases: int = 0
     misses: Misses | None = None
+    difference: str | None = None
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,11 @@
 """The page at `/` in a real browser, over a real router and replicas: what it shows, and where it fits."""
 
+import re
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
 from loadtests.stacks.local_stack import LocalStack, local_stack, python_command
+from replicas.media.probes import probe_png
 from tests.certificates import Authority
 from tests.tools import needed_tool
 
@@ -128,6 +132,46 @@ def test_a_decision_opens_by_keyboard_and_says_why(stack: LocalStack, visit: Vis
     assert rows.first.bounding_box() == before
     page.locator("#held").click()
     expect(rows.first.get_by_role("button")).not_to_have_attribute("aria-label", str(opened))
+
+
+def look(stack: LocalStack, *images: bytes) -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + b64encode(image).decode()}}
+        for image in images
+    ]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Compare them."}, *parts]}]
+    body = {"model": "pictures", "messages": messages, "max_tokens": 3}
+    answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+def test_images_are_counted_and_the_one_that_differs_is_named(browser: Browser, tmp_path: Path) -> None:
+    from replicas.toy_model.make_image_model import write_image_model
+
+    write_image_model(tmp_path / "pictures")
+    settings = {"engine": "simulated", "model": str(tmp_path / "pictures"), "model_name": "pictures"}
+    red, green, blue = (probe_png(224, 224, colour) for colour in (b"\xff\0\0", b"\0\xff\0", b"\0\0\xff"))
+    with local_stack(num_replicas=1, replica_settings=settings) as running:
+        look(running, red, green)
+        look(running, red, blue)
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        visit = Visit(context.new_page())
+        visit.listen()
+        page = visit.page
+        page.goto(running.url)
+        newest, first = page.locator("#decisions .entry").nth(0), page.locator("#decisions .entry").nth(1)
+        expect(first.locator(".images").first).to_have_text(
+            re.compile(r"^2 images, 0 of [1-9]\d* tokens cached$")
+        )
+        expect(newest.locator(".images").first).to_have_text(
+            re.compile(r"^2 images, [1-9]\d* of [1-9]\d* tokens cached$")
+        )
+        expect(newest.locator(".remark")).to_have_text("image 2 of message 1 differs")
+        newest.get_by_role("button").click()
+        expect(newest.locator(".details .difference")).to_contain_text("image 2 of message 1 differs")
+        assert page.locator("#decisions img").count() == 0
+        context.close()
+        assert visit.complaints == []
 
 
 def test_the_tree_of_prefixes_closes_and_opens(visit: Visit) -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from loadtests.stacks.fresh_cluster import fresh_cluster
-from tests.helm.eventful_traffic import EventfulTraffic
+from tests.helm.eventful_traffic import IMAGE_BYTES, MODEL, EventfulTraffic
 from tests.helm.promql import asked
 from tests.helm.real_prometheus import SCRAPE_SECONDS, RealPrometheus, real_prometheus
 from tests.metric_catalog import series_labels
@@ -30,6 +30,7 @@ CLUSTER = (
     *("--engine", "simulated", "--replicas", "2"),
     *("--set", "simulated_hardware=h100x4-70b", "--set", "simulated_speed=2"),
     *("--set", "num_blocks=100", "--set", "max_running=8", "--set", "max_waiting=8"),
+    *("--set", f"image_bytes={IMAGE_BYTES}"),
     *("--set", "otlp_endpoint=http://127.0.0.1:9"),  # nobody takes traces there
 )
 
@@ -68,6 +69,7 @@ MAY_STAY_ZERO = {
     "ALERTS": "no rule fires before it has held for a minute",
     "router_queue_counter_spread_tokens": "there are no keys, so all are one tenant",
     "router_queue_refusals_total": "nobody waits for long enough here, nor do many wait",
+    "replica_image_read_seconds_total": "simulated engines read the headers of images only",
     "fleet_reconcile_errors_total": "only a broken Ray refuses to make an actor",
 }
 """What need not happen here, and why."""
@@ -95,8 +97,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def watched_traffic(folder: Path) -> Iterator[Watched]:
+    from replicas.toy_model.make_image_model import write_image_model
+
+    write_image_model(folder / MODEL)
     with (
-        fresh_cluster(CLUSTER, folder / "logs") as cluster,
+        fresh_cluster((*CLUSTER, "--model", str(folder / MODEL)), folder / "logs") as cluster,
         real_prometheus(folder, cluster.directory.targets_file, RULES) as prometheus,
     ):
         start = time.time()

@@ -18,11 +18,15 @@ from router.explain.leaves import (
     TURN_FIELDS,
     leaves_of,
     spelled,
+    steps_of,
 )
 from router.explain.places import Place, PlaceKind
 
 _IMAGE = "data:image/"
-"""How an image begins that a body has as a text: it looks like an id, and is none."""
+"""How an image begins that a body has as a text."""
+
+_INLINE = frozenset({"inlineData", "inline_data"})
+"""Gemini's name of an image in a body; the types of parts are in none of its fields."""
 
 _Steps = tuple[str | int, ...]
 
@@ -41,6 +45,7 @@ class Habit(StrEnum):
     ARGUMENTS_REWRITTEN = "arguments_rewritten"
     RESULT_TRIMMED = "result_trimmed"
     HISTORY_CUT = "history_cut"
+    IMAGE_CHANGED = "image_changed"
     HISTORY_EDITED = "history_edited"
     SYSTEM_EDITED = "system_edited"
     TEMPLATE = "template"
@@ -61,6 +66,7 @@ WHAT: Mapping[Habit, str] = {
     Habit.ARGUMENTS_REWRITTEN: "arguments of a call written anew",
     Habit.RESULT_TRIMMED: "a tool's result cut short or cleared",
     Habit.HISTORY_CUT: "earlier turns dropped or summed up",
+    Habit.IMAGE_CHANGED: "another image at the same place",
     Habit.HISTORY_EDITED: "an earlier turn that was edited",
     Habit.SYSTEM_EDITED: "a system prompt that was edited",
     Habit.TEMPLATE: "the chat template writes it otherwise",
@@ -91,6 +97,9 @@ ADVICE: Mapping[Habit, str] = {
     " them go at once, and seldom.",
     Habit.HISTORY_CUT: "Each cut computes all that follows it again: cut seldom and much instead of a little"
     " with each turn.",
+    Habit.IMAGE_CHANGED: "Put a picture that changes, such as the latest screenshot, into the latest message,"
+    " behind all that is shared, and leave earlier ones where they are: all that follows another picture is"
+    " computed again. The same picture in another file counts as another one: send the bytes that were sent.",
     Habit.HISTORY_EDITED: "Send earlier turns back as they were, to the byte; correct them in a new message.",
     Habit.SYSTEM_EDITED: "Keep the system prompt as it is, with what all requests share first; what changes"
     " belongs into the latest message.",
@@ -147,7 +156,9 @@ def habit_of(
         return Habit.SETTINGS if _settings(earlier) != _settings(later) else Habit.TEMPLATE
     if steps and steps[0] in TURN_FIELDS and _is_cut(earlier, later, steps):
         return Habit.HISTORY_CUT
-    if isinstance(old, str) and isinstance(new, str) and not new.startswith(_IMAGE):
+    if _is_image(earlier, steps) and _is_image(later, steps):
+        return Habit.IMAGE_CHANGED
+    if isinstance(old, str) and isinstance(new, str):
         volatile = _volatile(old, new)
         if volatile is not None:
             return volatile
@@ -203,14 +214,6 @@ def _turns(body: Mapping[str, Any], first: int = 0) -> list[Any]:
 
 def _are_alike(one: set[str], other: set[str]) -> bool:
     return 2 * len(one & other) >= max(1, len(one | other))
-
-
-def steps_of(path: str) -> _Steps:
-    """The inverse of `spelled`."""
-    steps: list[str | int] = []
-    for name, index, quoted in re.findall(r'([^.\[\]]+)|\[(\d+)\]|\[("(?:[^"\\]|\\.)*")\]', path):
-        steps.append(int(index) if index else json.loads(quoted) if quoted else name)
-    return tuple(steps)
 
 
 def value_at(body: Any, steps: Sequence[str | int]) -> Any:
@@ -336,6 +339,19 @@ def _is_result(body: Mapping[str, Any], steps: _Steps) -> bool:
         return True
     block = value_at(body, steps[:4])
     return isinstance(block, dict) and block.get("type") == "tool_result"
+
+
+def _is_image(body: Mapping[str, Any], steps: _Steps) -> bool:
+    """Whether a path of an image leads to one in this body. A text there that is one looks like an id."""
+    value = value_at(body, steps)
+    value = value.get("url") if isinstance(value, dict) and steps[-1] == "image_url" else value
+    if isinstance(value, str):
+        return value.startswith(_IMAGE)
+    if not isinstance(value, dict):
+        return False
+    return (
+        value.get("type") == "image" or bool(steps and steps[-1] in _INLINE) or bool(_INLINE & value.keys())
+    )
 
 
 def _is_shorter(old: Any, new: Any) -> bool:

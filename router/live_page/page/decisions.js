@@ -83,7 +83,7 @@ function create(decision) {
   const cross = decision.cross_user_tokens ?? 0;
   const own = decision.own_tokens ?? 0;
   setBar(origin, [["cross", cross], ["own", own], ["unattributed", cached - cross - own], ["computed", decision.cached_tokens === null ? 0 : decision.prompt_tokens - cached]], decision.prompt_tokens);
-  const remark = isFailed ? element("span", { class: "failed" }, `${decision.status} ${decision.error}`) : element("span", {}, REMARKS[decision.finding] ?? "");
+  const remark = isFailed ? element("span", { class: "failed" }, `${decision.status} ${decision.error}`) : element("span", {}, decision.difference ?? REMARKS[decision.finding] ?? "");
   const number = (label, value) => labelled("number", label, element("span", { class: "value" }, value === null ? "–" : count(value)));
   const line = element(
     "div",
@@ -92,7 +92,7 @@ function create(decision) {
     cell("user", decision.user === null ? element("span", { class: "none" }, "no user") : element("span", { class: "tag" }, decision.user)),
     cell("to cut", decision.replica ?? "–"),
     cell("reason", decision.reason ?? "–"),
-    cell("origins", origin, tiersOf(decision)),
+    cell("origins", origin, tiersOf(decision), imagesOf(decision)),
     number("expected", decision.expected_tokens),
     number("cached", decision.cached_tokens),
     number("tokens", decision.prompt_tokens),
@@ -112,6 +112,13 @@ function tiersOf(decision) {
   const parts = [["on the device", decision.cached_tokens - host - disk], ["from host memory", host], ["from disk", disk]];
   const text = parts.filter(([, amount]) => amount > 0).map(([name, amount]) => `${count(amount)} ${name}`);
   return element("span", { class: "small tiers" }, text.join(", "));
+}
+
+// How many images the prompt has, and how many of the tokens that stand for them were cached.
+function imagesOf(decision) {
+  if (!decision.images) return null;
+  const cached = `${count(decision.cached_image_tokens)} of ${count(decision.image_tokens)} tokens cached`;
+  return element("span", { class: "small images" }, `${count(decision.images)} ${decision.images === 1 ? "image" : "images"}, ${cached}`);
 }
 
 async function explain(number, button, details) {
@@ -151,6 +158,9 @@ function explained(decision) {
   if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${REASONS[decision.reason] ?? decision.reason}.`));
   const tiers = tiersOf(decision);
   if (tiers !== null) parts.push(element("p", {}, `Cached tokens: ${tiers.textContent}.`));
+  const images = imagesOf(decision);
+  if (images !== null) parts.push(element("p", {}, `Of the prompt: ${images.textContent}.`));
+  if (decision.difference !== null) parts.push(element("p", { class: "difference" }, `It leaves the nearest earlier prompt: ${decision.difference}.`));
   for (const candidate of decision.candidates) {
     if (candidate.tiers?.sentence) parts.push(element("p", {}, `Expected ${candidate.tiers.sentence}.`));
   }

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +16,10 @@ from replicas.protocol.image_rules import CellRule, written_rule
 from replicas.protocol.images import ImageFormat, ImageSize
 from router.api.logged_prompts import LoggedModel, NoPrompt, logged_prompts
 from router.explain.linting.grams import GRAM
-from router.explain.linting.habits import Habit
+from router.explain.linting.habits import Habit, habit_of
 from router.explain.linting.linter import Break, Linter, LoggedPrompt
 from router.explain.linting.log_lines import read_line
+from router.explain.places import Place, PlaceKind
 from tests.router import tiny_model
 from tests.router.explain.conversations import text
 
@@ -60,6 +62,19 @@ def _responses(image: bytes) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": parts}, {"role": "user", "content": LONG}]}
 
 
+def _anthropic(image: bytes) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()}
+    parts = [{"type": "text", "text": "Look: "}, {"type": "image", "source": source}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": LONG}]
+    return {"system": "You look at pictures.", "max_tokens": 1, "messages": turns}
+
+
+def _gemini(image: bytes) -> dict[str, Any]:
+    inline = {"mimeType": "image/png", "data": base64.b64encode(image).decode()}
+    parts = [{"text": "Look: "}, {"inlineData": inline}]
+    return {"contents": [{"role": "user", "parts": parts}, {"role": "model", "parts": [{"text": LONG}]}]}
+
+
 def _prompt(body: dict[str, Any], line: int = 1) -> LoggedPrompt:
     (prompt,) = logged_prompts(MODEL, read_line(json.dumps(body).encode()), line, BLOCK)
     return prompt
@@ -75,7 +90,7 @@ def test_another_image_is_found_with_its_path_and_what_it_costs() -> None:
     found = _second(_chat(RED), _chat(BLUE))
     assert found is not None
     assert found.place.path == "messages[1].content[1].image_url"
-    assert found.habit is Habit.HISTORY_EDITED
+    assert found.habit is Habit.IMAGE_CHANGED
     behind = len(_prompt(_chat(RED)).token_ids) - found.token - NUM_IMAGE_TOKENS
     assert 0.8 * behind <= found.num_lost_tokens <= behind + GRAM
 
@@ -84,7 +99,38 @@ def test_an_image_that_is_a_text_of_the_body_is_no_id() -> None:
     found = _second(_responses(RED), _responses(BLUE))
     assert found is not None
     assert found.place.path == "input[0].content[1].image_url"
-    assert found.habit is Habit.HISTORY_EDITED
+    assert found.habit is Habit.IMAGE_CHANGED
+
+
+@pytest.mark.parametrize("form", [_chat, _responses, _anthropic, _gemini])
+def test_another_image_at_the_same_place_is_a_habit_of_its_own(
+    form: Callable[[bytes], dict[str, Any]],
+) -> None:
+    found = _second(form(RED), form(BLUE))
+    assert found is not None
+    assert found.habit is Habit.IMAGE_CHANGED
+
+
+def test_a_result_that_is_another_image_is_not_cut_short() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+    def turns(image: bytes) -> dict[str, Any]:
+        shown = _chat(image)["messages"][1]["content"][1]
+        return {
+            "messages": [
+                {"role": "user", "content": "What is on the screen now, and what was there before?"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": [shown]},
+                {"role": "assistant", "content": LONG},
+            ]
+        }
+
+    bodies = turns(RED), turns(BLUE)
+    place = Place("messages[2].content[0].image_url", PlaceKind.VALUE, is_certain=True)
+    assert habit_of(*bodies, place, same_space=True) is Habit.IMAGE_CHANGED
+    trimmed = {"messages": [*bodies[0]["messages"][:2], {"role": "tool", "content": "gone"}]}
+    at = Place("messages[2].content", PlaceKind.VALUE, is_certain=True)
+    assert habit_of(bodies[0], trimmed, at, same_space=True) is not Habit.IMAGE_CHANGED
 
 
 def test_a_text_behind_an_image_has_its_own_path() -> None:
