@@ -32,7 +32,7 @@ HEARTBEATS_SECONDS = 5.0
 
 
 class EventfulTraffic:
-    """Against a cluster of `kvasir up` with two simulated replicas, whose model takes images."""
+    """Against a cluster of `kvasir up` with two simulated replicas."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -48,7 +48,13 @@ class EventfulTraffic:
         with self._redis_that_forgets():
             asyncio.run(self._with_client(self._chats))
             time.sleep(HEARTBEATS_SECONDS)
-        for part in (self._chats, self._pictures, self._lose_all_replicas):
+        asyncio.run(self._with_client(self._chats))
+        asyncio.run(self._with_client(self._lose_all_replicas))
+
+    def look_at_pictures(self) -> None:
+        """Where the model takes images. What an image takes is measured beside the time of text."""
+        wait_until(self._are_all_ready, "the replicas", seconds=60)
+        for part in (self._chats, self._pictures):
             asyncio.run(self._with_client(part))
 
     async def _with_client(self, part: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
