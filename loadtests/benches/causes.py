@@ -43,9 +43,18 @@ OTHER_TEMPLATES = "templates"
 
 
 def in_batches(
-    asker: Asker, cause: str, each: int, between: Callable[[], None], batch: int = BATCH, **fields: object
+    asker: Asker,
+    cause: str,
+    each: int,
+    between: Callable[[], None],
+    batch: int = BATCH,
+    *,
+    is_elsewhere: bool = False,
+    **fields: object,
 ) -> Said:
-    """Prompts are asked for, something happens to all of them, and they are asked for again."""
+    """Prompts are asked for, something happens to all of them, and they are asked for again: of replicas that
+    take turns, `is_elsewhere` than the first time. Where that is not so, it is no scene.
+    """
     said = asker.said(cause)
     while said.num_scenes < each:
         prompts = [asker.tokens() for _ in range(min(batch, each - said.num_scenes))]
@@ -53,7 +62,11 @@ def in_batches(
         asker.settle()
         between()
         for prompt, holder in zip(prompts, holders, strict=True):
-            said.take(asker.ask(prompt), holder)
+            story = asker.ask(prompt)
+            if is_elsewhere and _replica(story) == holder:
+                asker.ask(asker.tokens(1))  # then it is the other's turn
+            else:
+                said.take(story, holder)
     return said
 
 
@@ -83,6 +96,10 @@ def below_a_block(asker: Asker, cause: str, each: int) -> Said:
 
 def evicted(asker: Asker, cause: str, each: int) -> Said:
     return in_batches(asker, cause, each, lambda: asker.push_out(5000))
+
+
+def evicted_elsewhere(asker: Asker, cause: str, each: int) -> Said:
+    return in_batches(asker, cause, each, lambda: asker.push_out(10_000), is_elsewhere=True)
 
 
 def replica_restarted(asker: Asker, cause: str, each: int) -> Said:
@@ -141,23 +158,33 @@ def spilled(asker: Asker, cause: str, each: int) -> Said:
     return said
 
 
-def expired(asker: Asker, cause: str, each: int) -> Said:
+def expired(asker: Asker, cause: str, each: int, *, is_elsewhere: bool = False) -> Said:
     def pass_time() -> None:
         time.sleep(LEASE_SECONDS + 0.5)
-        asker.push_out(14_000)
+        asker.push_out(28_000 if is_elsewhere else 14_000)
 
-    return in_batches(asker, cause, each, pass_time, prompt_cache_options={"ttl": f"{LEASE_SECONDS}s"})
+    lease = {"ttl": f"{LEASE_SECONDS}s"}
+    return in_batches(asker, cause, each, pass_time, is_elsewhere=is_elsewhere, prompt_cache_options=lease)
 
 
-def lease_broken(asker: Asker, cause: str, each: int) -> Said:
+def expired_elsewhere(asker: Asker, cause: str, each: int) -> Said:
+    return expired(asker, cause, each, is_elsewhere=True)
+
+
+def lease_broken(asker: Asker, cause: str, each: int, *, is_elsewhere: bool = False) -> Said:
     """All of host memory is leased: what a long prompt needs at once, it can only take from that."""
     return in_batches(
         asker,
         cause,
         each,
-        lambda: asker.push_out(8000, 1900),
+        lambda: asker.push_out(16_000 if is_elsewhere else 8000, 1900),
+        is_elsewhere=is_elsewhere,
         prompt_cache_options={"ttl": "5m"},
     )
+
+
+def lease_broken_elsewhere(asker: Asker, cause: str, each: int) -> Said:
+    return lease_broken(asker, cause, each, is_elsewhere=True)
 
 
 def lost_in_transfer(asker: Asker, cause: str, each: int) -> Said:
@@ -248,6 +275,15 @@ SCENES: Mapping[str, Scene] = {
     "spilled": Scene(spilled, LARGE, 2, cause="held_elsewhere"),
     "expired": Scene(expired, {**SMALL, **LEASING}),
     "lease_broken": Scene(lease_broken, {**SMALL, **LEASING, "host_kv_bytes": 60 * CHUNK_BYTES}),
+    "evicted_elsewhere": Scene(evicted_elsewhere, SMALL, 2, IN_TURNS, "evicted"),
+    "expired_elsewhere": Scene(expired_elsewhere, {**SMALL, **LEASING}, 2, IN_TURNS, "expired"),
+    "lease_broken_elsewhere": Scene(
+        lease_broken_elsewhere,
+        {**SMALL, **LEASING, "host_kv_bytes": 30 * CHUNK_BYTES},
+        2,
+        IN_TURNS,
+        "lease_broken",
+    ),
     "lost_in_transfer": Scene(lost_in_transfer, {**SMALL, **LEASING, "disk_kv_bytes": 2000 * CHUNK_BYTES}),
     "other_salt": Scene(other_salt, LARGE, cause="other_namespace"),
     "other_model": Scene(other_model, LARGE, 2, cause="other_namespace"),

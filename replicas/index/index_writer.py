@@ -293,6 +293,7 @@ class IndexWriter:
         changes = self._change(
             added=kept.added,
             removed=kept.removed,
+            reasons=kept.reasons,
             in_host=kept.in_host,
             on_disk=kept.on_disk,
             announced=announced,
@@ -394,7 +395,7 @@ def _num_announced(change: IndexChange) -> int:
 
 
 def _num_bytes(change: IndexChange) -> int:
-    return ENTRY_BYTES + HASH_BYTES * (_num_hashes(change) + _num_announced(change))
+    return ENTRY_BYTES + HASH_BYTES * (_num_hashes(change) + _num_announced(change)) + len(change.reasons)
 
 
 def _split(change: IndexChange) -> list[IndexChange]:
@@ -402,7 +403,10 @@ def _split(change: IndexChange) -> list[IndexChange]:
     if _num_hashes(change) + _num_announced(change) <= HASHES_PER_CHANGE:
         return [change]
     bare = IndexChange(change.replica_id, change.epoch, change.number)
-    parts = [replace(bare, removed=some) for some in _chunks(change.removed, HASHES_PER_CHANGE)]
+    parts = [
+        replace(bare, removed=some, reasons=change.reasons[number * HASHES_PER_CHANGE :][: len(some)])
+        for number, some in enumerate(_chunks(change.removed, HASHES_PER_CHANGE))
+    ]
     parts += [replace(bare, added=some) for some in _chunks(change.added, HASHES_PER_CHANGE)]
     parts += [replace(bare, in_host=some) for some in _chunks(change.in_host, HASHES_PER_CHANGE)]
     parts += [replace(bare, on_disk=some) for some in _chunks(change.on_disk, HASHES_PER_CHANGE)]

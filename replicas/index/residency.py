@@ -19,7 +19,14 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Removal,
+    Tier,
+)
 from replicas.protocol.keys import is_indexed
 
 
@@ -29,6 +36,7 @@ class NetChange:
 
     `added`, `in_host` and `on_disk` name those whose fastest copy lies now on the device, in host memory or
     on disk, and did not before. `before` says where it lay, of all hashes named here that were kept before.
+    `reasons` has a byte, a `Removal`, for each hash in `removed`; where all of them were evicted it is empty.
     """
 
     added: tuple[BlockHash, ...]
@@ -36,6 +44,7 @@ class NetChange:
     on_disk: tuple[BlockHash, ...]
     removed: tuple[BlockHash, ...]
     before: Mapping[BlockHash, Tier]
+    reasons: bytes = b""
 
 
 class Residency:
@@ -48,6 +57,8 @@ class Residency:
         """`_fastest` at the last take."""
         self._changed: set[BlockHash] = set()
         """Where the two differ."""
+        self._reasons: dict[BlockHash, Removal] = {}
+        """Why those went that were not just evicted, and have left some tier or all: see `_has_left`."""
 
     @property
     def kept(self) -> Set[BlockHash]:
@@ -74,18 +85,19 @@ class Residency:
             match event:
                 case BlockStored():
                     self._store(event)
-                case BlockRemoved(block_hashes, tier):
-                    num_unknown += sum(not self._remove(block_hash, tier) for block_hash in block_hashes)
+                case BlockRemoved(block_hashes, tier, reason):
+                    num_unknown += sum(not self._remove(each, tier, reason) for each in block_hashes)
                 case AllBlocksCleared(tier):
                     cleared = self._copies[tier]
                     self._copies[tier] = {}
                     for block_hash in cleared:
-                        self._has_left(block_hash)
+                        self._has_left(block_hash, tier, Removal.CLEARED)
         return num_unknown
 
     def take_all(self) -> NetChange:
         """All kept hashes, as what has become of none."""
         self._changed = set(self._fastest)
+        self._reasons = {each: reason for each, reason in self._reasons.items() if each in self._fastest}
         self._taken.clear()
         return self.take_change()
 
@@ -102,8 +114,17 @@ class Residency:
             if tier is not None:
                 self._taken[block_hash] = tier
         self._changed.clear()
+        removed = tuple(now[None])
+        reasons = (
+            bytes(self._reasons.pop(each, Removal.EVICTED) for each in removed) if self._reasons else b""
+        )
         return NetChange(
-            tuple(now[Tier.DEVICE]), tuple(now[Tier.HOST]), tuple(now[Tier.DISK]), tuple(now[None]), before
+            tuple(now[Tier.DEVICE]),
+            tuple(now[Tier.HOST]),
+            tuple(now[Tier.DISK]),
+            removed,
+            before,
+            reasons if any(reasons) else b"",
         )
 
     def _store(self, event: BlockStored) -> None:
@@ -111,6 +132,7 @@ class Residency:
         last = len(event.block_hashes) - 1
         for offset, block_hash in enumerate(event.block_hashes):
             copies[block_hash] = copies.get(block_hash, 0) + 1
+            self._reasons.pop(block_hash, None)
             position = event.first_block_index + offset
             ends_prompt = event.ends_prompt and offset == last
             if (
@@ -120,7 +142,7 @@ class Residency:
             ):
                 self._set_fastest(block_hash)
 
-    def _remove(self, block_hash: BlockHash, tier: Tier) -> bool:
+    def _remove(self, block_hash: BlockHash, tier: Tier, reason: Removal) -> bool:
         copies = self._copies[tier]
         num_copies = copies.get(block_hash)
         if num_copies is None:
@@ -129,18 +151,27 @@ class Residency:
             copies[block_hash] = num_copies - 1
             return True
         del copies[block_hash]
-        self._has_left(block_hash)
+        self._has_left(block_hash, tier, reason)
         return True
 
-    def _has_left(self, block_hash: BlockHash) -> None:
-        """The last copy in one tier is gone."""
-        if block_hash in self._fastest:
-            self._set_fastest(block_hash)
+    def _has_left(self, block_hash: BlockHash, tier: Tier, reason: Removal) -> None:
+        """The last copy in one tier is gone. If the device, which knows of no leases, evicts another copy
+        later, it is still said why it is not below the device.
+        """
+        if block_hash not in self._fastest:
+            return
+        if reason is not Removal.EVICTED:
+            self._reasons[block_hash] = reason
+        elif tier is not Tier.DEVICE:
+            self._reasons.pop(block_hash, None)
+        self._set_fastest(block_hash)
 
     def _set_fastest(self, block_hash: BlockHash) -> None:
         tier = next((tier for tier, copies in self._copies.items() if block_hash in copies), None)
         if tier is None:
             del self._fastest[block_hash]
+            if block_hash not in self._taken:
+                self._reasons.pop(block_hash, None)
         else:
             self._fastest[block_hash] = tier
         if tier is self._taken.get(block_hash):

@@ -37,7 +37,14 @@ from replicas.kvstore.use_order import NewestChain, UseOrder
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.kvstore.write_queues import WriteQueues
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Removal,
+    Tier,
+)
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from replicas.protocol.status import Epoch
 
@@ -584,8 +591,8 @@ class Directory:
                 return None
             assert victim.slot is not None
             self._free_slots.append(victim.slot)
-            self._events.append(BlockRemoved((victim.name.key,), Tier.HOST))
-            self._leave_host(victim, LeaseBreak.HOST_FULL)
+            reason = self._leave_host(victim, LeaseBreak.HOST_FULL)
+            self._events.append(BlockRemoved((victim.name.key,), Tier.HOST, reason))
         slot = self._free_slots.pop()
         self._generations[slot] += 1
         return slot
@@ -595,13 +602,13 @@ class Directory:
         chunk.is_filling = True
         self._warm_chain(chunk)
 
-    def _leave_host(self, chunk: Chunk, cause: LeaseBreak) -> None:
+    def _leave_host(self, chunk: Chunk, cause: LeaseBreak) -> Removal:
         chunk.slot = None
         for part in (self._hot, self._cold, self._owed):
             part.take(chunk.name.key)
         self._to_write.forget(chunk.name.key)
         self._to_write.forget_early(chunk.name.key)
-        self._forget_if_nowhere(chunk, cause)
+        return self._forget_if_nowhere(chunk, cause)
 
     def _warm_chain(self, chunk: Chunk) -> None:
         self._newest_in_host.put(chunk, chain_before(chunk, self._chunks), self._take_for_host_if_there)
@@ -684,14 +691,16 @@ class Directory:
         chunk.is_on_disk = False
         self._take_from_disk(chunk)
         self._removals[key] = None
-        self._events.append(BlockRemoved((key,), Tier.DISK))
         if chunk.slot is not None and self.leases.lost_file(key):
             self._warm_chain(chunk)
-        self._forget_if_nowhere(chunk, cause)
+        reason = self._forget_if_nowhere(chunk, cause)
+        self._events.append(BlockRemoved((key,), Tier.DISK, reason))
 
-    def _forget_if_nowhere(self, chunk: Chunk, cause: LeaseBreak) -> None:
-        if chunk.slot is None and not chunk.has_file:
-            del self._chunks[chunk.name.key]
-            self._newest_in_host.leave(chunk.name.key)
-            self._newest_on_disk.leave(chunk.name.key)
-            self.leases.gone(chunk.name.key, cause)
+    def _forget_if_nowhere(self, chunk: Chunk, cause: LeaseBreak) -> Removal:
+        """What its going is called."""
+        if chunk.slot is not None or chunk.has_file:
+            return Removal.EVICTED
+        del self._chunks[chunk.name.key]
+        self._newest_in_host.leave(chunk.name.key)
+        self._newest_on_disk.leave(chunk.name.key)
+        return self.leases.gone(chunk.name.key, cause)

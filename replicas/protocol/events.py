@@ -25,6 +25,28 @@ class Tier(enum.StrEnum):
     DISK = "disk"
 
 
+class Removal(enum.IntEnum):
+    """Why a copy went. The numbers are those of `IndexChange.reasons`; no other may be given to one of them.
+
+    What has no number here, from a newer replica, counts as EVICTED: it is gone, and no more is known.
+    """
+
+    EVICTED = 0
+    """It had to make room."""
+    EXPIRED = 1
+    """It had to make room, after its lease had run out."""
+    BROKEN = 2
+    """It was leased, and went before its time."""
+    LOST = 3
+    """It was a file that is gone or not to be believed."""
+    CLEARED = 4
+    """Somebody had the tier emptied."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Removal | None":
+        return cls.EVICTED if isinstance(value, int) else None
+
+
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Consecutive blocks of one chain now hold KV.
 
@@ -44,6 +66,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: tuple[BlockHash, ...]
     tier: Tier = Tier.DEVICE
+    reason: Removal = Removal.EVICTED
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ of that block lies in host memory or on disk.
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,7 +24,7 @@ from replicas.protocol.bounds import (
     parsed_number,
     shown,
 )
-from replicas.protocol.events import Tier
+from replicas.protocol.events import Removal, Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
@@ -227,7 +227,8 @@ class IndexChange:
     """One step's change to one replica's blocks set: `cleared` first, then `removed`, then the rest.
 
     `added`, `in_host` and `on_disk` are hashes that the set has from now on, by where the fastest copy of
-    their block lies: on the device, in host memory, on disk. One that it has already moves there.
+    their block lies: on the device, in host memory, on disk. One that it has already moves there. `reasons`
+    has a byte, a `Removal`, for each hash in `removed`; where all of them were evicted it is empty.
 
     `announced` and then `ended` follow: announcements that begin, and the ids of those that are over.
     Announcements are no part of the set; `cleared` ends all of the replica's. Numbered from 1 per epoch
@@ -244,6 +245,18 @@ class IndexChange:
     ended: tuple[int, ...] = ()
     in_host: tuple[BlockHash, ...] = ()
     on_disk: tuple[BlockHash, ...] = ()
+    reasons: bytes = b""
+
+    def removed_by_reason(self) -> Iterator[tuple[Removal, Sequence[BlockHash]]]:
+        """`removed` in groups; an unknown reason counts as EVICTED."""
+        if not self.reasons:
+            if self.removed:
+                yield Removal.EVICTED, self.removed
+            return
+        groups: dict[Removal, list[BlockHash]] = {}
+        for block_hash, reason in zip(self.removed, self.reasons, strict=True):
+            groups.setdefault(Removal(reason), []).append(block_hash)
+        yield from groups.items()
 
 
 def encode_change(change: IndexChange) -> dict[str, str | bytes]:
@@ -257,6 +270,8 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
     }
     if change.in_host:
         fields["in_host"] = b"".join(change.in_host)
+    if change.reasons:
+        fields["reasons"] = change.reasons
     if change.on_disk:
         fields["on_disk"] = b"".join(change.on_disk)
     if change.announced:
@@ -267,18 +282,22 @@ def encode_change(change: IndexChange) -> dict[str, str | bytes]:
 
 
 def decode_change(fields: Mapping[bytes, bytes]) -> IndexChange:
-    """Raises ValueError if a field is missing, unreadable or out of bounds. Without announcements or tiers
-    below the device it has no such fields."""
+    """Raises ValueError if a field is missing, unreadable or out of bounds. Without announcements, tiers
+    below the device or reasons it has no such fields."""
     num_bytes = sum(map(len, fields.values()))
     if num_bytes > MAX_HASHES_PER_CHANGE * HASH_BYTES:
         raise ValueError(f"an index change has {num_bytes} bytes, which is too many")
     try:
+        removed, reasons = split_hashes(fields[b"removed"]), fields.get(b"reasons", b"")
+        if len(reasons) not in (0, len(removed)):
+            raise ValueError(f"an index change has {len(reasons)} reasons for {len(removed)} removed hashes")
         return IndexChange(
             replica_id=ReplicaId(checked_id(fields[b"replica"].decode())),
             epoch=Epoch(checked_id(fields[b"epoch"].decode())),
             number=parsed_number(fields[b"number"]),
             added=split_hashes(fields[b"added"]),
-            removed=split_hashes(fields[b"removed"]),
+            removed=removed,
+            reasons=reasons,
             in_host=split_hashes(fields.get(b"in_host", b"")),
             on_disk=split_hashes(fields.get(b"on_disk", b"")),
             cleared=fields[b"cleared"] == b"1",

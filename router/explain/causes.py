@@ -14,9 +14,10 @@ that was chosen, of others, what had left it before, and what this router has se
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from replicas.protocol.events import Removal
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
 from router.observation.sightings import Known
@@ -51,6 +52,10 @@ class Cause(enum.StrEnum):
     """Its lease ran out, and then it went."""
     LEASE_BROKEN = "lease_broken"
     """It was leased, and went before its time."""
+    FILE_LOST = "file_lost"
+    """Its file was gone or not to be believed."""
+    CLEARED = "cleared"
+    """Somebody had the cache emptied."""
     REPLICA_RESTARTED = "replica_restarted"
     """The incarnation that held it is gone."""
     UNKNOWN = "unknown"
@@ -87,12 +92,13 @@ class Misses(NamedTuple):
 
 
 class Departed(NamedTuple):
-    """Some block that ends at `end` left a replica: it was evicted, or the incarnation went."""
+    """Some block that ends at `end` left a replica: for this reason, or the incarnation went."""
 
     end: int
     replica_id: ReplicaId
     is_replica_gone: bool
     at: float
+    reason: Removal = Removal.EVICTED
 
 
 class Past(NamedTuple):
@@ -150,9 +156,7 @@ def _facts(
         yield from _of_chosen(usage, decision, block_size)
         if decision.held is not None:
             yield from _of_others(decision, decision.held, block_size)
-    for gone in past.departed:
-        cause = Cause.REPLICA_RESTARTED if gone.is_replica_gone else Cause.EVICTED
-        yield _Fact(gone.end, cause, gone.replica_id, gone.at)
+    yield from _of_departed(past.departed)
     yield from _of_known(past, decision, block_size)
     yield _never_cached(past, num_reusable)
 
@@ -199,6 +203,29 @@ def _of_others(decision: Decision, held: Held, block_size: int) -> Iterator[_Fac
             yield _Fact(deepest[1] * block_size, cause, deepest[0])
     for replica_id in held.gone:
         yield _Fact(held.stored_depth(replica_id) * block_size, Cause.REPLICA_RESTARTED, replica_id)
+
+
+_CAUSES: Mapping[Removal, Cause] = {
+    Removal.EVICTED: Cause.EVICTED,
+    Removal.EXPIRED: Cause.EXPIRED,
+    Removal.BROKEN: Cause.LEASE_BROKEN,
+    Removal.LOST: Cause.FILE_LOST,
+    Removal.CLEARED: Cause.CLEARED,
+}
+
+
+def _of_departed(departed: Sequence[Departed]) -> list[_Fact]:
+    """What had left before. A block that left later than one before it in the chain had all before it still
+    beside it, in a chunk of host memory or at another replica: so those were there until then, too.
+    """
+    facts: list[_Fact] = []
+    last: Departed | None = None
+    for gone in reversed(departed):
+        if last is None or gone.at >= last.at:
+            last = gone
+        cause = Cause.REPLICA_RESTARTED if last.is_replica_gone else _CAUSES[last.reason]
+        facts.append(_Fact(gone.end, cause, last.replica_id, last.at))
+    return facts[::-1]
 
 
 def _of_known(past: Past, decision: Decision | None, block_size: int) -> Iterator[_Fact]:

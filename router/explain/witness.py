@@ -133,6 +133,6 @@ def _departed(
     if index is None:
         return []
     return [
-        Departed((block + 1) * block_size, left.replica_id, left.is_replica_gone, left.at)
+        Departed((block + 1) * block_size, left.replica_id, left.is_replica_gone, left.at, left.reason)
         for block, left in index.departed(block_hashes, first)
     ]

@@ -67,6 +67,10 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
     Cause.EVICTED: lambda at: f"had been cached at {at}, and had to make room there.",
     Cause.EXPIRED: lambda at: f"had been leased at {at}; the lease ran out, and then they went.",
     Cause.LEASE_BROKEN: lambda at: f"had been leased at {at}, and went before their time.",
+    Cause.FILE_LOST: lambda at: (
+        f"had been written to the disk of {at}, and their file was damaged or is gone."
+    ),
+    Cause.CLEARED: lambda at: f"had been cached at {at}, until somebody had its cache emptied.",
     Cause.REPLICA_RESTARTED: lambda at: f"had been cached at {at}, in an incarnation that is gone.",
     Cause.UNKNOWN: lambda at: f"had been seen before, at {at}; why they are not there any more is not known.",
 }

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
+from replicas.protocol.events import Removal
 from replicas.protocol.status import Epoch, ReplicaId
 
 MAX_HASHES = 1 << 19
@@ -23,14 +24,20 @@ MAX_HASHES = 1 << 19
 MAX_INCARNATIONS = 1 << 12
 MAX_NOTED = 1 << 12
 
+_REASONS = 8
+"""A mark is the incarnation's number times this, and a reason: a `Removal`, or the last one."""
+_REPLICA_GONE = _REASONS - 1
+
 
 class Departure(NamedTuple):
-    """`at` is in seconds of the clock that `pass_time` was told of."""
+    """`at` is in seconds of the clock that `pass_time` was told of. Of a replica that is gone `reason` says
+    nothing."""
 
     replica_id: ReplicaId
     epoch: Epoch
     is_replica_gone: bool
     at: float
+    reason: Removal = Removal.EVICTED
 
 
 class Departures:
@@ -67,6 +74,7 @@ class Departures:
         epoch: Epoch,
         block_hashes: Sequence[BlockHash],
         *,
+        reason: Removal = Removal.EVICTED,
         is_replica_gone: bool = False,
         at: float | None = None,
     ) -> None:
@@ -74,7 +82,7 @@ class Departures:
         number = self._numbers.get((replica_id, epoch)) or self._add(replica_id, epoch)
         counts, marks, times = self._notes
         counts.append(len(block_hashes))
-        marks.append(2 * number + is_replica_gone)
+        marks.append(_REASONS * number + (_REPLICA_GONE if is_replica_gone else reason))
         times.append(self.now if at is None else at)
         self._noted.extend(block_hashes)
         if len(self._noted) >= MAX_NOTED or len(counts) >= MAX_NOTED:
@@ -96,8 +104,13 @@ class Departures:
         ]
 
     def _departure(self, mark: int, at: float) -> Departure | None:
-        incarnation = self._incarnations.get(mark // 2)
-        return None if incarnation is None else Departure(*incarnation, mark % 2 == 1, at)
+        number, reason = divmod(mark, _REASONS)
+        incarnation = self._incarnations.get(number)
+        if incarnation is None:
+            return None
+        if reason == _REPLICA_GONE:
+            return Departure(*incarnation, True, at)
+        return Departure(*incarnation, False, at, Removal(reason))
 
     def _add(self, replica_id: ReplicaId, epoch: Epoch) -> int:
         self._last_number += 1

@@ -396,8 +396,8 @@ class PrefixIndex:
         if replica.predicted:
             for block_hash in change.removed:
                 self._cancel(replica, block_hash)
-        if change.removed:
-            self.departures.left(change.replica_id, change.epoch, change.removed)
+        for reason, block_hashes in change.removed_by_reason():
+            self.departures.left(change.replica_id, change.epoch, block_hashes, reason=reason)
         replica.num_stored -= self._holders.remove(replica.bit, change.removed)
         replica.num_stored += self._holders.add(replica.bit, change.added)
         replica.num_stored += self._holders.add(replica.bit, change.in_host, Tier.HOST)

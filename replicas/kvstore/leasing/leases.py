@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Removal
 from replicas.protocol.prefix_leases import (
     HOUR_SECONDS,
     MAX_LEASE_SECONDS,
@@ -369,13 +370,18 @@ class Leases:
         self._set_file(lease, has_file=False)
         return True
 
-    def gone(self, key: BlockHash, cause: LeaseBreak) -> None:
-        """Its last copy went. One that was not stored yet may still be."""
+    def gone(self, key: BlockHash, cause: LeaseBreak) -> Removal:
+        """Its last copy went, and what that is called. One that was not stored yet may still be."""
         lease = self._leases.get(key)
         if lease is not None and lease.store_by is None:
             self._broke(lease, cause)
         elif key in self._kept:
             self._kept[key] = True
+        if key in self._tombstones:
+            return Removal.BROKEN
+        if cause is LeaseBreak.LOST:
+            return Removal.LOST
+        return Removal.EXPIRED if key in self._kept else Removal.EVICTED
 
     def clear(self) -> None:
         """All copies went at once."""

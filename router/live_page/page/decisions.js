@@ -24,6 +24,8 @@ const REMARKS = {
   evicted: "evicted",
   expired: "lease ran out",
   lease_broken: "lease broken",
+  file_lost: "file lost",
+  cleared: "cache emptied",
   replica_restarted: "replica restarted",
   unknown: "gone, not known why",
 };

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from replicas.index import index_writer
 from replicas.index.index_writer import IndexWriter
 from replicas.observation.metrics import ReplicaMetrics
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Removal, Tier
 from replicas.protocol.keys import blocks_key, events_key
 from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect, read_changes, read_set, read_tiers
@@ -110,6 +110,30 @@ async def test_a_large_set_goes_through_the_stream_in_bites(
         changes = await read_changes(redis, MODEL, EPOCH)
         assert max(len(change.added) + len(change.removed) for change in changes) <= 10
         await redis.aclose()
+
+
+async def test_reasons_go_through_the_stream_beside_their_hashes(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_writer, "HASHES_PER_CHANGE", 10)
+    async with running_writer(redis_url) as writer:
+        writer.observe([stored(*range(100))])
+        await until(lambda: writer.is_settled)
+        lost = hashes(*range(3, 25))
+        writer.observe(
+            [BlockRemoved(lost, reason=Removal.LOST), BlockRemoved(hashes(*range(3)), reason=Removal.BROKEN)]
+        )
+        await until(lambda: writer.is_settled)
+        redis = connect(redis_url)
+        told = {
+            each: reason
+            for change in await read_changes(redis, MODEL, EPOCH)
+            for reason, some in change.removed_by_reason()
+            for each in some
+        }
+        await redis.aclose()
+    expected = dict.fromkeys(lost, Removal.LOST) | dict.fromkeys(hashes(*range(3)), Removal.BROKEN)
+    assert told == expected
 
 
 async def test_a_redis_that_comes_back_empty_gets_everything_again(own_redis: RedisServer) -> None:

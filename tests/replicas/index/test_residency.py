@@ -1,5 +1,6 @@
 """What the index should hold, against a naive twin that keeps every copy and its tier in a list."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -7,7 +8,14 @@ from hypothesis import strategies as st
 
 from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Tier
+from replicas.protocol.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    Removal,
+    Tier,
+)
 
 BLOCK_SIZE, STRIDE = 4, 12  # every third block is on the stride
 
@@ -18,8 +26,10 @@ HASHES = [[BlockHash(bytes([chain, position]) * 8) for position in range(7)] for
 class NaiveTwin:
     copies: list[tuple[Tier, BlockHash]] = field(default_factory=list)
     prompt_ends: set[BlockHash] = field(default_factory=set)
+    story: list[CacheEvent] = field(default_factory=list)
 
     def observe(self, event: CacheEvent) -> None:
+        self.story += self._told_of_last_copies(event)
         if isinstance(event, BlockStored):
             self.copies.extend((event.tier, block_hash) for block_hash in event.block_hashes)
             if event.ends_prompt:
@@ -31,6 +41,30 @@ class NaiveTwin:
         else:
             self.copies = [copy for copy in self.copies if copy[0] is not event.tier]
         self.prompt_ends &= self.resident()
+
+    def _told_of_last_copies(self, event: CacheEvent) -> list[CacheEvent]:
+        """The same, one hash at a time, and of removals those that empty a tier of a hash that is kept."""
+        if isinstance(event, BlockStored):
+            return [BlockStored((each,), 0, tier=event.tier) for each in event.block_hashes]
+        if isinstance(event, AllBlocksCleared):
+            gone, reason = self.resident(event.tier), Removal.CLEARED
+        else:
+            counts = Counter(event.block_hashes)
+            gone = {each for each in counts if 0 < self.copies.count((event.tier, each)) <= counts[each]}
+            reason = event.reason
+        return [BlockRemoved((each,), event.tier, reason) for each in sorted(gone & self.kept())]
+
+    def reason(self, block_hash: BlockHash) -> Removal:
+        """Of one that is gone: back to when it was last stored, what its last tier says; if that was evicted
+        from the device, what was last said of it below."""
+        for event in reversed(self.story):
+            if block_hash not in event.block_hashes:
+                continue
+            if isinstance(event, BlockStored) or event.reason is not Removal.EVICTED:
+                return Removal.EVICTED if isinstance(event, BlockStored) else event.reason
+            if event.tier is not Tier.DEVICE:
+                break
+        return Removal.EVICTED
 
     def resident(self, *tiers: Tier) -> set[BlockHash]:
         """In these tiers, or in any."""
@@ -60,7 +94,12 @@ ALL_HASHES = [block_hash for chain in HASHES for block_hash in chain]
 EVENTS = st.one_of(
     stored(),
     stored(),
-    st.builds(BlockRemoved, st.lists(st.sampled_from(ALL_HASHES), min_size=1, max_size=4).map(tuple), TIERS),
+    st.builds(
+        BlockRemoved,
+        st.lists(st.sampled_from(ALL_HASHES), min_size=1, max_size=4).map(tuple),
+        TIERS,
+        st.sampled_from(Removal),
+    ),
     st.builds(AllBlocksCleared, TIERS),
 )
 
@@ -86,6 +125,10 @@ def test_what_is_kept_and_the_sum_of_all_changes_equal_the_naive_twin(
             assert all(mirrored.get(each) is not tier for each in hashes)
             mirrored |= dict.fromkeys(hashes, tier)
         assert change.before == before
+        reasons = change.reasons or bytes(len(change.removed))
+        assert [*map(Removal, reasons)] == [*map(twin.reason, change.removed)]
+        assert not change.reasons or any(change.reasons)
+        assert residency._reasons.keys() <= residency.kept
         assert mirrored == residency.fastest
         assert not residency.has_change
     whole = residency.take_all()
@@ -133,3 +176,16 @@ def test_a_stride_shorter_than_a_block_keeps_every_block() -> None:
     residency = Residency(block_size=256, index_stride=128)
     residency.observe([BlockStored(tuple(HASHES[0]), 0)])
     assert residency.kept == set(HASHES[0])
+
+
+def test_a_set_that_is_taken_whole_forgets_why_others_went() -> None:
+    residency = Residency(BLOCK_SIZE, STRIDE)
+    block_hash = HASHES[0][2]
+    residency.observe([BlockStored((block_hash,), 2, tier=Tier.HOST)])
+    residency.take_change()
+    residency.observe([BlockRemoved((block_hash,), Tier.HOST, Removal.BROKEN)])
+    residency.take_all()
+    residency.observe([BlockStored((block_hash,), 2)])
+    residency.take_change()
+    residency.observe([BlockRemoved((block_hash,))])
+    assert residency.take_change().reasons == b"" and not residency._reasons

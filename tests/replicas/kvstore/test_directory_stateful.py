@@ -17,7 +17,7 @@ from replicas.kvstore.leasing.leases import STORE_SECONDS, LeaseRecord, Leases, 
 from replicas.kvstore.tenant_shares import Tenancy
 from replicas.kvstore.write_budget import BURST_SECONDS, WriteBudget
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, Removal, Tier
 from replicas.protocol.prefix_leases import HOUR_SECONDS, MAX_LEASE_SECONDS, LeaseBreak, LeaseRefusal
 from replicas.protocol.status import Epoch
 from tests.replicas.kvstore.chunk_names import chain, key, name
@@ -327,6 +327,7 @@ class Tiers(RuleBasedStateMachine):
         chunk = key(path)
         was_on_disk = chunk in self.told[Tier.DISK]
         self.directory.lost_file(chunk)
+        self.tell(lost=chunk)
         if was_on_disk:
             self.may_have_lost(chunk)
 
@@ -353,18 +354,29 @@ class Tiers(RuleBasedStateMachine):
             self.num_broken[LeaseBreak.CLEARED] += len(self.promises)
             self.promises.clear()
 
+    def what_it_is_called(self, chunk: BlockHash, lost: BlockHash | None) -> Removal:
+        """That a copy went: as who misses the chunk is told."""
+        if self.has_copy(chunk):
+            return Removal.EVICTED
+        if self.directory.broken([chunk])[0]:
+            return Removal.BROKEN
+        if chunk == lost:
+            return Removal.LOST
+        return Removal.EXPIRED if self.directory.num_expired([chunk]) else Removal.EVICTED
+
     def remove_files(self) -> None:
         for chunk in self.directory.take_removals():
             self.files.pop(chunk, None)
 
-    def tell(self) -> None:
+    def tell(self, lost: BlockHash | None = None) -> None:
         for event in self.directory.take_events():
             match event:
                 case BlockStored([chunk], tier=tier):
                     assert chunk not in self.told[tier]
                     self.told[tier].add(chunk)
-                case BlockRemoved([chunk], tier):
+                case BlockRemoved([chunk], tier, reason):
                     self.told[tier].remove(chunk)
+                    assert reason is self.what_it_is_called(chunk, lost)
                 case AllBlocksCleared(tier):
                     self.told[tier].clear()
         self.remove_files()

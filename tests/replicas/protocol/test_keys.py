@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from replicas.protocol import keys
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from replicas.protocol.bounds import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS
+from replicas.protocol.events import Removal
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId, ReplicaState
 
@@ -33,19 +34,36 @@ RECORDS = st.builds(
     last_change=COUNTS,
     load=LOADS,
 )
-CHANGES = st.builds(
-    keys.IndexChange,
-    replica_id=IDENTIFIERS.map(ReplicaId),
-    epoch=IDENTIFIERS.map(Epoch),
-    number=COUNTS,
-    added=HASHES,
-    removed=HASHES,
-    cleared=st.booleans(),
-    announced=st.lists(st.builds(keys.Announcement, IDS, HASHES), max_size=4).map(tuple),
-    ended=st.lists(IDS, max_size=4).map(tuple),
-    in_host=HASHES,
-    on_disk=HASHES,
-)
+
+
+@st.composite
+def removals(draw: st.DrawFn) -> tuple[tuple[BlockHash, ...], bytes]:
+    """Hashes, and why they went, which may not be said."""
+    hashes = draw(HASHES)
+    return hashes, draw(st.sampled_from([b"", draw(st.binary(min_size=len(hashes), max_size=len(hashes)))]))
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> keys.IndexChange:
+    removed, reasons = draw(removals())
+    return keys.IndexChange(
+        replica_id=ReplicaId(draw(IDENTIFIERS)),
+        epoch=Epoch(draw(IDENTIFIERS)),
+        number=draw(COUNTS),
+        added=draw(HASHES),
+        removed=removed,
+        cleared=draw(st.booleans()),
+        announced=tuple(draw(st.lists(st.builds(keys.Announcement, IDS, HASHES), max_size=4))),
+        ended=tuple(draw(st.lists(IDS, max_size=4))),
+        in_host=draw(HASHES),
+        on_disk=draw(HASHES),
+        reasons=reasons,
+    )
+
+
+CHANGES = changes()
+NOT_ALWAYS = {b"announced", b"ended", b"in_host", b"on_disk", b"reasons"}
+"""Fields that only a change has which needs them."""
 
 
 def as_redis_returns(fields: dict[str, Any]) -> dict[bytes, bytes]:
@@ -154,9 +172,7 @@ def test_a_change_that_no_writer_would_make_so_large_is_refused() -> None:
 @given(CHANGES, st.data())
 def test_a_change_that_lacks_a_field_is_refused(change: keys.IndexChange, data: st.DataObject) -> None:
     fields = as_redis_returns(keys.encode_change(change))
-    del fields[
-        data.draw(st.sampled_from(sorted(fields.keys() - {b"announced", b"ended", b"in_host", b"on_disk"})))
-    ]
+    del fields[data.draw(st.sampled_from(sorted(fields.keys() - NOT_ALWAYS)))]
     with pytest.raises(ValueError, match="has no field"):
         keys.decode_change(fields)
 
@@ -182,6 +198,36 @@ def test_a_change_with_torn_hashes_is_refused(name: bytes) -> None:
     change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1)
     with pytest.raises(ValueError, match="not a whole number"):
         keys.decode_change(as_redis_returns(keys.encode_change(change)) | {name: bytes(17)})
+
+
+@pytest.mark.parametrize("num_reasons", [1, 3])
+def test_a_change_with_too_few_or_too_many_reasons_is_refused(num_reasons: int) -> None:
+    removed = tuple(BlockHash(bytes([each]) * HASH_BYTES) for each in range(2))
+    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1, removed=removed, reasons=bytes(num_reasons))
+    with pytest.raises(ValueError, match="reasons for 2 removed hashes"):
+        keys.decode_change(as_redis_returns(keys.encode_change(change)))
+
+
+@given(removals())
+def test_removed_hashes_are_grouped_by_their_reason(made: tuple[tuple[BlockHash, ...], bytes]) -> None:
+    removed, reasons = made
+    change = keys.IndexChange(ReplicaId("r0"), Epoch("e"), 1, removed=removed, reasons=reasons)
+    groups = [*change.removed_by_reason()]
+    assert len({reason for reason, _ in groups}) == len(groups)
+    pairs = sorted((each, reason) for reason, some in groups for each in some)
+    known = {reason.value: reason for reason in Removal}
+    told = [known.get(each, Removal.EVICTED) for each in reasons or bytes(len(removed))]
+    assert pairs == sorted(zip(removed, told, strict=True))
+
+
+def test_the_numbers_of_reasons_never_change() -> None:
+    assert [(each.name, each.value) for each in Removal] == [
+        ("EVICTED", 0),
+        ("EXPIRED", 1),
+        ("BROKEN", 2),
+        ("LOST", 3),
+        ("CLEARED", 4),
+    ]
 
 
 def test_torn_hashes_are_refused() -> None:

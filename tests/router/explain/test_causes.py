@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicas.protocol.events import Removal
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak
 from replicas.protocol.status import ReplicaId
@@ -39,7 +40,7 @@ SLOW = MoveSpeeds(host=1.0, disk=None, pull=None)
         (
             128,
             decision(a=128, b=0),
-            Past(Known(800, B), [Departed(512, A, False, 1.0), Departed(768, B, True, 2.0)], False),
+            Past(Known(800, B), [Departed(512, A, False, 2.0), Departed(768, B, True, 1.0)], False),
             "evicted",
             [
                 ("evicted", 384),
@@ -112,6 +113,40 @@ SLOW = MoveSpeeds(host=1.0, disk=None, pull=None)
             Past(Known(96, A), (), False, stride_tokens=128),
             "evicted",
             [("evicted", 96), ("never_cached", 896)],
+        ),
+        (  # each for its own reason
+            0,
+            decision(a=0, b=0),
+            Past(
+                Known(640, B),
+                [Departed(128 * (reason + 1), B, False, 1.0, reason) for reason in Removal],
+                False,
+            ),
+            "evicted",
+            [
+                ("evicted", 128),
+                ("expired", 128),
+                ("lease_broken", 128),
+                ("file_lost", 128),
+                ("cleared", 128),
+                ("never_cached", 352),
+            ],
+        ),
+        (  # a chunk that went after the device's blocks of it still had their KV
+            0,
+            decision(a=0, b=0),
+            Past(
+                Known(512, B),
+                [
+                    Departed(128, B, False, 1.0),
+                    Departed(256, B, False, 3.0, Removal.BROKEN),
+                    Departed(384, B, False, 1.0),
+                    Departed(512, B, False, 2.0, Removal.EXPIRED),
+                ],
+                False,
+            ),
+            "lease_broken",
+            [("lease_broken", 256), ("expired", 256), ("never_cached", 480)],
         ),
         (0, None, Past(Known(0, is_elsewhere=True)), "other_namespace", [("other_namespace", 992)]),
         (512, None, Past(Known(512), changed_at=520), "prefix_changed", [("prefix_changed", 480)]),

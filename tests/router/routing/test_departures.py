@@ -5,6 +5,7 @@ import random
 import pytest
 
 from replicas.protocol.blocks import BlockHash
+from replicas.protocol.events import Removal
 from replicas.protocol.keys import IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
 from router.routing.departures import MAX_INCARNATIONS, Departure, Departures
@@ -27,8 +28,10 @@ def test_of_each_hash_the_latest_departure_is_known(seed: int) -> None:
     for step in range(400):
         departures.now = float(step)
         some = rng.sample(known, rng.randrange(40))
-        left = Departure(rng.choice((A, B)), rng.choice((E1, E2)), rng.random() < 0.2, float(step))
-        departures.left(left.replica_id, left.epoch, some, is_replica_gone=left.is_replica_gone)
+        is_gone = rng.random() < 0.2
+        reason = Removal.EVICTED if is_gone else rng.choice([*Removal])
+        left = Departure(rng.choice((A, B)), rng.choice((E1, E2)), is_gone, float(step), reason)
+        departures.left(left.replica_id, left.epoch, some, reason=reason, is_replica_gone=is_gone)
         truth |= dict.fromkeys(some, left)
         if rng.random() < 0.1:
             assert departures.of(known) == [truth.get(each) for each in known]
@@ -80,6 +83,16 @@ def test_what_was_removed_is_evicted_and_what_went_with_its_replica_is_not() -> 
         == {9: Departure(A, E1, False, 7.0), 11: Departure(A, E1, False, 7.0)} | gone
     )
     assert not any(block_hash in index.stored(A) for block_hash in chain[7::2])
+
+
+def test_each_block_that_was_removed_has_its_own_reason() -> None:
+    chain = hashes(12)
+    index = index_with(chain[1::2], [])
+    reasons = bytes([Removal.CLEARED, Removal.EVICTED, 99, Removal.LOST, Removal.BROKEN, Removal.EXPIRED])
+    index.apply(IndexChange(A, E1, 1, removed=tuple(chain[1::2]), reasons=reasons))
+    found = [left.reason.name for _, left in index.departed(chain, 0)]
+    assert found == ["CLEARED", "EVICTED", "EVICTED", "LOST", "BROKEN", "EXPIRED"]
+    assert not index.stored(A)
 
 
 def test_a_prompt_that_ended_off_the_stride_is_found_behind_the_last_that_left() -> None:
