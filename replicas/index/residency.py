@@ -12,7 +12,8 @@ The second reason belongs to the hash, not to the copy that brought it. So copie
 hash, kept or not: else the removal of the copy that ended a prompt would make the index forget a hash
 of which a copy, stored without that flag, is still there. The counts are bounded by the blocks of all tiers.
 
-Of a kept hash the index says in which tier its fastest copy lies, since that is what reading it takes.
+Of a kept hash the index says in which tier its fastest copy lies, since that is what reading it takes; and
+of one that is kept no more, why its last copy went.
 """
 
 from collections.abc import Iterable, Mapping, Set

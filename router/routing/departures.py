@@ -1,4 +1,4 @@
-"""Departures: which block hashes have left which replica, when, and whether the replica itself went.
+"""Departures: which block hashes have left which replica, when and why, or whether the replica itself went.
 
 Owns this memory and its bound. Of each hash the latest departure is known, in a table with a place for each:
 a newer hash takes the place of an older one that falls upon it. So it forgets by and by, what is oldest most.

@@ -5,18 +5,14 @@ import pytest
 from loadtests.benches.causes import SCENES, what_is_said
 
 EACH = 4
+AT_ONCE = ("evicted", "expired", "lost_in_transfer", "lease_broken_elsewhere")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
     "cause",
-    [
-        pytest.param(
-            cause, marks=() if cause in ("evicted", "expired", "lost_in_transfer") else pytest.mark.slow
-        )
-        for cause in SCENES
-    ],
+    [pytest.param(cause, marks=() if cause in AT_ONCE else pytest.mark.slow) for cause in SCENES],
 )
 def test_misses_of_our_own_engine_have_their_cause_named(cause: str) -> None:
     said = what_is_said(cause, "torch", EACH)

@@ -189,3 +189,20 @@ def test_a_set_that_is_taken_whole_forgets_why_others_went() -> None:
     residency.take_change()
     residency.observe([BlockRemoved((block_hash,))])
     assert residency.take_change().reasons == b"" and not residency._reasons
+
+
+def test_what_the_device_evicts_last_went_for_the_reason_that_was_given_below_it() -> None:
+    residency = Residency(BLOCK_SIZE, STRIDE)
+    blocks = (HASHES[0][2], HASHES[1][2], HASHES[2][2])
+    for each in blocks:
+        residency.observe([BlockStored((each,), 2), BlockStored((each,), 2, tier=Tier.HOST)])
+    residency.take_change()
+    residency.observe([BlockRemoved(blocks, Tier.HOST, Removal.EXPIRED)])
+    residency.observe([BlockStored((blocks[1],), 2, tier=Tier.DISK)])
+    residency.observe([BlockRemoved((blocks[1],), Tier.DISK)])
+    residency.observe([BlockRemoved(blocks[:2])])
+    residency.observe([AllBlocksCleared()])
+    change = residency.take_change()
+    assert dict(zip(change.removed, map(Removal, change.reasons), strict=True)) == dict(
+        zip(blocks, (Removal.EXPIRED, Removal.EVICTED, Removal.CLEARED), strict=True)
+    )

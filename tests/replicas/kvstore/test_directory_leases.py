@@ -7,6 +7,7 @@ import pytest
 from replicas.kvstore.directory import Directory, Place
 from replicas.kvstore.leasing.leases import LeaseRecord, Leases
 from replicas.kvstore.write_budget import WriteBudget
+from replicas.protocol.events import BlockRemoved
 from replicas.protocol.prefix_leases import HOUR_SECONDS, MAX_LEASE_SECONDS, LeaseBreak, LeaseRefusal
 from tests.replicas.kvstore.chunk_names import chain, key, name
 from tests.replicas.kvstore.test_directory import put, write_all
@@ -52,6 +53,48 @@ def test_that_a_lease_ran_out_is_told_of_what_went_after_it_and_of_nothing_else(
     assert directory.place(key("b")) is Place.HOST and directory.num_expired([key("b")]) == 0
     assert directory.clear()
     assert directory.num_expired([key("b")]) == 0 and directory.broken([key("b")]) == (1, LeaseBreak.CLEARED)
+
+
+def why_they_went(directory: Directory) -> dict[str, list[str]]:
+    """Of each chunk that has left a tier since the events were last taken, in order."""
+    told: dict[str, list[str]] = {}
+    for event in directory.take_events():
+        if isinstance(event, BlockRemoved):
+            told.setdefault(event.block_hashes[0].decode().rstrip("."), []).append(event.reason.name)
+    return told
+
+
+def test_with_each_removal_it_is_said_why() -> None:
+    directory = leasing(3)
+    put(directory, *"abc")
+    directory.grant([key("a")], 60)
+    directory.pass_time(60.0)
+    put(directory, *"xyz")
+    assert why_they_went(directory) == {"a": ["EXPIRED"], "b": ["EVICTED"], "c": ["EVICTED"]}
+    put(directory, "a")
+    put(directory, *"uvw")
+    assert why_they_went(directory)["a"] == ["EVICTED"], "it was not leased again"
+    directory = leasing(1, share=1.0)
+    put(directory, "a")
+    directory.grant([key("a")], 60)
+    put(directory, "b")
+    assert why_they_went(directory) == {"a": ["BROKEN"]}
+
+
+def test_what_is_said_of_a_file_depends_on_whether_there_is_another_copy() -> None:
+    directory = leasing(2, 4, share=1.0)
+    put(directory, "a", "b")
+    directory.grant(chain("b"), HOUR_SECONDS)
+    assert write_all(directory) == ["b"]
+    directory.adopt(name("a"))
+    directory.lost_file(key("a"))
+    assert why_they_went(directory) == {"a": ["EVICTED"]}, "host memory has it"
+    directory.adopt(name("a"))
+    put(directory, "c", "d")
+    assert why_they_went(directory) == {"a": ["EVICTED"], "b": ["EVICTED"]}, "the disk has them"
+    directory.lost_file(key("a"))
+    directory.lost_file(key("b"))
+    assert why_they_went(directory) == {"a": ["LOST"], "b": ["BROKEN"]}
 
 
 def test_what_ran_out_is_remembered_of_a_bounded_number() -> None:
