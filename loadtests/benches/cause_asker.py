@@ -91,6 +91,8 @@ class Asker:
         self._headers = {"authorization": f"Bearer {key}"}
         self._client = httpx.Client(verify=False, timeout=PATIENCE_SECONDS, headers=self._headers)
         self._ids = count()
+        self.was_lease_refused = False
+        """For the prompt that `ask` was last called with."""
 
     def close(self) -> None:
         self._client.close()
@@ -128,6 +130,10 @@ class Asker:
         )
         if answer.status_code != 200:
             raise RuntimeError(f"a prompt was answered by {answer.status_code}: {answer.text[:500]}")
+        details = answer.json()["usage"].get("prompt_tokens_details") or {}
+        self.was_lease_refused = any(
+            lease["status"] == "refused" for lease in details.get("cache_leases", ())
+        )
         return self._story(request_id)
 
     def ask_all(self, prompts: Sequence[list[int]], **fields: Any) -> list[Story | None]:

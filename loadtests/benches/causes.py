@@ -53,15 +53,20 @@ def in_batches(
     **fields: object,
 ) -> Said:
     """Prompts are asked for, something happens to all of them, and they are asked for again: of replicas that
-    take turns, `is_elsewhere` than the first time. Where that is not so, it is no scene.
+    take turns, `is_elsewhere` than the first time. Where that is not so, or where a lease was refused, it is
+    no scene.
     """
     said = asker.said(cause)
     while said.num_scenes < each:
-        prompts = [asker.tokens() for _ in range(min(batch, each - said.num_scenes))]
-        holders = [_replica(asker.ask(prompt, **fields)) for prompt in prompts]
+        asked: list[tuple[list[int], str | None]] = []
+        for _ in range(min(batch, each - said.num_scenes)):
+            prompt = asker.tokens()
+            holder = _replica(asker.ask(prompt, **fields))
+            if not asker.was_lease_refused:
+                asked.append((prompt, holder))
         asker.settle()
         between()
-        for prompt, holder in zip(prompts, holders, strict=True):
+        for prompt, holder in asked:
             story = asker.ask(prompt)
             if is_elsewhere and _replica(story) == holder:
                 asker.ask(asker.tokens(1))  # then it is the other's turn
@@ -189,10 +194,18 @@ def lease_broken_elsewhere(asker: Asker, cause: str, each: int) -> Said:
 
 def lost_in_transfer(asker: Asker, cause: str, each: int) -> Said:
     """What has gone from device and host memory is on disk alone; then its file is taken away."""
+    folder = asker.stack.run_directory / "kv"
+
+    def num_files() -> int:
+        return sum(1 for _ in folder.rglob("*.kv"))
 
     def lose() -> None:
+        before = -1
+        while num_files() != before:  # the disk, which has nothing else to do, takes what is new
+            before = num_files()
+            time.sleep(1.0)
         asker.push_out(14_000)
-        for path in (asker.stack.run_directory / "kv").rglob("*.kv"):
+        for path in folder.rglob("*.kv"):
             path.unlink()
 
     return in_batches(asker, cause, each, lose)
