@@ -4,8 +4,8 @@ Owns the reading of headers and the hash of a media item. It knows nothing about
 image has to find the size that stands here, turned by `orientation` and by nothing else. Pillow reads XMP
 too, and joins several EXIF parts; here, XMP is not read, and of a JPEG's EXIF parts the first one counts.
 
-Headers come from strangers. What is looked at is bounded by `MAX_PARTS` parts of a file and `MAX_TAGS` tags
-of one EXIF part, a few bytes of each, whatever the lengths in them say.
+Headers come from strangers. What is looked at is bounded by the parts that a file of its length may have
+(`most_parts`) and `MAX_TAGS` tags of one EXIF part, a few bytes of each, whatever the lengths in them say.
 """
 
 import hashlib
@@ -16,6 +16,13 @@ from replicas.protocol.blocks import BlockHash
 
 MAX_PARTS = 8192
 """Segments, chunks or blocks of a file. A PNG of 64 MiB in chunks of 8 KiB has as many."""
+
+FREE_PARTS = 256
+"""Of any file, however short. The padding of XMP in a GIF, 33 bytes a block, may follow in any number."""
+
+PART_BYTES = 32
+"""A file may have one more part for each. Many short files in one body are then little work together, which
+a router does on its event loop."""
 
 MAX_TAGS = 1000
 
@@ -83,13 +90,18 @@ def read_size(content: bytes) -> ImageSize:
     raise ImageError("an image has to be a PNG, a JPEG, a WebP or a GIF")
 
 
+def most_parts(num_bytes: int) -> int:
+    """Segments, chunks or blocks that are looked at in a file of this length."""
+    return min(MAX_PARTS, FREE_PARTS + num_bytes // PART_BYTES)
+
+
 def _png(content: bytes) -> ImageSize:
     if content[8:16] != b"\0\0\0\x0dIHDR":
         raise ImageError("the PNG does not begin with its header")
     width, height = _number(content, 16, 4, "big"), _number(content, 20, 4, "big")
     exif: tuple[int, int] | None = None
     at = 8
-    for _ in range(MAX_PARTS):
+    for _ in range(most_parts(len(content))):
         length, kind = _number(content, at, 4, "big"), content[at + 4 : at + 8]
         body = at + 8
         at = body + length + 4
@@ -99,14 +111,14 @@ def _png(content: bytes) -> ImageSize:
             exif = body, body + length
         if kind == b"IEND":
             return _shown(ImageFormat.PNG, width, height, _orientation(content, exif))
-    raise _too_many_parts(ImageFormat.PNG)
+    raise _too_many_parts(ImageFormat.PNG, content)
 
 
 def _jpeg(content: bytes) -> ImageSize:
     size: tuple[int, int] | None = None
     exif: tuple[int, int] | None = None
     at = 2
-    for _ in range(MAX_PARTS):
+    for _ in range(most_parts(len(content))):
         if _number(content, at, 1, "big") != 0xFF:
             raise ImageError("the JPEG is broken: a marker is missing")
         marker = _number(content, at + 1, 1, "big")
@@ -130,7 +142,7 @@ def _jpeg(content: bytes) -> ImageSize:
         if marker == _APPLICATION_1 and exif is None and content[body : min(body + 6, end)] == _EXIF:
             exif = body, end
         at = end
-    raise _too_many_parts(ImageFormat.JPEG)
+    raise _too_many_parts(ImageFormat.JPEG, content)
 
 
 def _webp(content: bytes) -> ImageSize:
@@ -155,7 +167,7 @@ def _webp(content: bytes) -> ImageSize:
 def _webp_exif(content: bytes) -> tuple[int, int] | None:
     file_end = min(len(content), 8 + _number(content, 4, 4, "little"))
     at = 12
-    for _ in range(MAX_PARTS):
+    for _ in range(most_parts(len(content))):
         if at + 8 > file_end:
             return None
         length, body = _number(content, at + 4, 4, "little"), at + 8
@@ -164,7 +176,7 @@ def _webp_exif(content: bytes) -> tuple[int, int] | None:
         if content[at : at + 4] == b"EXIF":
             return body, body + length
         at = body + length + length % 2
-    raise _too_many_parts(ImageFormat.WEBP)
+    raise _too_many_parts(ImageFormat.WEBP, content)
 
 
 def _gif(content: bytes) -> ImageSize:
@@ -172,7 +184,7 @@ def _gif(content: bytes) -> ImageSize:
     width, height = (_number(content, at, 2, "little") for at in (6, 8))
     at = 13 + _colours(_number(content, 10, 1, "little"))
     in_extension = False
-    for _ in range(MAX_PARTS):
+    for _ in range(most_parts(len(content))):
         introducer = _number(content, at, 1, "little")
         if in_extension:
             in_extension = introducer != 0
@@ -187,7 +199,7 @@ def _gif(content: bytes) -> ImageSize:
             return _shown(ImageFormat.GIF, max(width, left + wide), max(height, top + high), 1)
         else:
             raise ImageError("the GIF is broken: it has no picture")
-    raise _too_many_parts(ImageFormat.GIF)
+    raise _too_many_parts(ImageFormat.GIF, content)
 
 
 def _colours(flags: int) -> int:
@@ -242,5 +254,6 @@ def _number(content: bytes, at: int, length: int, endian: str) -> int:
     return int.from_bytes(part, "little" if endian == "little" else "big")
 
 
-def _too_many_parts(image_format: ImageFormat) -> ImageError:
-    return ImageError(f"the {image_format} has more than {MAX_PARTS} parts")
+def _too_many_parts(image_format: ImageFormat, content: bytes) -> ImageError:
+    most = most_parts(len(content))
+    return ImageError(f"the {image_format} has more than {most} parts, for its {len(content)} bytes")

@@ -20,6 +20,8 @@ from replicas.protocol.images import (
     media_hash,
     read_size,
 )
+from replicas.protocol.media import MAX_IMAGES
+from router.api.body_weight import MOST_BYTES
 
 PNG_BEGINNING = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 FORMATS: list[tuple[str, dict[str, Any]]] = [
@@ -39,6 +41,7 @@ class CountedBytes:
     def __init__(self, content: bytes) -> None:
         self._content = content
         self.num_seen = 0
+        self.num_looks = 0
 
     def __len__(self) -> int:
         return len(self._content)
@@ -46,6 +49,7 @@ class CountedBytes:
     def __getitem__(self, part: slice) -> bytes:
         found = self._content[part]
         self.num_seen += len(found)
+        self.num_looks += 1
         return found
 
 
@@ -141,6 +145,29 @@ def test_a_bomb_is_read_by_its_header_alone() -> None:
     assert read_counted(content) == ImageSize(ImageFormat.PNG, 2**31 - 1, 2**31 - 1)
 
 
+FRAME_HEADER = b"\xff\xc0\0\x0b\x08\0\x10\0\x10\x01\x01\x11\0"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "part"),
+    [
+        (b"\xff\xd8" + FRAME_HEADER, b"\xff"),
+        (b"\xff\xd8" + FRAME_HEADER, b"\xff\xd0"),
+        (b"GIF89a\x10\0\x10\0\0\0\0!\xfe", b"\x01x"),
+        (png(ihdr(16, 16)), b"\0\0\0\0tEXt\0\0\0\0"),
+        (b"RIFF\xff\xff\xff\x7fWEBPVP8X\x0a\0\0\0\x08" + bytes(9), b"junk\0\0\0\0"),
+    ],
+    ids=["JPEG of fills", "JPEG of restarts", "GIF", "PNG", "WebP"],
+)
+def test_a_light_body_full_of_tiny_parts_is_little_to_look_at(beginning: bytes, part: bytes) -> None:
+    """Such a body is read on a router's event loop."""
+    num_bytes = MOST_BYTES // 4 * 3 // MAX_IMAGES
+    counted = CountedBytes(beginning + part * ((num_bytes - len(beginning)) // len(part)))
+    with pytest.raises(ImageError):
+        read_size(cast("bytes", counted))
+    assert MAX_IMAGES * counted.num_looks <= 4 * 12_000
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -152,7 +179,8 @@ def test_a_bomb_is_read_by_its_header_alone() -> None:
         (png((b"IDAT", b""), ihdr(7, 7), (b"IEND", b"")), "does not begin with its header"),
         (png(ihdr(7, 7)) + b"\xff\xff\xff\xffIDAT", "the PNG ends early"),
         (png(ihdr(7, 7), (b"IDAT", b"")), "ends early"),
-        (png(ihdr(7, 7), *[(b"tEXt", b"")] * MAX_PARTS), f"more than {MAX_PARTS} parts"),
+        (png(ihdr(7, 7), *[(b"tEXt", b"")] * MAX_PARTS), "more than 3329 parts, for its"),
+        (png(ihdr(7, 7), *[(b"tEXt", bytes(64))] * MAX_PARTS), f"more than {MAX_PARTS} parts"),
         (png(ihdr(7, 7), *[(b"eXIf", b"II*\0" + b"\xff" * 40)] * MAX_PARTS), "more than"),
         (b"\xff\xd8" + b"\xff" * 10**6, "more than"),
         (b"\xff\xd8\xff\xd9", "does not say its size"),
