@@ -8,6 +8,7 @@ average. Texts are made of them in `chat_bodies.py`.
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from loadtests.workloads.generators import Builder, around, exponential, weighted
 from loadtests.workloads.workload import ImageSpan, Message, Workload, first_seconds
@@ -63,12 +64,8 @@ def chat(
         tenant, arrival = rng.randrange(num_tenants), start
         user = f"user-{tenant}-{rng.randrange(users_per_tenant)}"
         messages = [Message("system", f"system-{tenant}", system_tokens)]
-        for turn in range(rng.randint(fewest_turns, most_turns)):
-            messages.append(Message("user", f"question-{number}-{turn}", around(rng, question_tokens)))
-            num_answer = around(rng, answer_tokens)
-            chats.add(arrival, messages, num_answer, tenant, user, f"{number}")
-            messages.append(Message("assistant", f"answer-{number}-{turn}", num_answer))
-            arrival += rng.expovariate(1 / think_seconds)
+        turns = Turns(rng.randint(fewest_turns, most_turns), question_tokens, answer_tokens, think_seconds)
+        chats.converse(f"{number}", arrival, messages, tenant, user, turns)
     return chats.build()
 
 
@@ -206,6 +203,16 @@ MEAN_AGENT_TURNS = 8
 """Sessions in one workload start slower than their turns come; ends of runs and of contexts cut some off."""
 
 
+class Turns(NamedTuple):
+    """Of one conversation. Its questions and answers have about so many tokens; between two turns its user
+    thinks for so long on average."""
+
+    num_turns: int
+    question_tokens: int
+    answer_tokens: int
+    think_seconds: float
+
+
 class Chats:
     """Collects the chats of one workload, until its end."""
 
@@ -232,6 +239,18 @@ class Chats:
         key: str | None = None,
     ) -> None:
         self._add(arrival, messages, num_output_tokens, f"{self._name}-{tenant}", user, session, key)
+
+    def converse(
+        self, session: str, arrival: float, messages: Sequence[Message], tenant: int, user: str, turns: Turns
+    ) -> None:
+        """A conversation that begins with these messages: each turn sends all before it again."""
+        rng, so_far = self.rng, [*messages]
+        for turn in range(turns.num_turns):
+            so_far.append(Message("user", f"question-{session}-{turn}", around(rng, turns.question_tokens)))
+            num_answer = around(rng, turns.answer_tokens)
+            self.add(arrival, so_far, num_answer, tenant, user, session)
+            so_far.append(Message("assistant", f"answer-{session}-{turn}", num_answer))
+            arrival += rng.expovariate(1 / turns.think_seconds)
 
     def take_over(self, part: Workload) -> None:
         """All of another workload's requests; what they are named by stays theirs."""

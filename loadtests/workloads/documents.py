@@ -6,8 +6,8 @@ files of the pages are made in `pages.py`.
 
 import random
 
-from loadtests.workloads.chats import Chats
-from loadtests.workloads.generators import around, weighted
+from loadtests.workloads.chats import Chats, Turns
+from loadtests.workloads.generators import weighted
 from loadtests.workloads.pages import PAGE_SIZES
 from loadtests.workloads.workload import Message, Workload
 from replicas.protocol.media import MAX_IMAGES
@@ -60,10 +60,6 @@ def documents(
         for place, kind in enumerate(kinds):
             name = f"document-{document}-{place}"
             messages.append(Message("user", name, num_tokens[kind], PAGE_SIZES[kind]))
-        for turn in range(rng.randint(fewest_turns, most_turns)):
-            messages.append(Message("user", f"question-{number}-{turn}", around(rng, question_tokens)))
-            num_answer = around(rng, output_tokens)
-            chats.add(arrival, messages, num_answer, tenant, user, f"{number}")
-            messages.append(Message("assistant", f"answer-{number}-{turn}", num_answer))
-            arrival += rng.expovariate(1 / think_seconds)
+        turns = Turns(rng.randint(fewest_turns, most_turns), question_tokens, output_tokens, think_seconds)
+        chats.converse(f"{number}", arrival, messages, tenant, user, turns)
     return chats.build()

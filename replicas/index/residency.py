@@ -20,14 +20,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    CacheEvent,
-    Removal,
-    Tier,
-)
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Removal, Tier
 from replicas.protocol.keys import is_indexed
 
 

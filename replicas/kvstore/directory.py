@@ -37,14 +37,7 @@ from replicas.kvstore.use_order import NewestChain, UseOrder
 from replicas.kvstore.write_budget import WriteBudget
 from replicas.kvstore.write_queues import WriteQueues
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    CacheEvent,
-    Removal,
-    Tier,
-)
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Removal, Tier
 from replicas.protocol.prefix_leases import LeaseBreak, LeaseRefusal
 from replicas.protocol.status import Epoch
 

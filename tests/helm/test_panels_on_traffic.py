@@ -7,7 +7,7 @@ for that time. One that never has a number, or never another than 0, shows nothi
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,31 +98,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield from watched_traffic(folder)
 
 
-def watched_traffic(folder: Path) -> Iterator[Watched]:
-    with (
-        fresh_cluster(CLUSTER, folder / "logs") as cluster,
-        real_prometheus(folder, cluster.directory.targets_file, RULES) as prometheus,
-    ):
-        start = time.time()
-        traffic = EventfulTraffic(cluster.directory)
-        for _ in range(MOST_ROUNDS):
-            traffic.run()
-            time.sleep(3 * SCRAPE_SECONDS)
-            watched = Watched(prometheus, start, time.time())
-            if not any(silent(watched, name) for name in NAMES):
-                break
-        yield watched
-
-
-@pytest.fixture(scope="module")
-def watched_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """The same with a model that takes images. A counter has to be seen before it moves."""
-    from replicas.toy_model.make_image_model import write_image_model
-
-    needed_tool("prometheus")
-    folder = tmp_path_factory.mktemp("pictures")
-    write_image_model(folder / MODEL)
-    words = ("--model", str(folder / MODEL), "--set", f"image_bytes={IMAGE_BYTES}")
+def watched_traffic(
+    folder: Path,
+    words: Sequence[str] = (),
+    run: Callable[[EventfulTraffic], None] = EventfulTraffic.run,
+    is_silent: Callable[[Watched], bool] = lambda watched: any(silent(watched, name) for name in NAMES),
+) -> Iterator[Watched]:
+    """A cluster with these words, through rounds of traffic until nothing is silent. A counter has to be seen
+    before it moves."""
     with (
         fresh_cluster((*CLUSTER, *words), folder / "logs") as cluster,
         real_prometheus(folder, cluster.directory.targets_file, RULES) as prometheus,
@@ -130,12 +113,29 @@ def watched_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch
         start = time.time()
         traffic = EventfulTraffic(cluster.directory)
         for _ in range(MOST_ROUNDS):
-            traffic.look_at_pictures()
+            run(traffic)
             time.sleep(3 * SCRAPE_SECONDS)
             watched = Watched(prometheus, start, time.time())
-            if not silent(watched, "router", of_images=True):
+            if not is_silent(watched):
                 break
         yield watched
+
+
+@pytest.fixture(scope="module")
+def watched_pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """The same with a model that takes images."""
+    from replicas.toy_model.make_image_model import write_image_model
+
+    needed_tool("prometheus")
+    folder = tmp_path_factory.mktemp("pictures")
+    write_image_model(folder / MODEL)
+    words = ("--model", str(folder / MODEL), "--set", f"image_bytes={IMAGE_BYTES}")
+    yield from watched_traffic(
+        folder,
+        words,
+        EventfulTraffic.look_at_pictures,
+        lambda watched: bool(silent(watched, "router", of_images=True)),
+    )
 
 
 def expressions(name: str) -> Iterator[tuple[str, str]]:

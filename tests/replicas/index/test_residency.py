@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from replicas.index.residency import Residency
 from replicas.protocol.blocks import BlockHash
-from replicas.protocol.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    CacheEvent,
-    Removal,
-    Tier,
-)
+from replicas.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, Removal, Tier
 
 BLOCK_SIZE, STRIDE = 4, 12  # every third block is on the stride
 
