@@ -19,7 +19,8 @@ import jinja2.parser
 import jinja2.sandbox
 import minijinja
 
-from router.prompt.probes import PROBE_CONVERSATIONS
+from router.prompt.content_form import ContentForm, Messages, find_content_form
+from router.prompt.probes import PROBE_CONVERSATIONS, PROBES_WITH_IMAGES
 
 Render = Callable[[Mapping[str, Any]], str]
 Clock = Callable[[], datetime]
@@ -39,9 +40,15 @@ class TemplateRefusal(ValueError):
     """The template has called `raise_exception`."""
 
 
+_PYTHON_FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Of what a template calls: both engines let it call methods of the values that it is given."""
+
+REFERENCE_FAILURES = (jinja2.TemplateError, *_PYTHON_FAILURES)
+FAST_FAILURES = (minijinja.TemplateError, *_PYTHON_FAILURES)
+
+
 class FastEngine:
-    """One template under minijinja. Raises minijinja.TemplateError, TypeError, ValueError, RecursionError,
-    or Refusal. For one thread."""
+    """One template under minijinja. Raises one of FAST_FAILURES. For one thread."""
 
     def __init__(self, source: str, clock: Clock) -> None:
         self._environment = environment = minijinja.Environment(
@@ -66,7 +73,7 @@ class FastEngine:
             return self._environment.render_template("chat", **variables)
         except TemplateRefusal:
             raise
-        except (minijinja.TemplateError, TypeError, ValueError, RecursionError) as error:
+        except FAST_FAILURES as error:
             raise TooMuchWork from error
 
 
@@ -111,23 +118,45 @@ def _may_grow(used: jinja2.nodes.Filter) -> bool:
     return used.name in _GROWING_FILTERS
 
 
-def render_alike(source: str, special_tokens: Mapping[str, str]) -> bool:
+def render_alike(source: str, special_tokens: Mapping[str, str], form: ContentForm) -> bool:
     """Whether both engines give the same text, or both refuse, for every probe conversation."""
     moment = datetime(2024, 7, 26, 13, 5)
     reference, fast = compile_reference(source, lambda: moment), compile_fast(source, lambda: moment)
     assert fast is not None
-
-    def outcome(render: Render, variables: Mapping[str, Any]) -> str | None:
-        try:
-            return render(variables)
-        except (jinja2.TemplateError, minijinja.TemplateError, TypeError, ValueError, KeyError):
-            return None
-
-    for probe in PROBE_CONVERSATIONS:
-        variables = {**special_tokens, "documents": None, **probe}
-        if outcome(reference, variables) != outcome(fast.render, variables):
+    for probe in (*PROBE_CONVERSATIONS, *(PROBES_WITH_IMAGES if form.reads_parts else ())):
+        variables = {
+            **special_tokens,
+            "documents": None,
+            **probe,
+            "messages": form.of_messages(probe["messages"]),
+        }
+        if _outcome(reference, variables) != _outcome(fast.render, variables):
             return False
     return True
+
+
+def content_form(source: str, special_tokens: Mapping[str, str]) -> ContentForm:
+    """What the reference shows of contents that are texts, and of the same as parts."""
+    reference = compile_reference(source, datetime.now)
+
+    def show(messages: Messages) -> str:
+        variables = {
+            **special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        return _outcome(reference, variables) or ""
+
+    return find_content_form(show)
+
+
+def _outcome(render: Render, variables: Mapping[str, Any]) -> str | None:
+    try:
+        return render(variables)
+    except (*REFERENCE_FAILURES, *FAST_FAILURES):
+        return None
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -1,6 +1,6 @@
 """Conversations on which two template engines must agree before the faster one is trusted.
 
-Owns the examples: every shape of message that a request may carry, and every character that an engine
+Owns the examples: every shape of message that dialects make of requests, and every character that an engine
 might escape, trim or format in a way of its own.
 """
 
@@ -42,7 +42,7 @@ _HELLO = {"role": "user", "content": "Hello <b>& 'world'</b> \"quoted\" {{ not a
 _SYSTEM = {"role": "system", "content": "  You are terse.\n\n"}
 _ANSWER = {"role": "assistant", "content": "Hi.\n"}
 _THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi.", "reasoning_content": "hm"}
-_CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _CALLING_WITH_TEXT = {"role": "assistant", "content": "Let me see.", "tool_calls": [_CALL, _CALL]}
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": '{"sky": "blå"}'}
 _UNICODE = {"role": "user", "content": "日本語 👩‍👩‍👧 é \u2028 \x00 \t tab\r\n"}
@@ -62,14 +62,27 @@ _CONVERSATIONS: Sequence[Sequence[Mapping[str, Any]]] = (
     (_SYSTEM,),
     (_ANSWER, _HELLO),
     (_HELLO, {"role": "martian", "content": "?"}),
-    ({"role": "user"},),
-    ({"role": "user", "content": [{"type": "text", "text": "in parts"}]},),
+)
+
+_IMAGE = {"type": "image", "digest": "0123456789abcdef"}
+_PICTURE = {"role": "user", "content": [_IMAGE, {"type": "text", "text": "What <is> 'this'?\n"}]}
+_PICTURES = {
+    "role": "user",
+    "content": [{"type": "text", "text": " Compare "}, _IMAGE, {"type": "text", "text": "&"}, _IMAGE],
+}
+_PICTURE_FOUND = {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": [_IMAGE]}
+
+_CONVERSATIONS_WITH_IMAGES: Sequence[Sequence[Mapping[str, Any]]] = (
+    (_PICTURE,),
+    (_SYSTEM, _PICTURES, _ANSWER, _UNICODE),
+    (_HELLO, _ANSWER, _PICTURE, _ANSWER, _PICTURES),
+    (_PICTURE, _CALLING, _PICTURE_FOUND),
 )
 
 
-def _probes() -> tuple[Mapping[str, Any], ...]:
+def _probes(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[str, Any], ...]:
     probes: list[Mapping[str, Any]] = []
-    for messages in _CONVERSATIONS:
+    for messages in conversations:
         for tools in (None, [_WEATHER_TOOL, _PLAIN_TOOL]):
             for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
                 probes += [
@@ -84,5 +97,8 @@ def _probes() -> tuple[Mapping[str, Any], ...]:
     return tuple(probes)
 
 
-PROBE_CONVERSATIONS = _probes()
+PROBE_CONVERSATIONS = _probes(_CONVERSATIONS)
 """Template variables, ready to render."""
+
+PROBES_WITH_IMAGES = _probes(_CONVERSATIONS_WITH_IMAGES)
+"""For templates that read contents in parts."""

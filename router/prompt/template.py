@@ -15,17 +15,20 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import minijinja
 import msgspec
 
 from replicas.protocol.status import TokenizerBundle
+from router.prompt.content_form import ContentForm
 from router.prompt.engines import (
+    FAST_FAILURES,
     FUEL,
+    REFERENCE_FAILURES,
     Clock,
     TemplateRefusal,
     TooMuchWork,
     compile_fast,
     compile_reference,
+    content_form,
     is_bounded,
     render_alike,
 )
@@ -53,10 +56,12 @@ class TemplateError(ValueError):
 
 
 class TemplateTrial(msgspec.Struct, frozen=True):
-    """What came of trying a template out: the engine that renders it, and whether its work has a bound."""
+    """What came of trying a template out: the engine that renders it, whether its work has a bound, and in
+    which form it reads what messages say."""
 
     engine: str
     is_bounded: bool
+    content_form: ContentForm = ContentForm()
 
 
 class TemplateVerdict(msgspec.Struct, frozen=True):
@@ -171,22 +176,31 @@ class _CompiledTemplate:
         if self._fast is None or not self.trial.is_bounded:
             raise TooMuchWork
         try:
-            return self._fast.render_within(FUEL, variables)
+            return self._fast.render_within(FUEL, self._read(variables))
         except TemplateRefusal as error:
             raise _refused(str(error)) from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
+        variables = self._read(variables)
         if self._fast is not None:
             try:
                 return self._fast.render(variables)
-            except (minijinja.TemplateError, TypeError, ValueError, RecursionError):
+            except FAST_FAILURES:
                 pass  # the reference has the last word, and the better sentence
         try:
             return self._reference(variables)
         except jinja2.TemplateError as error:
             raise _refused(error.message) from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except REFERENCE_FAILURES as error:
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
+
+    def _read(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        form = self.trial.content_form
+        return (
+            variables
+            if form.reads_text
+            else {**variables, "messages": form.of_messages(variables["messages"])}
+        )
 
 
 def _refused(message: str | None) -> TemplateError:
@@ -194,10 +208,10 @@ def _refused(message: str | None) -> TemplateError:
 
 
 def _try_out(source: str, special_tokens: Mapping[str, str]) -> TemplateTrial:
-    fast = compile_fast(source, datetime.now)
-    if fast is None or not render_alike(source, special_tokens):
-        return TemplateTrial(JINJA2, is_bounded=False)
-    return TemplateTrial(MINIJINJA, is_bounded(source))
+    form = content_form(source, special_tokens)
+    if compile_fast(source, datetime.now) is None or not render_alike(source, special_tokens, form):
+        return TemplateTrial(JINJA2, is_bounded=False, content_form=form)
+    return TemplateTrial(MINIJINJA, is_bounded(source), form)
 
 
 def _tokenizer_config(bundle: TokenizerBundle) -> Mapping[str, Any]:

@@ -3,12 +3,16 @@
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from replicas.protocol.status import TokenizerBundle
-from router.prompt.template import ChatTemplate, TemplateError
+from router.prompt.content_form import ContentForm
+from router.prompt.engines import TooMuchWork
+from router.prompt.template import ChatTemplate, TemplateError, TemplateTrial
 from tests.router import tiny_model
 
 HELLO = [{"role": "user", "content": "Hello <b>&</b> 'you'"}]
@@ -26,6 +30,32 @@ TOOL_CALLS = """{%- for message in messages %}
     {%- endif %}
 {%- endfor %}"""
 
+READS_PARTS = """{%- for message in messages %}
+{{ message['role'] }}{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}
+    {%- for part in message['content'] %}
+        {%- if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}
+    {%- endfor %}
+{%- endfor %}"""
+
+READS_BOTH = """{%- for message in messages %}{{ message.role }}:
+    {%- if message.content is string %}{{ message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- '<image>' if 'digest' in part or part.type == 'image' else part.text }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}"""
+
+REFUSES_TEXT = """{%- for message in messages %}
+    {%- if message.content is string %}{{ raise_exception('parts, please') }}{% endif %}
+    {{- message.content | map(attribute='text') | join('') }}
+{%- endfor %}"""
+
+COMPARES = "{% for m in messages %}{% if m.content > '' %}{{ m.content }}{% endif %}{% endfor %}"
+"""One engine compares a list with a text and the other refuses; but no template of text is given a list."""
+
+CALLS_METHODS = "{% for m in messages %}{{ m['content'].replace('b', 'c').strip() }}{% endfor %}"
+
 SLICED = (
     "{% for m in messages[::-1] %}{% if loop.index0 > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
 )
@@ -35,7 +65,7 @@ def _template(source: str) -> ChatTemplate:
     return ChatTemplate({"default": source}, {"eos_token": "</s>", "bos_token": "<s>"})
 
 
-@pytest.mark.parametrize("source", [tiny_model.TEMPLATE, TOOL_CALLS])
+@pytest.mark.parametrize("source", [tiny_model.TEMPLATE, TOOL_CALLS, READS_PARTS, READS_BOTH, COMPARES])
 def test_common_templates_are_rendered_by_the_fast_engine(source: str) -> None:
     assert _template(source).engine == "minijinja"
 
@@ -55,6 +85,69 @@ def test_the_text_is_that_of_transformers(source: str, tools: list[dict[str, obj
         bos_token="<s>",
     )
     assert _template(source).render(messages, tools=tools) == expected
+
+
+IMAGE = {"type": "image", "digest": "00"}
+MIXED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [IMAGE, {"type": "text", "text": "What is it?"}]},
+    {"role": "assistant", "content": "A cat."},
+    {"role": "user", "content": "What colour?"},
+]
+"""Contents with images are parts, all others are text."""
+
+
+@pytest.mark.parametrize("source", [READS_PARTS, READS_BOTH, REFUSES_TEXT])
+def test_all_that_is_said_is_shown_whichever_form_a_template_reads(source: str) -> None:
+    def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        return {
+            **message,
+            "content": [{"type": "text", "text": content}] if content is str(content) else content,
+        }
+
+    (expected,), _ = render_jinja_template([[in_parts(each) for each in MIXED]], chat_template=source)
+    template = _template(source)
+    assert template.render(MIXED, add_generation_prompt=False) == expected
+    assert template.render_bounded(MIXED, add_generation_prompt=False) == expected
+    for said in ("Be brief.", "What is it?", "A cat.", "What colour?"):
+        assert said in expected
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        (READS_PARTS, ContentForm(reads_text=False, reads_parts=True)),
+        (REFUSES_TEXT, ContentForm(reads_text=False, reads_parts=True)),
+        (READS_BOTH, ContentForm(reads_text=True, reads_parts=True)),
+        (tiny_model.TEMPLATE, ContentForm(reads_text=True, reads_parts=False)),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentForm()),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ContentForm()),
+        ("{{ raise_exception('never') }}", ContentForm()),
+        ("constant", ContentForm()),
+    ],
+)
+def test_it_is_tried_out_which_form_a_template_reads(source: str, form: ContentForm) -> None:
+    trial = _template(source).verdict.trials["default"]
+    assert trial.content_form == form
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(trial), type=TemplateTrial) == trial
+
+
+def test_a_template_that_calls_what_a_list_has_not_is_tried_out_to_the_end() -> None:
+    template = _template(CALLS_METHODS)
+    assert template.engine == "minijinja"
+    assert template.render([{"role": "user", "content": " abc "}]) == "acc"
+    with pytest.raises(TemplateError):
+        template.render([{"role": "user", "content": [IMAGE]}])
+    with pytest.raises(TooMuchWork):
+        template.render_bounded([{"role": "user", "content": [IMAGE]}])
+
+
+def test_engines_that_differ_where_images_are_shown_leave_templates_of_images_to_the_reference() -> None:
+    only_parts = "{% for m in messages %}{% for p in m.content %}{{ p.text or 1e21 }}{% endfor %}{% endfor %}"
+    template = _template(only_parts)
+    assert template.engine == "jinja2"
+    assert template.render(MIXED[1:3]) == "1e+21What is it?A cat."
 
 
 def test_a_template_on_which_the_engines_differ_is_left_to_the_reference() -> None:
