@@ -1,32 +1,42 @@
 """Whether a tenant can tell by the time to its first token what another tenant has sent.
 
-A real router with keys over replicas of our own engine with the toy model. For each probe a *victim* sends a
+A real router with keys over a replica of our own engine with the toy model. For each probe a *victim* sends a
 prompt that nobody has sent before; then a *prober* sends that prompt and another one that nobody has sent, in
 random order, and times both. If the two samples of times differ by more than chance, as the two-sample
 Kolmogorov-Smirnov test tells, the prober learns something. The same is done with a prober of the victim's own
 tenant, which must differ: otherwise the bench could not see a hit if there was one.
 
+With `--pictures` the replica is vLLM with a model that takes images: prompts differ in their picture alone.
+
     python -m loadtests.benches.tenants_apart [--probes 200] [--words 300]
+    python -m loadtests.benches.tenants_apart --pictures DIRECTORY    of replicas.toy_model.make_image_model
 """
 
 import argparse
+import base64
 import http.client
 import json
 import math
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from loadtests.figures import percentiles, print_header
 from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
+from replicas.media.probes import probe_png
 from router.tenants.caller import Tenant
 
 MODEL = "toy"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PICTURE_SIDES = 300, 200
+
+Content = str | list[dict[str, object]]
+"""What a user's message says."""
 
 
 @dataclass
@@ -43,11 +53,11 @@ class Prober:
         self._connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=60)
         self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
 
-    def ask(self, text: str) -> tuple[float, int]:
+    def ask(self, content: Content) -> tuple[float, int]:
         """Seconds to the first token of the answer, and cached tokens."""
         body = {
             "model": MODEL,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": 2,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -80,11 +90,20 @@ def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[fl
     return distance, 1.0 if scaled < 0.2 else min(1.0, max(0.0, sum(terms)))
 
 
-def probe(rng: random.Random, victim: Prober, prober: Prober, num_words: int, samples: Samples) -> None:
-    def text() -> str:
-        return " ".join("".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(num_words))
+def new_text(rng: random.Random, num_words: int) -> str:
+    return " ".join("".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(num_words))
 
-    sent, unsent = text(), text()
+
+def new_picture(rng: random.Random) -> Content:
+    content = base64.b64encode(probe_png(*PICTURE_SIDES, rng.randbytes(3))).decode()
+    picture: dict[str, object] = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    return [picture, {"type": "text", "text": "What is this?"}]
+
+
+def probe(
+    rng: random.Random, victim: Prober, prober: Prober, new: Callable[[], Content], samples: Samples
+) -> None:
+    sent, unsent = new(), new()
     victim.ask(sent)
     kinds = [(sent, samples.sent), (unsent, samples.unsent)]
     rng.shuffle(kinds)
@@ -109,11 +128,18 @@ def main() -> None:
     )
     parser.add_argument("--probes", type=int, default=200, help="how often each prober asks for either")
     parser.add_argument("--words", type=int, default=300, help="length of a prompt")
+    parser.add_argument("--pictures", type=Path, help="a model that takes images, for vLLM")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     print_header("tenants apart")
     rng = random.Random(arguments.seed)
-    settings = {"engine": "torch", "model_name": MODEL, "num_threads": 1, "host_kv_bytes": 64 * 2**20}
+    settings = {"model_name": MODEL, "num_threads": 1, "host_kv_bytes": 64 * 2**20}
+    new: Callable[[], Content] = partial(new_text, rng, arguments.words)
+    if arguments.pictures is None:
+        settings |= {"engine": "torch"}
+    else:
+        settings |= {"engine": "vllm", "model": arguments.pictures.absolute(), "context_length": 2048}
+        new = partial(new_picture, rng)
     with tempfile.TemporaryDirectory() as folder:
         keys_file = Path(folder) / "keys.json"
         keys = write_key_file(keys_file, [Tenant(name="victim"), Tenant(name="stranger")])
@@ -121,10 +147,10 @@ def main() -> None:
             victim, stranger, own = (Prober(stack, keys[name]) for name in ("victim", "stranger", "victim"))
             strangers, owns = Samples(), Samples()
             for _ in range(10):
-                probe(rng, victim, stranger, arguments.words, Samples())
+                probe(rng, victim, stranger, new, Samples())
             for _ in range(arguments.probes):
-                probe(rng, victim, stranger, arguments.words, strangers)
-                probe(rng, victim, own, arguments.words, owns)
+                probe(rng, victim, stranger, new, strangers)
+                probe(rng, victim, own, new, owns)
     print(f"{'TTFT p50, ms':34} {'sent':>8} {'unsent':>8} {'ratio':>7} {'KS':>7} {'chance':>9} {'cached':>8}")
     tell("prober of another tenant", strangers)
     tell("prober of the victim's own tenant", owns)
