@@ -96,7 +96,8 @@ def new_text(rng: random.Random, num_words: int) -> str:
 
 def new_picture(rng: random.Random) -> Content:
     content = base64.b64encode(probe_png(*PICTURE_SIDES, rng.randbytes(3))).decode()
-    picture: dict[str, object] = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    url = f"data:image/png;base64,{content}"
+    picture: dict[str, object] = {"type": "image_url", "image_url": {"url": url}}
     return [picture, {"type": "text", "text": "What is this?"}]
 
 
