@@ -13,6 +13,10 @@ UPLOAD_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 """Seconds, up to the limit of one upload."""
 
 
+FAILURES = (RefusalCode.INVALID_REQUEST, RefusalCode.OVERLOADED, RefusalCode.INTERNAL)
+"""That uploads end with. They count from nought, so that a first failure is seen as one more."""
+
+
 @dataclass(slots=True)
 class ImageTraffic:
     """`num_known` are images that should have been there already, `num_shared` those that another prompt was
@@ -24,7 +28,7 @@ class ImageTraffic:
     num_known: int = 0
     num_again: int = 0
     num_bytes: int = 0
-    num_failed: Counter[RefusalCode] = field(default_factory=Counter)
+    num_failed: Counter[RefusalCode] = field(default_factory=lambda: Counter(dict.fromkeys(FAILURES, 0)))
     seconds: float = 0.0
     """Of all that were sent."""
     counts: list[int] = field(default_factory=lambda: [0] * (len(UPLOAD_BOUNDS) + 1))

@@ -22,6 +22,7 @@ from router.errors import (
     RouterError,
     TooLate,
 )
+from router.fleet.image_traffic import FAILURES
 from router.generation import Generation
 from router.observation.metrics import RouterMetrics
 from router.prompt.images import Media
@@ -81,6 +82,7 @@ async def test_images_are_counted_for_as_long_as_the_router_lives(fleet: Dispatc
     lines = [line for family in metrics.families() for line in family.text().splitlines()]
     assert 'router_images_total{way="sent"} 3.0' in lines and 'router_images_total{way="known"} 1.0' in lines
     assert "router_image_upload_seconds_count 3.0" in lines
+    assert 'router_image_failures_total{reason="overloaded"} 0.0' in lines  # there before the first
     assert f"router_image_bytes_total {float(2 * len(PICTURE) + len(LARGE))}" in lines
 
 
@@ -134,7 +136,8 @@ async def test_an_image_that_is_not_taken_ends_its_request_alone(
         await generate(fleet, showing(PICTURE))
     assert not replica.submits
     failures = fleet.traffic.images.num_failed
-    assert failures.total() == replica.num_uploads and len(failures) == 1
+    assert failures.total() == replica.num_uploads
+    assert set(failures) == set(FAILURES) and sum(map(bool, failures.values())) == 1
     assert fleet.traffic.images.num_sent == 0
     assert_complete(await generate(fleet), 1)
     fleet.assert_nothing_reserved()
