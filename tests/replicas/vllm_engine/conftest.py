@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,6 +58,16 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         "fine-tuned": str(write_adapter(directory / "one", seed=1)),
         "fine_tuned.2": str(write_adapter(directory / "two", seed=2, rank=8)),
     }
+
+
+@pytest.fixture(scope="package")
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model that takes images."""
+    from replicas.toy_model.make_image_model import write_image_model
+
+    path = tmp_path_factory.mktemp("model") / "images"
+    write_image_model(path)
+    return path
 
 
 # One engine at a time: vLLM shares its state with all engines of a process, and closing one takes it from

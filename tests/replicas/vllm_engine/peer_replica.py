@@ -1,12 +1,13 @@
 """Replicas of vLLM that pull from each other, and a peer between them that does with chunks what it likes."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ from replicas.config import ReplicaConfig
 from replicas.engine_process.build import build_engine
 from replicas.host import ReplicaHost
 from replicas.kvstore.layout import file_bytes
-from replicas.protocol.blocks import BlockHash
+from replicas.protocol.blocks import BlockHash, MediaSpan
 from replicas.protocol.frames import PromptUsage, StepFrame, Submit
+from replicas.protocol.media import MediaPart
 from replicas.protocol.pulls import PullHint, PullPart
 from replicas.protocol.service import path
 from replicas.protocol.status import ReplicaId
-from replicas.protocol.wire import decode_pull_part, decode_pull_request, encode
+from replicas.protocol.wire import decode_media_taken, decode_pull_part, decode_pull_request, encode
 from tests.replicas.router_client import ROOT, RouterClient, submit
 from tests.replicas.whole_replica import config
 
@@ -67,11 +69,20 @@ class PeerReplica:
         *,
         root: BlockHash = ROOT,
         max_tokens: int = 6,
+        media: tuple[MediaSpan, ...] = (),
     ) -> Submit:
         self.last_id += 1
         asked = submit(self.last_id, prompt, max_tokens=max_tokens)
         greedy = replace(asked.sampling, temperature=0.0)
-        return replace(asked, root=root, pull=pull, sampling=greedy)
+        return replace(asked, root=root, pull=pull, sampling=greedy, media=media)
+
+    async def put(self, content: bytes, root: BlockHash = ROOT) -> bytes:
+        """Send an image of one part, as routers do before a prompt refers to it."""
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield encode(MediaPart(content, root, len(content)))
+
+        return decode_media_taken(await self.client.stub.put_media(parts(), timeout=60)).content_hash
 
     async def answer(self, *asked: Submit) -> list[tuple[list[int], PromptUsage]]:
         """All at once."""
@@ -123,6 +134,10 @@ class PeerReplica:
         )
 
 
+Two = tuple[PeerReplica, PeerReplica]
+"""The one that is pulled from, and the one that pulls."""
+
+
 @asynccontextmanager
 async def peer_replica(redis_url: str, number: int, **settings: Any) -> AsyncIterator[PeerReplica]:
     built: list[Any] = []
@@ -142,6 +157,16 @@ async def peer_replica(redis_url: str, number: int, **settings: Any) -> AsyncIte
             yield PeerReplica(host, built[0], channel, RouterClient(channel), frames)
     finally:
         await host.stop()
+
+
+@asynccontextmanager
+async def two_replicas(redis_url: str, **settings: Any) -> AsyncIterator[Two]:
+    """The engine of the one that pulls is in this process, that of the other in its own."""
+    async with AsyncExitStack() as stack:
+        there = asyncio.create_task(stack.enter_async_context(peer_replica(redis_url, 0, **settings)))
+        pulling = peer_replica(redis_url, 1, engine_process=False, **settings)
+        here = await stack.enter_async_context(pulling)
+        yield await there, here
 
 
 def _keep_frames(engine: Any, frames: list[StepFrame]) -> None:

@@ -34,17 +34,8 @@ ANN, BOB = (UserTag(name.ljust(16)) for name in (b"ann", b"bob"))
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from replicas.toy_model.make_image_model import write_image_model
-
-    path = tmp_path_factory.mktemp("model") / "images"
-    write_image_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(environment: None, directory: Path) -> Iterator["VllmEngine"]:
-    built: Any = build_engine(vllm_config(model=str(directory), context_length=1024))[0]
+def engine(environment: None, image_model: Path) -> Iterator["VllmEngine"]:
+    built: Any = build_engine(vllm_config(model=str(image_model), context_length=1024))[0]
     yield built
     built.close()
 
@@ -52,8 +43,8 @@ def engine(environment: None, directory: Path) -> Iterator["VllmEngine"]:
 class Images:
     """Asks about images as a router does: sends them, writes their tokens, and predicts the blocks."""
 
-    def __init__(self, engine: "VllmEngine") -> None:
-        self.run = EngineRun(engine)
+    def __init__(self, engine: "VllmEngine", run: EngineRun | None = None) -> None:
+        self.run = EngineRun(engine) if run is None else run
         self.engine = engine
         rule = rule_on_card(engine.card.image_rule)
         assert rule is not None

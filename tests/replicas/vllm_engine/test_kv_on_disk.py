@@ -42,18 +42,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
 
 
-def opened(folder: Path, num_files: int = 200) -> Iterator[TieredRun]:
+def opened(
+    folder: Path,
+    num_files: int = 200,
+    *,
+    num_slots: int = NUM_SLOTS,
+    slot_bytes: int = SLOT_BYTES,
+    **settings: Any,
+) -> Iterator[TieredRun]:
     """An engine over what is in the folder, as a replica's loop would begin with it."""
-    engine: Any = build_engine(
-        vllm_config(
-            num_blocks=32,
-            host_kv_bytes=NUM_SLOTS * SLOT_BYTES,
-            disk_kv_bytes=num_files * SLOT_BYTES,
-            kv_folder=str(folder),
-            disk_reserve_bytes=0,
-            spill_seconds=60.0,
-        )
-    )[0]
+    defaults = {
+        "num_blocks": 32,
+        "host_kv_bytes": num_slots * slot_bytes,
+        "disk_kv_bytes": num_files * slot_bytes,
+        "kv_folder": str(folder),
+        "disk_reserve_bytes": 0,
+        "spill_seconds": 60.0,
+    }
+    engine: Any = build_engine(vllm_config(**{**defaults, **settings}))[0]
     engine.begin()
     run = TieredRun(engine)
     run.finish()

@@ -7,7 +7,6 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -23,7 +22,7 @@ from replicas.protocol.pulls import PullPart
 from replicas.scheduling.speed_meter import SpeedMeter
 from tests.redis_server import RedisServer
 from tests.replicas.router_client import RouterClient
-from tests.replicas.vllm_engine.peer_replica import CHUNK, Between, PeerReplica, Way, peer_replica
+from tests.replicas.vllm_engine.peer_replica import CHUNK, Between, Two, Way, peer_replica, two_replicas
 from tests.replicas.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -32,16 +31,11 @@ NUM_CHUNKS = 9
 NUM_TOKENS = CHUNK * NUM_CHUNKS
 NUM_MORE = 40
 
-Two = tuple[PeerReplica, PeerReplica]
-"""The one that is pulled from, and the one that pulls."""
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replicas(environment: None, shared_redis: RedisServer) -> AsyncIterator[Two]:
-    async with AsyncExitStack() as stack:
-        there = asyncio.create_task(stack.enter_async_context(peer_replica(shared_redis.url, 0)))
-        here = await stack.enter_async_context(peer_replica(shared_redis.url, 1, engine_process=False))
-        yield await there, here
+    async with two_replicas(shared_redis.url) as both:
+        yield both
 
 
 @pytest_asyncio.fixture(loop_scope="module")
