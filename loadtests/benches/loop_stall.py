@@ -8,6 +8,9 @@ router and its children took at most.
 
     python -m loadtests.benches.loop_stall                      bodies of 8 MiB
     python -m loadtests.benches.loop_stall --size 1000000 --only tokenize
+    python -m loadtests.benches.loop_stall --pictures DIRECTORY [--engine vllm]
+
+With a model that takes images (replicas.toy_model.make_image_model) the bodies are hostile images.
 """
 
 import argparse
@@ -22,11 +25,12 @@ from pathlib import Path
 from loadtests.figures import cpu_seconds, print_header, proportional_set_bytes
 from loadtests.stacks.local_stack import LocalStack, local_stack
 from loadtests.workloads.worst_bodies import WorstBody, worst_bodies
+from loadtests.workloads.worst_images import worst_images
 
 BIGGEST = 8 * 2**20 - 4096
 """Just under the longest body that routers take."""
 
-REPLICA = {"engine": "simulated", "model_name": "toy"}
+MODEL = "toy"
 ALLOWED_SECONDS = 0.05
 
 
@@ -50,7 +54,7 @@ class Stream:
         self._longest = 0.0
 
     async def run(self) -> None:
-        body = {"model": "toy", "prompt": "hello", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 8000, "ignore_eos": True, "stream": True}
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             writer.write(_request("/v1/completions", json.dumps(body).encode()))
@@ -201,7 +205,7 @@ async def run(stack: LocalStack, options: argparse.Namespace) -> None:
     show(quiet)
     outcomes: list[tuple[Outcome, WorstBody]] = []
     before = cpu_seconds(stack.pid("router"))
-    for body in worst_bodies(options.size):
+    for body in (worst_images if options.pictures else worst_bodies)(options.size, model=MODEL):
         name = f"{body.route} {body.name}"
         if options.only in name:
             outcome = await measure(stack, stream, health, [body], name)
@@ -222,9 +226,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="bodies with this in `route name`")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--worst", type=int, default=5, help="how many bodies are sent several at a time")
+    parser.add_argument("--pictures", type=Path, help="a model that takes images: send hostile ones")
+    parser.add_argument("--engine", default="simulated", help="simulated, or vllm with --pictures")
     options = parser.parse_args()
     print_header("worst bodies, and another client's stream")
-    with local_stack(replica_settings=REPLICA) as stack:
+    replica: dict[str, object] = {"engine": options.engine, "model_name": MODEL}
+    if options.pictures is not None:
+        replica["model"] = options.pictures.absolute()
+    with local_stack(replica_settings=replica) as stack:
         asyncio.run(run(stack, options))
 
 
