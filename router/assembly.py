@@ -51,6 +51,7 @@ from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
+from router.siblings.story_exchange import StoryExchange
 from router.tenants.caller import DEFAULT_TENANT
 from router.tenants.key_file import KeyFile
 from router.tenants.keys_in_force import KeysInForce
@@ -90,8 +91,9 @@ class Router:
         self._tasks: asyncio.TaskGroup | None = None
         self._table = _new_table(config, rng, clock)
         secret = read_secret(config.secret, config.secret_file)
+        common_secret = secret or ClusterSecret(own_secret or secrets.token_bytes(32))
         self._catalog = ModelCatalog(
-            (secret or ClusterSecret(own_secret or secrets.token_bytes(32))).current,
+            common_secret.current,
             cache_bytes=config.tokenizer_cache_bytes,
             chain_bytes=config.hash_cache_bytes,
         )
@@ -124,6 +126,8 @@ class Router:
             context.observers.append(log_request)
         self._context, self.connections = context, context.connections
         self._rate_exchange = _open_exchange(config, context)
+        if config.explain_bytes:
+            context.story_exchange = StoryExchange(config.redis_url, common_secret, context.stories.find)
         name = f"{socket.gethostname()}, process {os.getpid()}"
         self.apps = create_apps(context, FleetSource(name, self._membership, self._table, self._mirrors))
 
@@ -164,6 +168,8 @@ class Router:
                     tasks.create_task(self._key_source.follow(), name="API keys")
                 if self._rate_exchange is not None:
                     tasks.create_task(self._rate_exchange.run(), name="limits")
+                if self._context.story_exchange is not None:
+                    tasks.create_task(self._context.story_exchange.run(), name="stories")
         finally:
             context = self._context
             for store in (context.caches, context.responses, context.usage, context.published):
@@ -219,6 +225,8 @@ class Router:
             parts.read_keys(self._keys.statistics())
         if self._rate_exchange is not None:
             parts.read_rate_exchange(self._rate_exchange.statistics())
+        if self._context.story_exchange is not None:
+            parts.read_story_exchange(self._context.story_exchange.statistics())
         parts.read_lag(self._lag.seconds)
         parts.read_dropped_spans(self._tracing.num_dropped)
         if self._context.recorder is not None:

@@ -4,7 +4,7 @@ server, or empty it. */}}
 {{- define "kvasir.redisAccess" -}}
 user default off
 {{- with .router }}
-user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info (resetchannels ~kvasir-caches:* ~kvasir-responses:* +@read +set +del +zadd +zrem +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +@read +set +hset +sadd +expire +watch) (resetchannels ~kvasir-limits:* +@read +xadd +expire)
+user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info (resetchannels ~kvasir-caches:* ~kvasir-responses:* +@read +set +del +zadd +zrem +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +@read +set +hset +sadd +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +@read +xadd +expire +time)
 {{- end }}
 {{- with .replica }}
 user replica on >{{ . }} resetchannels ~kvasir:* +@read +@write +@connection +@transaction +eval +evalsha +script|load -@dangerous +info

@@ -22,6 +22,7 @@ class Purpose(Enum):
     CHECK = b"check value"
     CACHES = b"encryption of named caches"
     API_KEYS = b"encryption of tenants and API keys"
+    STORIES = b"encryption of explanations between routers"
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:

@@ -3,7 +3,8 @@
 Owns the routes. That one is for the tenant whose request it was, by a key that may explain; for all others
 there is no such request, whether there is one or not. Operators name the tenant instead:
 GET /explain/tenants/{tenant}/{id}, which is open to those that may see the page at `/`. A story has hashes,
-counts, positions and paths, and no text. An id is known to the router that has served it.
+counts, positions and paths, and no text. An id is known to the router that has served it, and the others ask
+that one.
 """
 
 from starlette.middleware import Middleware
@@ -15,7 +16,7 @@ from router.api.access import AdminAccess, AdminGuard
 from router.api.context import ApiContext
 from router.api.json_body import encode_json
 from router.errors import NotAllowed, StoryGone
-from router.explain.story import told
+from router.explain.story import Story, told
 from router.limits.connections import address_of
 from router.tenants.caller import Right, caller_of
 
@@ -34,7 +35,7 @@ class StoryRoutes:
         with context.in_flight.hold(address_of(request.scope.get("client"))):
             if not caller.may(Right.EXPLAIN):
                 raise NotAllowed("This key may not have requests explained: it lacks the right 'explain'.")
-            return _answer(context, caller.tenant.name, request.path_params["id"])
+            return await _answer(context, caller.tenant.name, request.path_params["id"])
 
 
 class OperatorStoryRoutes:
@@ -51,17 +52,20 @@ class OperatorStoryRoutes:
     async def explain(self, request: Request) -> Response:
         asked = request.path_params
         with self._context.in_flight.hold(address_of(request.scope.get("client"))):
-            return _answer(self._context, asked["tenant"], asked["id"])
+            return await _answer(self._context, asked["tenant"], asked["id"])
 
 
-def _answer(context: ApiContext, tenant: str, asked: str) -> Response:
+async def _answer(context: ApiContext, tenant: str, asked: str) -> Response:
     """Raises StoryGone."""
-    story = context.stories.find(tenant, asked) if len(asked) <= MAX_ID else None
+    story = await _found(context, tenant, asked) if max(len(tenant), len(asked)) <= MAX_ID else None
     if story is None:
-        raise StoryGone(
-            f"Nothing is known here of a request or answer '{asked[:60]}'; of several routers, or processes"
-            " of one, only that which has served it knows."
-        )
+        raise StoryGone(f"Nothing is known of a request or answer '{asked[:60]}'.")
     return Response(
         encode_json(told(story)), headers={"cache-control": "no-store"}, media_type="application/json"
     )
+
+
+async def _found(context: ApiContext, tenant: str, asked: str) -> Story | None:
+    if context.story_exchange is None:
+        return context.stories.find(tenant, asked)
+    return await context.story_exchange.ask(tenant, asked)

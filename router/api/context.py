@@ -43,6 +43,7 @@ from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
+from router.siblings.story_exchange import StoryExchange
 from router.tenants.caller import Caller, Right
 from router.tenants.published_store import PublishedStore
 from router.tenants.rate_limits import RateLimits
@@ -126,6 +127,8 @@ class ApiContext:
     """Finds why prompts were not read from cache."""
     stories: Stories = field(init=False)
     """Of the requests that were served here; to be closed with the router."""
+    story_exchange: StoryExchange | None = field(init=False, default=None)
+    """For those that other routers have served; whoever sets it has it run."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
     rates: RequestRates = field(init=False)

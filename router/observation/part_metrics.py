@@ -25,6 +25,7 @@ from router.prompt.chains import ChainStatistics
 from router.queue.held import HoldingStatistics
 from router.responses.response_store import ResponseStatistics
 from router.routing.load import ReplicaLoad
+from router.siblings.story_exchange import StoryExchangeStatistics
 from router.tenants.keys_in_force import KeyStatistics
 from router.tenants.rate_exchange import ExchangeStatistics
 from router.tenants.rate_limits import RateStatistics
@@ -361,6 +362,12 @@ class PartMetrics:
             "router_explain_forgotten_total",
             "Prompts that made room for others and can be explained no more",
         )
+        self._explain_asked = self._counter(
+            "router_explain_questions_total",
+            "Explanations that were asked of other routers: answered, unanswered, or not_asked as too many "
+            "waited; told to other routers; messages between them that were wrong, and Redis that failed",
+            "outcome",
+        )
         self._explain_places = self._counter(
             "router_explain_places_total",
             "Prompts that leave an earlier one, by whether the place was looked for in the client's body: "
@@ -434,6 +441,14 @@ class PartMetrics:
         self._rate_news.of("heard").value = statistics.num_heard
         self._rate_news.of("failed").value = statistics.num_failed
         self._rate_news.of("wrong").value = statistics.num_wrong
+
+    def read_story_exchange(self, statistics: StoryExchangeStatistics) -> None:
+        self._explain_asked.of("answered").value = statistics.num_answered
+        self._explain_asked.of("unanswered").value = statistics.num_unanswered
+        self._explain_asked.of("not_asked").value = statistics.num_not_asked
+        self._explain_asked.of("told").value = statistics.num_told
+        self._explain_asked.of("wrong").value = statistics.num_wrong
+        self._explain_asked.of("failed").value = statistics.num_failed
 
     def read_connections(self, statistics: ConnectionStatistics) -> None:
         self._connections.of().value = statistics.num_open

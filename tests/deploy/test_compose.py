@@ -19,6 +19,7 @@ from router.config import ENVIRONMENT_PREFIX as ROUTER_PREFIX
 from router.config import RouterConfig
 from tests.deploy.compose import COMPOSE, PASSWORDS, REPLICAS, dockerfile, understood
 from tests.deploy.dockerfile import ROOT, command, environment, last_stage
+from tests.helm.chart import named, rendered
 from tests.integration.observe import wait_until
 from tests.tools import needed_tool
 
@@ -78,6 +79,17 @@ def test_every_file_that_it_mounts_or_builds_exists(project: dict[str, Any]) -> 
                 assert volume["read_only"], volume["source"]
             else:
                 assert volume["source"] in project["volumes"]
+
+
+def test_redis_lets_routers_and_replicas_do_what_the_chart_lets_them(project: dict[str, Any]) -> None:
+    """The rules of the chart are tried with what they are for."""
+    arguments = project["services"]["redis"]["command"]
+    text = named("Secret", "demo-kvasir-redis", rendered("nothing set"))["stringData"]["server.conf"]
+    for user in ("router", "replica"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"user {user} ")]
+        rest = arguments[arguments.index(user) + 3 :]  # behind "on" and the password
+        rules = rest[: rest.index("--user")] if "--user" in rest else rest
+        assert " ".join(rules) == line.split(" ", 4)[4]
 
 
 def test_every_service_says_whether_it_is_well_and_has_limits(project: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import tempfile
 import time
@@ -24,7 +25,14 @@ from router.fleet.registry_source import RegistrySource
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.redis_responses import record_key as responses_key
+from router.siblings.story_exchange import STREAM as STORIES_STREAM
+from router.siblings.story_exchange import StoryExchange
 from router.tenants.amounts import Amount
+from router.tenants.caller import Caller, Limits, Tenant
+from router.tenants.rate_account import Ask, Owner
+from router.tenants.rate_exchange import STREAM as LIMITS_STREAM
+from router.tenants.rate_exchange import RateExchange
+from router.tenants.rate_limits import RateLimits
 from router.tenants.redis_usage import tenants_key
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import UsageQuery
@@ -34,9 +42,11 @@ from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.caches.test_named_caches import CONTENT, record
 from tests.router.responses.test_response_store import response
 from tests.router.scripted_replica import eventually
+from tests.router.siblings.test_story_exchange import STORY
 from tests.router.tenants.test_ledger import served
 from tests.router.watched_fleet import watching
 
+SECURITY_PAGE = Path(__file__).parents[2] / "docs/security.md"
 LEASE, REPLICAS, EVENTS = replica_key(MODEL, REPLICA), replicas_key(MODEL), events_key(MODEL)
 BLOCKS = blocks_key(MODEL, REPLICA, Epoch("e"))
 RAYS = "RAYcluster@ACTOR"
@@ -147,6 +157,31 @@ async def test_routers_store_responses_which_nobody_else_may_read(server: ChartR
     await redis_side.close()
 
 
+@pytest.mark.timeout(60)
+async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_else_may_read(
+    server: ChartRedis,
+) -> None:
+    url, secret = server.url("router"), ClusterSecret(b"of the whole cluster")
+    limits = [RateLimits(), RateLimits()]
+    rates = [RateExchange(url, each) for each in limits]
+    stories = [StoryExchange(url, secret, lambda *_, known=known: known) for known in (STORY, None)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each.run()) for each in (*rates, *stories)]
+        acme = Caller(tenant=Tenant(name="acme", limits=Limits(max_sequences=3)), key_id="a" * 12)
+        limits[0].take(acme, Ask(10, 0, 1), 0.0)
+        await eventually(lambda: limits[1].known(Owner.TENANT, "acme") is not None)
+        while await stories[1].ask("acme", "req-1") != STORY:
+            pass
+        assert [each.statistics().num_failed for each in (*rates, *stories)] == [0, 0, 0, 0]
+        for task in tasks:
+            task.cancel()
+    for user in ("replica", "ray"):
+        async with connect(server.url(user)) as client:
+            for stream in (LIMITS_STREAM, STORIES_STREAM):
+                with pytest.raises(NoPermissionError):
+                    await client.xrange(stream)
+
+
 @pytest.mark.parametrize(
     ("user", "command"),
     [
@@ -186,6 +221,15 @@ def test_ray_may_do_what_its_control_service_does(server: ChartRedis) -> None:
         ]
         for command in commands:
             client.execute_command(*command.split())
+
+
+def test_the_documentation_has_the_rules_for_a_redis_of_ones_own() -> None:
+    text = named("Secret", "demo-kvasir-redis", rendered("nothing set"))["stringData"]["server.conf"]
+    users = [re.sub(">[^ ]+", ">PASSWORD", line) for line in text.splitlines() if line.startswith("user ")]
+    written = SECURITY_PAGE.read_text().splitlines()
+    assert [line for line in users if line != "user default off"] == [
+        line for line in written if line.startswith("user ")
+    ]
 
 
 def test_a_fleet_without_ray_has_no_user_for_it() -> None:

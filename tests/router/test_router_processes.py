@@ -253,6 +253,17 @@ async def test_a_router_that_is_told_to_stop_under_load_loses_no_request(stack: 
     assert min(answered) > 0
 
 
+def test_each_can_explain_what_the_other_has_answered(stack: LocalStack) -> None:
+    answer = httpx.post(stack.url + PATH, json={**json.loads(body()), "stream": False}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    path, addresses = f"/explain/tenants/default/{answer.json()['id']}", admin_addresses(stack, "router")
+    first, second = (httpx.get(address + path, timeout=30) for address in addresses)
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.json() == second.json()
+    counted = [httpx.get(f"{address}/metrics", timeout=30).text for address in addresses]
+    assert sum('router_explain_questions_total{outcome="answered"} 1.0' in text for text in counted) == 1
+
+
 def test_each_router_has_page_and_metrics_to_itself_and_their_common_port_has_neither(
     stack: LocalStack,
 ) -> None:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.errors import LimitReached
+from router.siblings.news_stream import FIELD
 from router.tenants.caller import Caller, Limits, Tenant
 from router.tenants.rate_account import Ask, Owner
-from router.tenants.rate_exchange import FIELD, STREAM, RateExchange
+from router.tenants.rate_exchange import STREAM, RateExchange
 from router.tenants.rate_limits import RateLimits, Taken
 from router.tenants.rate_news import QUIET_SECONDS, News, RateNews, decode_news, encode_news
 from tests.redis_server import RedisServer

@@ -1,0 +1,180 @@
+"""StoryExchange: why a prompt was not read from cache, asked of the router that has served it.
+
+Owns the question and the answer, which all routers of a cluster see and none but they can read or make: both
+are sealed under the cluster secret. A router tells what it remembers of the named tenant, and nothing else.
+Nothing is sent while nobody asks, and no request of a client's but that for a story waits for one.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
+from router.caches.sealing import CacheSeal, NotOurs
+from router.explain.story import Story, packed, unpacked
+from router.siblings.news_stream import NewsStream
+
+STREAM = "kvasir-stories:news"
+MAX_NEWS = 256
+KEPT_SECONDS = 30
+MAX_STORY_BYTES = 256 * 2**10
+"""A longer one is not told to others."""
+ANSWER_SECONDS = 1.0
+"""An answer that has not come by then does not come."""
+LOOK_SECONDS = 0.02
+"""Between two looks at one's own memory: a story is there a moment after its answer has ended."""
+ASK_AGAIN_SECONDS = 0.2
+"""After which a router that knew nothing of an id looks once more."""
+MAX_ASKED = 8
+"""Questions that wait at once; beyond, only one's own memory is asked."""
+MAX_TELLING = 256
+"""Questions of others that are looked up and answered at once; more are passed over."""
+
+Find = Callable[[str, str], Story | None]
+"""The story of a tenant's prompt by its id, if it is known here."""
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True, tag="?"):
+    number: bytes
+    tenant: str
+    prompt_id: str
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="!"):
+    number: bytes
+    story: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoryExchangeStatistics:
+    """Questions of this router's that were answered, that were not, and that were not asked since too many
+    waited; answers that it gave others; messages that were not ours, and what Redis has not done."""
+
+    num_answered: int
+    num_unanswered: int
+    num_not_asked: int
+    num_told: int
+    num_wrong: int
+    num_failed: int
+
+
+class StoryExchange:
+    """For one event loop: have `run()` run. Raises ValueError if that is not a Redis address.
+
+    Routers without a secret in common pass over what the other says.
+    """
+
+    def __init__(self, redis_url: str, secret: ClusterSecret, find: Find) -> None:
+        self._find = find
+        self._secret = secret
+        self._sealing: CacheSeal | None = None
+        self._stream = NewsStream(
+            redis_url,
+            STREAM,
+            max_messages=MAX_NEWS,
+            kept_seconds=KEPT_SECONDS,
+            while_away="routers cannot ask each other for explanations, each has those of its own requests",
+            once_back="routers can ask each other again for explanations",
+        )
+        self._asked: dict[bytes, asyncio.Future[Story]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+        self._num_answered = self._num_unanswered = self._num_not_asked = 0
+        self._num_told = self._num_wrong = 0
+
+    def statistics(self) -> StoryExchangeStatistics:
+        return StoryExchangeStatistics(
+            self._num_answered,
+            self._num_unanswered,
+            self._num_not_asked,
+            self._num_told,
+            self._num_wrong,
+            self._stream.num_failed,
+        )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async for message, _ in self._stream.messages(0.0):
+                await self._take(message)
+        finally:
+            for task in self._telling:
+                task.cancel()
+            await self._stream.close()
+
+    async def ask(self, tenant: str, prompt_id: str) -> Story | None:
+        """From here, or else from the router that knows it; None where none has said it in time."""
+        story = self._find(tenant, prompt_id)
+        if story is not None:
+            return story
+        if len(self._asked) >= MAX_ASKED:
+            self._num_not_asked += 1
+            return None
+        number = secrets.token_bytes(16)
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            story = await self._answer(Question(number, tenant, prompt_id), self._asked[number])
+        finally:
+            del self._asked[number]
+        if story is None:
+            self._num_unanswered += 1
+        else:
+            self._num_answered += 1
+        return story
+
+    async def _answer(self, question: Question, answer: "asyncio.Future[Story]") -> Story | None:
+        sending = asyncio.create_task(self._send(question))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                while True:
+                    await asyncio.wait([answer], timeout=LOOK_SECONDS)
+                    story = answer.result() if answer.done() else self._find_for(question)
+                    if story is not None:
+                        return story
+                    if sending.done() and not sending.result():
+                        return None
+        except TimeoutError:
+            return None
+        finally:
+            sending.cancel()
+
+    def _find_for(self, question: Question) -> Story | None:
+        return self._find(question.tenant, question.prompt_id)
+
+    async def _send(self, message: Question | Answer) -> bool:
+        seal = await self._seal()
+        return await self._stream.send(seal.seal(STREAM, msgspec.msgpack.encode(message)))
+
+    async def _take(self, sealed: bytes) -> None:
+        try:
+            plain = (await self._seal()).open(STREAM, sealed)
+            message = msgspec.msgpack.decode(plain, type=Question | Answer)
+            if isinstance(message, Answer):
+                self._hear(message)
+            elif message.number not in self._asked and len(self._telling) < MAX_TELLING:
+                task = asyncio.create_task(self._tell(message))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+        except (NotOurs, msgspec.MsgspecError):
+            self._num_wrong += 1
+
+    def _hear(self, message: Answer) -> None:
+        asked = self._asked.get(message.number)
+        if asked is not None and not asked.done():
+            asked.set_result(unpacked(message.story))
+
+    async def _tell(self, question: Question) -> None:
+        story = self._find_for(question)
+        if story is None:
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+            story = self._find_for(question)
+        data = b"" if story is None else packed(story)
+        if 0 < len(data) <= MAX_STORY_BYTES:
+            self._num_told += await self._send(Answer(question.number, data))
+
+    async def _seal(self) -> CacheSeal:
+        if self._sealing is None:
+            self._sealing = await asyncio.to_thread(CacheSeal, self._secret, Purpose.STORIES)
+        return self._sealing

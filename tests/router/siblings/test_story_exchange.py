@@ -1,0 +1,204 @@
+"""Stories that another router knows, told for their tenant alone; with a real Redis that fails."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import redis.asyncio
+
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.caches.sealing import CacheSeal
+from router.explain.story import Earlier, PromptStory, Story
+from router.siblings import story_exchange
+from router.siblings.news_stream import FIELD
+from router.siblings.story_exchange import MAX_ASKED, MAX_STORY_BYTES, STREAM, StoryExchange
+from tests.redis_server import RedisServer
+
+SECRET = ClusterSecret(b"s" * 32)
+PROMPT = PromptStory(
+    num_prompt_tokens=900,
+    num_cached_tokens=512,
+    num_tier_tokens=(256, 128, 128),
+    cause="prefix_changed",
+    spans=(("prefix_changed", 512, 880, "replica-1", 12.5), ("below_a_block", 880, 900, None, None)),
+    num_lost_tokens=368,
+    lost_ms=40.25,
+    replica_id="replica-0",
+    earlier=Earlier(("req-0", "cmpl-0"), 11.5, 880, 512, 520, ("tools",)),
+    path="tools[3].description",
+    place_kind="tools",
+    is_certain=True,
+    sentence="image 2 of message 4 differs",
+)
+STORY = Story("req-1", "cmpl-1", 1234.5, "toy", "/v1/chat/completions", "ReplicaLost", (PROMPT, PROMPT))
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Router:
+    """What one remembers, and its exchange."""
+
+    def __init__(self, url: str, secret: ClusterSecret = SECRET) -> None:
+        self.stories: dict[tuple[str, str], Story] = {}
+        self.num_looks = 0
+        self.exchange = StoryExchange(url, secret, self._find)
+
+    def _find(self, tenant: str, prompt_id: str) -> Story | None:
+        self.num_looks += 1
+        return self.stories.get((tenant, prompt_id))
+
+
+@contextlib.asynccontextmanager
+async def running(*routers: Router) -> AsyncIterator[None]:
+    """Once each has heard the others."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(router.exchange.run()) for router in routers]
+        for router in routers:
+            for other in routers:
+                if other is not router and router.exchange._secret == other.exchange._secret:
+                    await heard(router, other)
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+async def heard(router: Router, other: Router) -> None:
+    other.stories["warm", "up"] = STORY
+    while await router.exchange.ask("warm", "up") is None:
+        pass
+    del other.stories["warm", "up"]
+
+
+async def test_what_one_router_knows_another_can_tell_to_its_owner_alone(redis_url: str) -> None:
+    here, there = Router(redis_url), Router(redis_url)
+    there.stories["acme", "req-1"] = STORY
+    async with running(here, there):
+        before, told = here.exchange.statistics(), there.exchange.statistics().num_told
+        assert await here.exchange.ask("acme", "req-1") == STORY
+        assert await there.exchange.ask("acme", "req-1") == STORY
+        assert await here.exchange.ask("beta", "req-1") is None
+        assert await here.exchange.ask("acme", "req-2") is None
+    after = here.exchange.statistics()
+    assert after.num_answered - before.num_answered == 1
+    assert after.num_unanswered - before.num_unanswered == 2
+    assert after.num_wrong == 0
+    assert there.exchange.statistics().num_told - told == 1
+    assert not here.exchange._asked
+
+
+async def test_one_that_is_not_remembered_yet_is_waited_for_wherever_it_comes(redis_url: str) -> None:
+    here, there = Router(redis_url), Router(redis_url)
+    async with running(here, there):
+        for router in (here, there):
+            asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
+            await asyncio.sleep(0.05)
+            router.stories["acme", "req-1"] = STORY
+            assert await asked == STORY
+            router.stories.clear()
+
+
+async def test_routers_without_a_secret_in_common_say_nothing_to_each_other(redis_url: str) -> None:
+    here, there = Router(redis_url), Router(redis_url, ClusterSecret(b"t" * 32))
+    next_one = Router(redis_url, ClusterSecret(b"n" * 32, (b"s" * 32,)))  # its secret is being changed
+    for router in (there, next_one):
+        router.stories["acme", "req-1"] = STORY
+    async with running(here, there):
+        while there.exchange.statistics().num_wrong == 0:
+            assert await here.exchange.ask("acme", "req-1") is None
+        assert there.exchange.statistics().num_told == 0
+    here = Router(redis_url, ClusterSecret(b"s" * 32, (b"n" * 32,)))
+    next_one.stories["warm", "up"] = STORY
+    async with running(here, next_one):
+        while await here.exchange.ask("warm", "up") is None:
+            pass
+        assert await here.exchange.ask("acme", "req-1") == STORY
+
+
+async def test_redis_holds_nothing_that_can_be_read_and_not_for_long(redis_url: str) -> None:
+    here, there = Router(redis_url), Router(redis_url)
+    there.stories["acme-and-sons", "req-1"] = STORY
+    async with redis.asyncio.Redis.from_url(redis_url) as client, running(here, there):
+        assert await here.exchange.ask("acme-and-sons", "req-1") == STORY
+        entries = [fields[FIELD] for _, fields in await client.xrange(STREAM)]
+        assert len(entries) >= 2
+        for word in (b"acme", b"req-1", b"tools", b"replica-1", b"prefix_changed"):
+            assert not any(word in entry for entry in entries)
+        assert 0 < await client.ttl(STREAM) <= story_exchange.KEPT_SECONDS
+
+
+async def test_what_is_not_ours_is_passed_over(redis_url: str) -> None:
+    here, there = Router(redis_url), Router(redis_url)
+    there.stories["acme", "req-1"] = STORY
+    there.stories["acme", "long"] = Story("x" * MAX_STORY_BYTES, None, 1.0, None, "", None, ())
+    async with redis.asyncio.Redis.from_url(redis_url) as client, running(here, there):
+        sealing = await here.exchange._seal()
+        question = msgspec.msgpack.encode(story_exchange.Question(b"n" * 16, "acme", "req-1"))
+        nonsense = [
+            *(b"", b"\xc1", sealing.seal(STREAM, b"\x93\xc1")),
+            *(sealing.seal("elsewhere", question), CacheSeal(SECRET).seal(STREAM, question)),
+        ]
+        for each in nonsense:
+            await client.xadd(STREAM, {FIELD: each})
+        await client.xadd(STREAM, {b"other": b"field"})
+        assert await here.exchange.ask("acme", "long") is None
+        assert await here.exchange.ask("acme", "req-1") == STORY
+        assert there.exchange.statistics().num_wrong == len(nonsense) + 1
+
+
+async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
+    """One who can write to Redis, and seal: no other story than one of the right shape."""
+    here = Router(redis_url)
+    async with running(here):
+        asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
+        await asyncio.sleep(0.1)
+        (number,) = here.exchange._asked
+        await here.exchange._send(story_exchange.Answer(number, b"\xc1"))
+        assert await asked is None
+        assert here.exchange.statistics().num_wrong == 1
+
+
+async def test_only_so_many_questions_wait_at_once(redis_url: str) -> None:
+    here = Router(redis_url)
+    here.stories["acme", "mine"] = STORY
+    async with running(here):
+        asked = [asyncio.create_task(here.exchange.ask("acme", str(n))) for n in range(3 * MAX_ASKED)]
+        await asyncio.sleep(0.05)
+        assert await here.exchange.ask("acme", "mine") == STORY
+        assert await asyncio.gather(*asked) == [None] * len(asked)
+    statistics = here.exchange.statistics()
+    assert (statistics.num_unanswered, statistics.num_not_asked) == (MAX_ASKED, 2 * MAX_ASKED)
+    assert not here.exchange._asked
+
+
+async def test_one_who_goes_away_while_waiting_leaves_nothing_behind(redis_url: str) -> None:
+    here = Router(redis_url)
+    async with running(here):
+        asked = asyncio.create_task(here.exchange.ask("acme", "req-1"))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert not here.exchange._asked
+
+
+async def test_without_redis_each_has_its_own_and_afterwards_they_ask_again() -> None:
+    server = RedisServer()
+    server.start()
+    try:
+        here, there = Router(server.url), Router(server.url)
+        here.stories["acme", "mine"] = there.stories["acme", "req-1"] = STORY
+        async with running(here, there):
+            server.kill()
+            before = time.monotonic()
+            assert await here.exchange.ask("acme", "mine") == STORY
+            while here.exchange.statistics().num_failed == 0:
+                assert await here.exchange.ask("acme", "req-1") is None
+            assert time.monotonic() - before < 30
+            server.start()
+            while await here.exchange.ask("acme", "req-1") is None:
+                pass
+    finally:
+        server.kill()
