@@ -56,5 +56,7 @@ def with_path_fields(body: bytes, asked: ModelMethod) -> bytes:
     if stripped[:1] != b"{" or stripped[-1:] != b"}":
         return body
     fields = encode_json({"model": asked.model, "stream": asked.method == STREAM})[1:]
-    inner = stripped[1:-1]
-    return b"{%b,%b" % (inner, fields) if inner.strip() else b"{" + fields
+    may_be_empty = stripped[1:2] == b"}" or stripped[1:2].isspace()  # large bodies are copied once
+    if may_be_empty and not stripped[1:-1].strip():
+        return b"{" + fields
+    return b"".join((memoryview(stripped)[:-1], b",", fields))
