@@ -33,6 +33,7 @@ TOKEN_BYTES = 2560
 CHUNK_BYTES = 4096 + CHUNK_TOKENS * TOKEN_BYTES
 LONG_TOKENS = 1500
 BATCH = 10
+SMALL_BATCH = 4
 LARGE_BATCH = 50
 """Where what is done to all of them takes long."""
 LEASE_SECONDS = 2
@@ -193,22 +194,24 @@ def lease_broken_elsewhere(asker: Asker, cause: str, each: int) -> Said:
 
 
 def lost_in_transfer(asker: Asker, cause: str, each: int) -> Said:
-    """What has gone from device and host memory is on disk alone; then its file is taken away."""
+    """What has gone from device and host memory is on disk alone; then its file is taken away. A batch and
+    what was asked for again before it find room in host memory together, and nothing waits for the disk."""
     folder = asker.stack.run_directory / "kv"
 
-    def num_files() -> int:
-        return sum(1 for _ in folder.rglob("*.kv"))
+    def wait_for_the_disk() -> None:
+        before = -1
+        while (num_files := sum(1 for _ in folder.rglob("*.kv"))) != before:
+            before = num_files
+            time.sleep(1.0)
 
     def lose() -> None:
-        before = -1
-        while num_files() != before:  # the disk, which has nothing else to do, takes what is new
-            before = num_files()
-            time.sleep(1.0)
+        wait_for_the_disk()
         asker.push_out(14_000)
+        wait_for_the_disk()
         for path in folder.rglob("*.kv"):
             path.unlink()
 
-    return in_batches(asker, cause, each, lose)
+    return in_batches(asker, cause, each, lose, SMALL_BATCH)
 
 
 def other_salt(asker: Asker, cause: str, each: int) -> Said:
