@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--url",
-        help="the router that served it (default: that of the cluster that runs here); a key is taken from "
-        f"{KEY_VARIABLE}",
+        help=f"a router (default: that of the cluster that runs here); a key is taken from {KEY_VARIABLE}",
     )
     parser.add_argument("--json", action="store_true", help="print the router's answer as JSON")
 
