@@ -82,6 +82,7 @@ class Placement:
         self._asking: Asking | None = None
         """As what it was held or let go."""
         self.charge: Charge | None = None
+        self._has_given_up = False
 
     def seconds_to_wait(self) -> float:
         """0 if a try is worth while now."""
@@ -237,6 +238,8 @@ class Placement:
         else:
             self._state.budget.add_request()
         self.num_attempts += 1
+        if self.charge is not None:
+            self.charge.goes(self._state.clock())
 
     def failed(self, replica_id: ReplicaId, code: RefusalCode, *, is_death: bool) -> None:
         self.patience.failed(replica_id, code, self._state.clock(), self._state.rng.random())
@@ -253,9 +256,11 @@ class Placement:
         self._leave_line()
         self._withdraw()
         if self.charge is not None:
-            self.charge.close()
+            self.charge.close(None if self._has_given_up else self._state.clock())
 
     def give_up(self, *, is_visible: bool) -> RouterError:
+        """What the client is told; its tenant pays for no prompt of which nothing came."""
+        self._has_given_up = True
         generation, state, failure = self._generation, self._state, self.patience.failure
         model = generation.model if generation.adapter is None else generation.adapter.name
         if is_visible:

@@ -113,13 +113,16 @@ class Holding:
 
     def charge(self, asking: Asking, routed: RoutedRequest, held: Held | None) -> Charge:
         """What it has been charged as it went: one that was `held` what was expected of it when it came."""
-        num_tokens = asking.request.num_tokens
-        work = prompt_work(num_tokens, routed.decision.overlap_tokens) if held is None else held.work
+        num_tokens, replica_id = asking.request.num_tokens, routed.decision.replica_id
+        num_cached = routed.decision.overlap_tokens
+        prompt_seconds = self._room.prompt_seconds(replica_id, asking.request, num_tokens - num_cached)
         return Charge(
             self._fleet(asking.model).queue.counters,
             asking.tenant,
             num_tokens=num_tokens,
-            work=work,
+            work=prompt_work(num_tokens, num_cached) if held is None else held.work,
+            wait_seconds=max(0.0, self._room.wait_seconds(replica_id) - prompt_seconds),
+            prompt_seconds=prompt_seconds,
         )
 
     def withdraw(self, held: Held) -> None:

@@ -9,6 +9,9 @@ from router.queue.counters import VirtualCounters
 CACHED_TOKEN = 0.05
 OUTPUT_TOKEN = 2.0
 
+LEAST_SECONDS = 1e-3
+"""That a prompt takes, where nothing says more."""
+
 
 def prompt_work(num_tokens: int, num_cached_tokens: int) -> float:
     return num_tokens - num_cached_tokens + CACHED_TOKEN * num_cached_tokens
@@ -17,17 +20,39 @@ def prompt_work(num_tokens: int, num_cached_tokens: int) -> float:
 class Charge:
     """What one request has been charged for its prompt; what is decoded is charged as it comes.
 
-    A request that nothing was computed for gets it back.
+    One that ends before its first token gets back what was not computed by then, as far as a router can tell:
+    its replica has `wait_seconds` of other prompts before it, and needs `prompt_seconds` for this one. Who
+    takes their requests back in time pays for what they have taken all the same.
     """
 
-    __slots__ = ("_counters", "_has_begun", "_num_tokens", "_tenant", "_work")
+    __slots__ = (
+        *("_begins_at", "_counters", "_has_begun", "_num_tokens", "_prompt_seconds", "_tenant"),
+        *("_wait_seconds", "_work"),
+    )
 
-    def __init__(self, counters: VirtualCounters, tenant: str, *, num_tokens: int, work: float) -> None:
+    def __init__(
+        self,
+        counters: VirtualCounters,
+        tenant: str,
+        *,
+        num_tokens: int,
+        work: float,
+        wait_seconds: float = 0.0,
+        prompt_seconds: float = 0.0,
+    ) -> None:
         self._counters = counters
         self._tenant = tenant
         self._num_tokens = num_tokens
         self._work = work
+        self._wait_seconds = wait_seconds
+        self._prompt_seconds = prompt_seconds
+        self._begins_at: float | None = None
         self._has_begun = False
+
+    def goes(self, now: float) -> None:
+        """Its replica has been asked, which counts once."""
+        if self._begins_at is None:
+            self._begins_at = now + self._wait_seconds
 
     def begins(self, num_cached_tokens: int) -> None:
         """Its prompt has been computed, and so much of it was found in cache."""
@@ -43,8 +68,14 @@ class Charge:
     def produces(self, num_tokens: int) -> None:
         self._counters.charge(self._tenant, OUTPUT_TOKEN * num_tokens)
 
-    def close(self) -> None:
-        """It has ended, whatever the reason. Closing it twice gives nothing back twice."""
+    def close(self, now: float | None = None) -> None:
+        """It has ended, whatever the reason; without `now`, nothing was computed for it. Closing it twice
+        gives nothing back twice."""
         if not self._has_begun:
             self._has_begun = True
-            self._counters.give_back(self._tenant, self._work)
+            self._counters.give_back(self._tenant, self._work * (1.0 - self._part_computed(now)))
+
+    def _part_computed(self, now: float | None) -> float:
+        if now is None or self._begins_at is None or now <= self._begins_at:
+            return 0.0
+        return min(1.0, (now - self._begins_at) / max(self._prompt_seconds, LEAST_SECONDS))

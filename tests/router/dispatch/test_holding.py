@@ -10,7 +10,7 @@ from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import ReplicaId
 from router.dispatch.retries import RetryPolicy
 from router.dispatch.waiting_room import WaitingRoom
-from router.errors import Overloaded, TooLate
+from router.errors import Overloaded, RouterError, TooLate
 from router.generation import Generation
 from router.queue.fair_queue import FairQueue
 from router.queue.held import QueueRules
@@ -111,18 +111,23 @@ async def test_whoever_leaves_while_held_leaves_nothing_behind(fleet: Dispatched
     await asyncio.gather(*tasks)
 
 
-async def test_whoever_leaves_before_anything_was_computed_gets_its_share_back(
+async def test_whoever_leaves_before_much_was_computed_gets_its_share_back(
     fleet: DispatchedFleet,
 ) -> None:
     holding = use(fleet)
-    await fleet.add("slow", holding=True)
+    replica = await fleet.add("slow", holding=True)
+    replica.script.load = LoadSnapshot(prefill_seconds_per_token=100.0)
+    others = await begin(fleet, [of("first")])
+    await eventually(lambda: fleet.table.load(replica.replica_id).prefill_seconds_per_token == 100.0)
     (task,) = await begin(fleet, [of("red")])
-    await eventually(lambda: fleet.replicas[ReplicaId("slow")].num_live == 1)
+    await eventually(lambda: replica.num_live == 2)
     counters = holding._fleet("toy").queue.counters
     assert counters.counter_of_waiting("red") > 0
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert counters.counter_of_waiting("red") == 0
+    assert counters.counter_of_waiting("red") < 0.1
+    replica.script.holding = False
+    await asyncio.gather(*others)
 
 
 async def test_what_was_decoded_is_charged(fleet: DispatchedFleet) -> None:
@@ -227,7 +232,7 @@ async def test_with_room_nothing_is_held(fleet: DispatchedFleet) -> None:
     assert holding.counts.num_held == 0 and holding.counts.num_passed == 20
 
 
-async def test_one_whose_time_is_over_at_its_replica_is_stopped_there_and_gets_its_share_back(
+async def test_one_whose_time_is_over_at_its_replica_is_stopped_there_and_pays_for_what_that_did(
     fleet: DispatchedFleet,
 ) -> None:
     holding = use(fleet)
@@ -235,14 +240,28 @@ async def test_one_whose_time_is_over_at_its_replica_is_stopped_there_and_gets_i
     counters = holding._fleet("toy").queue.counters
     asking = asyncio.create_task(generate(fleet, of("red", timeout_seconds=0.3)))
     await eventually(lambda: replica.num_live == 1)
-    assert counters.counter_of_waiting("red") > 0
+    charged = counters.counter_of_waiting("red")
+    assert charged > 0
     with pytest.raises(TooLate):
         await asking
     await eventually(lambda: replica.num_live == 0)
-    assert replica.num_aborts == 1 and counters.counter_of_waiting("red") == 0
+    assert replica.num_aborts == 1 and counters.counter_of_waiting("red") == charged
     statistics = fleet.dispatcher.statistics()
     assert statistics.num_running == 0 and statistics.num_late == 1
     assert fleet.table.load(ReplicaId("slow")).num_requests == 0
+
+
+async def test_a_prompt_whose_replica_is_lost_costs_its_tenant_nothing(fleet: DispatchedFleet) -> None:
+    holding = use(fleet)
+    replica = await fleet.add("slow", holding=True)
+    counters = holding._fleet("toy").queue.counters
+    asking = asyncio.create_task(generate(fleet, of("red")))
+    await eventually(lambda: replica.num_live == 1)
+    assert counters.counter_of_waiting("red") > 0
+    await replica.kill()
+    with pytest.raises(RouterError):
+        await asking
+    assert counters.counter_of_waiting("red") == 0
 
 
 async def test_a_tenants_slo_is_a_deadline_too(fleet: DispatchedFleet) -> None:

@@ -1,5 +1,6 @@
 """Tests of what a request counts for, and of what is given back."""
 
+import pytest
 from hypothesis import given, strategies
 
 from router.queue.counters import VirtualCounters
@@ -27,11 +28,46 @@ def test_a_request_counts_for_what_was_found_and_decoded(
     assert abs(counters.counter("red") - whole / 2.0) < 1e-6
 
 
-def test_what_nothing_was_computed_for_counts_for_nothing() -> None:
-    counters = VirtualCounters()
+def charged(counters: VirtualCounters, *, wait_seconds: float = 0.0, prompt_seconds: float = 0.0) -> Charge:
+    """For a prompt of 40 tokens, beside 100 of another request."""
     counters.passes("red", 1.0, 100.0)
     counters.passes("red", 1.0, 40.0)
-    charge = Charge(counters, "red", num_tokens=40, work=40.0)
-    charge.close()
-    charge.close()
+    return Charge(
+        counters,
+        "red",
+        num_tokens=40,
+        work=40.0,
+        wait_seconds=wait_seconds,
+        prompt_seconds=prompt_seconds,
+    )
+
+
+@pytest.mark.parametrize(("has_gone", "ends_at"), [(False, None), (True, None), (False, 1e6), (True, 12.0)])
+def test_what_nothing_was_computed_for_counts_for_nothing(has_gone: bool, ends_at: float | None) -> None:
+    """Its replica was not asked, or failed, or had others before it until its end."""
+    counters = VirtualCounters()
+    charge = charged(counters, wait_seconds=2.0, prompt_seconds=4.0)
+    if has_gone:
+        charge.goes(10.0)
+    charge.close(ends_at)
+    charge.close(1e6)
     assert counters.counter_of_waiting("red") == 100.0
+
+
+@pytest.mark.parametrize(("ends_at", "computed"), [(12.5, 5.0), (15.0, 30.0), (16.0, 40.0), (99.0, 40.0)])
+def test_who_takes_a_request_back_pays_for_what_was_computed_by_then(ends_at: float, computed: float) -> None:
+    counters = VirtualCounters()
+    charge = charged(counters, wait_seconds=2.0, prompt_seconds=4.0)
+    charge.goes(10.0)
+    charge.goes(14.0)  # another attempt's
+    charge.close(ends_at)
+    charge.close()
+    assert counters.counter_of_waiting("red") == 100.0 + computed
+
+
+def test_of_a_replica_whose_speed_nobody_knows_a_prompt_counts_once_it_has_begun() -> None:
+    counters = VirtualCounters()
+    charge = charged(counters)
+    charge.goes(10.0)
+    charge.close(10.1)
+    assert counters.counter_of_waiting("red") == 140.0
