@@ -33,7 +33,6 @@ TOKEN_BYTES = 2560
 CHUNK_BYTES = 4096 + CHUNK_TOKENS * TOKEN_BYTES
 LONG_TOKENS = 1500
 BATCH = 10
-SMALL_BATCH = 4
 LARGE_BATCH = 50
 """Where what is done to all of them takes long."""
 LEASE_SECONDS = 2
@@ -194,14 +193,14 @@ def lease_broken_elsewhere(asker: Asker, cause: str, each: int) -> Said:
 
 
 def lost_in_transfer(asker: Asker, cause: str, each: int) -> Said:
-    """What has gone from device and host memory is on disk alone; then its file is taken away. A batch and
-    what was asked for again before it find room in host memory together, and nothing waits for the disk."""
+    """What has gone from device and host memory is on disk alone; then its file is taken away."""
     folder = asker.stack.run_directory / "kv"
 
     def wait_for_the_disk() -> None:
-        before = -1
-        while (num_files := sum(1 for _ in folder.rglob("*.kv"))) != before:
-            before = num_files
+        """It has nothing else to do, so it takes what is new."""
+        before = None
+        while (names := {path.name for path in folder.rglob("*.kv")}) != before:
+            before = names
             time.sleep(1.0)
 
     def lose() -> None:
@@ -211,7 +210,7 @@ def lost_in_transfer(asker: Asker, cause: str, each: int) -> Said:
         for path in folder.rglob("*.kv"):
             path.unlink()
 
-    return in_batches(asker, cause, each, lose, SMALL_BATCH)
+    return in_batches(asker, cause, each, lose)
 
 
 def other_salt(asker: Asker, cause: str, each: int) -> Said:
@@ -300,7 +299,7 @@ SCENES: Mapping[str, Scene] = {
         IN_TURNS,
         "lease_broken",
     ),
-    "lost_in_transfer": Scene(lost_in_transfer, {**SMALL, **LEASING, "disk_kv_bytes": 2000 * CHUNK_BYTES}),
+    "lost_in_transfer": Scene(lost_in_transfer, {**SMALL, **LEASING, "disk_kv_bytes": 20_000 * CHUNK_BYTES}),
     "other_salt": Scene(other_salt, LARGE, cause="other_namespace"),
     "other_model": Scene(other_model, LARGE, 2, cause="other_namespace"),
     "other_template": Scene(other_template, LARGE, cause="other_namespace"),
