@@ -225,9 +225,9 @@ async def test_a_tenant_is_charged_once_however_often_an_image_is_not_taken(flee
     with pytest.MonkeyPatch.context() as patch:
         close = Charge.close
 
-        def counted(self: Charge) -> None:
+        def counted(self: Charge, now: float | None = None) -> None:
             closed.append(self)
-            close(self)
+            close(self, now)
 
         patch.setattr(Charge, "close", counted)
         with pytest.raises(Overloaded):
