@@ -7,6 +7,7 @@ Nothing is sent while nobody asks, and no request of a client's but that for a s
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ LOOK_SECONDS = 0.02
 """Between two looks at one's own memory: a story is there a moment after its answer has ended."""
 ASK_AGAIN_SECONDS = 0.2
 """After which a router that knew nothing of an id looks once more."""
-MAX_ASKED = 8
+MAX_ASKED = 64
+MAX_ASKED_OF_TENANT = 4
 """Questions that wait at once; beyond, only one's own memory is asked."""
 MAX_TELLING = 256
 """Questions of others that are looked up and answered at once; more are passed over."""
@@ -80,6 +82,7 @@ class StoryExchange:
             once_back="routers can ask each other again for explanations",
         )
         self._asked: dict[bytes, asyncio.Future[Story]] = {}
+        self._num_asked_of: Counter[str] = Counter()
         self._telling: set[asyncio.Task[None]] = set()
         self._num_answered = self._num_unanswered = self._num_not_asked = 0
         self._num_told = self._num_wrong = 0
@@ -109,15 +112,17 @@ class StoryExchange:
         story = self._find(tenant, prompt_id)
         if story is not None:
             return story
-        if len(self._asked) >= MAX_ASKED:
+        if len(self._asked) >= MAX_ASKED or self._num_asked_of[tenant] >= MAX_ASKED_OF_TENANT:
             self._num_not_asked += 1
             return None
         number = secrets.token_bytes(16)
         self._asked[number] = asyncio.get_running_loop().create_future()
+        self._num_asked_of[tenant] += 1
         try:
             story = await self._answer(Question(number, tenant, prompt_id), self._asked[number])
         finally:
             del self._asked[number]
+            self._num_asked_of -= Counter((tenant,))  # and no name stays that has none
         if story is None:
             self._num_unanswered += 1
         else:

@@ -14,7 +14,13 @@ from router.caches.sealing import CacheSeal
 from router.explain.story import Earlier, PromptStory, Story
 from router.siblings import story_exchange
 from router.siblings.news_stream import FIELD
-from router.siblings.story_exchange import MAX_ASKED, MAX_STORY_BYTES, STREAM, StoryExchange
+from router.siblings.story_exchange import (
+    MAX_ASKED,
+    MAX_ASKED_OF_TENANT,
+    MAX_STORY_BYTES,
+    STREAM,
+    StoryExchange,
+)
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"s" * 32)
@@ -160,17 +166,22 @@ async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
         assert here.exchange.statistics().num_wrong == 1
 
 
-async def test_only_so_many_questions_wait_at_once(redis_url: str) -> None:
+async def test_only_so_many_questions_wait_at_once_in_all_and_for_each_tenant(redis_url: str) -> None:
     here = Router(redis_url)
     here.stories["acme", "mine"] = STORY
+    num_tenants = MAX_ASKED // MAX_ASKED_OF_TENANT + 1
     async with running(here):
-        asked = [asyncio.create_task(here.exchange.ask("acme", str(n))) for n in range(3 * MAX_ASKED)]
+        asked = [
+            asyncio.create_task(here.exchange.ask(f"tenant-{tenant}", str(number)))
+            for tenant in range(num_tenants)
+            for number in range(2 * MAX_ASKED_OF_TENANT)
+        ]
         await asyncio.sleep(0.05)
         assert await here.exchange.ask("acme", "mine") == STORY
+        assert here.exchange.statistics().num_not_asked == len(asked) - MAX_ASKED
         assert await asyncio.gather(*asked) == [None] * len(asked)
-    statistics = here.exchange.statistics()
-    assert (statistics.num_unanswered, statistics.num_not_asked) == (MAX_ASKED, 2 * MAX_ASKED)
-    assert not here.exchange._asked
+    assert here.exchange.statistics().num_unanswered == MAX_ASKED
+    assert not here.exchange._asked and not here.exchange._num_asked_of
 
 
 async def test_one_who_goes_away_while_waiting_leaves_nothing_behind(redis_url: str) -> None:
