@@ -17,6 +17,7 @@ TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 """What a client may call its image. The bytes decide what it is."""
 
 _SHOWN_CHARACTERS = 40
+_SPACES = b" \t\n\f\r"
 
 
 class Images:
@@ -56,7 +57,7 @@ class Images:
                 f"An image has at most {MAX_MEDIA_BYTES:,} bytes; '{path}' has more.", parameter=path
             )
         try:
-            content = binascii.a2b_base64(data, strict_mode=True)
+            content = _decoded(data)
         except ValueError as error:
             raise InvalidRequest(f"'{path}' is no valid base64.", parameter=path) from error
         if len(content) > MAX_MEDIA_BYTES:
@@ -71,6 +72,19 @@ class Images:
         self.images.append(SentImage(content, digest, size.format, size.width, size.height, path))
         # By the digest, conversations and outlines tell images apart; no template writes it.
         return {"type": "image", "digest": digest.hex()}
+
+
+def _decoded(data: str) -> bytes:
+    """Raises ValueError. Many programs break base64 into lines; that is taken as it is in URLs (WHATWG, Infra
+    Standard, forgiving-base64)."""
+    try:
+        return binascii.a2b_base64(data, strict_mode=True)
+    except ValueError:
+        encoded = data.encode()
+        joined = encoded.translate(None, _SPACES)
+        if len(joined) == len(encoded):
+            raise
+        return binascii.a2b_base64(joined, strict_mode=True)
 
 
 def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:

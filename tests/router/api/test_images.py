@@ -231,7 +231,9 @@ def test_images_stand_in_questions_and_results_only(role: str) -> None:
         "data:image/png;base64,AAAA",
         "data:image/png;base64," + coded(RED)[:-1],
         "data:image/png;base64," + coded(RED) + "=",
-        "data:image/png;base64,\n" + coded(RED),
+        "data:image/png;base64,\v" + coded(RED),
+        "data:image/png;base64,\n" + coded(RED)[:-1],
+        "data:image/png;base64,ü" + coded(RED),
         "data:image/png;base64," + coded(RED[:20]),
         "data:image/png;base64," + coded(b"<svg></svg>"),
         "",
@@ -242,6 +244,19 @@ def test_what_is_no_image_in_its_body_is_refused_by_its_path(url: str) -> None:
         by_openai("x", openai_part(RED, url=url))
     assert refused.value.parameter == "messages[0].content[1].image_url"
     assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " ", "\t\f"])
+def test_base64_may_be_broken_into_lines(end: str) -> None:
+    lines = end + "".join(coded(RED)[at : at + 76] + end for at in range(0, len(coded(RED)), 76))
+    (sent,) = by_openai(openai_part(RED)).images
+    for asked in (
+        by_openai(openai_part(RED, url=f"data:image/png;base64,{lines}")),
+        by_anthropic(anthropic_part(RED, data=lines)),
+        by_gemini(gemini_part(RED, data=lines)),
+    ):
+        (image,) = asked.images
+        assert (image.content, image.digest) == (RED, sent.digest)
 
 
 @pytest.mark.parametrize("value", [None, 5, [], {"url": None}, {"url": 5}, {}])
