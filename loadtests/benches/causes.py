@@ -177,12 +177,13 @@ def expired_elsewhere(asker: Asker, cause: str, each: int) -> Said:
 
 
 def lease_broken(asker: Asker, cause: str, each: int, *, is_elsewhere: bool = False) -> Said:
-    """All of host memory is leased: what a long prompt needs at once, it can only take from that."""
+    """All of host memory is leased: what a longer prompt needs at once, it can only take from that."""
     return in_batches(
         asker,
         cause,
         each,
         lambda: asker.push_out(16_000 if is_elsewhere else 8000, 1900),
+        BATCH if is_elsewhere else BATCH // 2,
         is_elsewhere=is_elsewhere,
         prompt_cache_options={"ttl": "5m"},
     )
@@ -289,7 +290,7 @@ SCENES: Mapping[str, Scene] = {
     "held_elsewhere": Scene(held_elsewhere, LARGE, 2, IN_TURNS),
     "spilled": Scene(spilled, LARGE, 2, cause="held_elsewhere"),
     "expired": Scene(expired, {**SMALL, **LEASING}),
-    "lease_broken": Scene(lease_broken, {**SMALL, **LEASING, "host_kv_bytes": 60 * CHUNK_BYTES}),
+    "lease_broken": Scene(lease_broken, {**SMALL, **LEASING, "host_kv_bytes": 30 * CHUNK_BYTES}),
     "evicted_elsewhere": Scene(evicted_elsewhere, SMALL, 2, IN_TURNS, "evicted"),
     "expired_elsewhere": Scene(expired_elsewhere, {**SMALL, **LEASING}, 2, IN_TURNS, "expired"),
     "lease_broken_elsewhere": Scene(
