@@ -36,6 +36,7 @@ MAX_CANDIDATES = 4
 MAX_VOTES = 48
 """How many of a prompt's pieces are looked up."""
 LEAST_SHARED = 2
+MOST_BLOCKS = 4
 SHORT_BYTES = 512
 """Of marks that are compared as one number, which is quicker than to have numpy do it."""
 
@@ -405,16 +406,18 @@ def _judged(found: Nearest, units: bytes) -> Nearest:
 
 
 def _is_nearer(found: Nearest, best: Nearest, block_size: int) -> bool:
-    """Under one root the longer beginning is nearer, if by a block or more; otherwise what shares clearly
-    more pieces. Unrelated prompts have some tokens in common, by the template and by chance."""
+    """Under one root the longer beginning is nearer, but for what shares clearly more pieces: each is worth a
+    block, up to `MOST_BLOCKS`. Unrelated prompts have some tokens in common, by the template and by chance.
+    """
     if found.num_common_tokens is None:
         return found.num_shared >= best.num_shared + LEAST_SHARED and (best.num_common_tokens or 0) < (
             block_size if best.num_shared else found.num_shared * block_size
         )
     if best.num_common_tokens is None:
         return found.num_common_tokens >= block_size or found.num_shared >= best.num_shared
-    is_about_as_long = abs(found.num_common_tokens - best.num_common_tokens) < block_size
-    if is_about_as_long and abs(found.num_shared - best.num_shared) >= LEAST_SHARED:
+    more_pieces = abs(found.num_shared - best.num_shared)
+    worth = block_size * min(more_pieces, MOST_BLOCKS)
+    if more_pieces >= LEAST_SHARED and abs(found.num_common_tokens - best.num_common_tokens) < worth:
         return found.num_shared > best.num_shared
     return _rank(found) > _rank(best)
 

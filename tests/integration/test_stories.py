@@ -79,7 +79,8 @@ def is_named(prompt: BrokenPrompt, place: dict[str, Any]) -> bool:
 def wrong_in(stack: LocalStack, prompt: BrokenPrompt) -> str:
     """What a router says wrongly of a prompt that was broken, after the one before it; empty if it is right.
 
-    Where a whole tool has changed, it may have more of another conversation that begins alike.
+    Where a whole tool has changed, it may have more of another conversation that begins alike, which may have
+    been evicted since.
     """
     first = sent(stack, prompt.dialect, prompt.before)
     explained(stack, first.json()["id"], with_place=False)
@@ -98,7 +99,7 @@ def wrong_in(stack: LocalStack, prompt: BrokenPrompt) -> str:
         and num_cached + sum(span["end"] - span["start"] for span in spans) == num_tokens,
         "cause": changed is not None and 0 <= changed - unchanged <= BLOCK_SIZE,
         "what came before": all(
-            span["cause"] == "held_elsewhere" and span["replica"] != story["replica"]
+            span["cause"] == ("evicted" if span["replica"] == story["replica"] else "held_elsewhere")
             for span in spans
             if changed is None or span["start"] < changed
         ),

@@ -104,9 +104,6 @@ def test_some_tokens_more_in_common_by_chance_do_not_outweigh_the_pieces_of_a_co
     asked = facts([1, 1, 1, 1, 1, 4, 5, 5], texts=mine)
     found = memory.nearest(asked)
     assert found is not None and (found.prompt.ids, found.num_common_tokens) == (("mine",), 3)
-    memory.remember(facts([1, 1, 1, 1, 1, 4, 5, 7], texts=others), ("longer",), 3.0)
-    found = memory.nearest(asked)
-    assert found is not None and found.prompt.ids == ("longer",)
 
 
 def test_who_chooses_a_salt_is_found_only_by_those_who_may_look_across_salts() -> None:
@@ -140,6 +137,30 @@ def test_memory_is_bounded_and_a_tenant_keeps_its_part_beside_one_that_floods() 
     assert memory.find("big", "big-0") is None
     assert memory.find("big", "big-1999") is not None
     assert memory.num_forgotten > 1000
+
+
+@pytest.mark.parametrize(
+    ("num_more_tokens", "num_more_pieces", "is_own"),
+    [
+        *[(0, 2, True), (7, 2, True), (8, 2, False), (11, 3, True), (12, 3, False)],
+        *[(15, 4, True), (16, 4, False), (15, 9, True), (16, 9, False), (1, 1, False)],
+    ],
+)
+def test_the_same_conversation_is_nearer_than_an_unrelated_one_with_a_little_more_at_its_beginning(
+    num_more_tokens: int, num_more_pieces: int, is_own: bool
+) -> None:
+    """A piece is worth a block, from two on and up to four."""
+    memory = RememberedPrompts(PLENTY, KEY)
+    asked = list(range(100, 140))
+    pieces = tuple(f"piece {number}" for number in range(num_more_pieces))
+    for name, num_common, texts in (
+        ("own", 20, ("before", *pieces)),
+        ("unrelated", 20 + num_more_tokens, ("something", "else")),
+    ):
+        token_ids = [*asked[:num_common], *[7] * (40 - num_common)]
+        memory.remember(facts(token_ids, texts=texts), (name,), 1.0)
+    found = memory.nearest(facts(asked, texts=("now", *pieces)))
+    assert found is not None and found.prompt.ids == (("own",) if is_own else ("unrelated",))
 
 
 def test_all_is_given_back_when_a_tenant_is_forgotten() -> None:
