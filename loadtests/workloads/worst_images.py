@@ -82,6 +82,10 @@ def _repeated(piece: bytes, num_bytes: int) -> bytes:
     return piece * (num_bytes // len(piece))
 
 
+_SCAN = b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x02"
+"""The head of a refinement: a decoder goes through the whole picture for each."""
+
+
 def _jpeg(segments: bytes, end: bytes = b"") -> bytes:
     """ITU-T T.81, annex B: what stands between the start and the frame's size."""
     height_and_width = SIDES[1].to_bytes(2, "big") + SIDES[0].to_bytes(2, "big")
@@ -106,6 +110,9 @@ IMAGES: Mapping[str, Content] = {
     "PNG: noise": png_of_noise,
     "PNG: a bomb": png_bomb,
     "PNG: a header that lies": lambda size: png(16, 16, (b"IDAT", zlib.compress(bytes(64 * size), 1))),
+    "PNG: two headers": lambda size: png(
+        *SIDES, (b"IHDR", bytes(13)), (b"IDAT", bytes(size)), (b"IEND", b"")
+    ),
     "PNG: tiny chunks": lambda size: png(*SIDES, *[(b"tEXt", b"")] * (size // 12)),
     "PNG: cut off": lambda size: png_of_noise(size)[: size // 2],
     "PNG: something else behind it": lambda size: (
@@ -116,6 +123,7 @@ IMAGES: Mapping[str, Content] = {
     "JPEG: restart markers": lambda size: _jpeg(_repeated(b"\xff\xd0", size)),
     "JPEG: empty comments": lambda size: _jpeg(_repeated(b"\xff\xfe\x00\x02", size)),
     "JPEG: EXIF of tags": lambda size: _jpeg(_exif(min(size, 60_000)), bytes(max(0, size - 60_000))),
+    "JPEG: scans": lambda size: _jpeg(b"", _repeated(_SCAN, size)),
     "JPEG: no frame": lambda size: b"\xff\xd8" + _repeated(b"\xff\xfe\xff\xff" + bytes(65_533), size),
     "GIF: tiny sub-blocks": lambda size: _gif(b"\x21\xfe" + _repeated(b"\1a", size) + b"\0"),
     "GIF: empty comments": lambda size: _gif(_repeated(b"\x21\xfe\0", size)),

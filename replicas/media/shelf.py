@@ -32,6 +32,7 @@ class MediaShelf(Generic[Content]):
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, _Kept[Content]] = OrderedDict()
         self._num_bytes = 0
+        self._num_held_bytes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -52,12 +53,16 @@ class MediaShelf(Generic[Content]):
         self._kept.move_to_end(content_hash)
         return True
 
+    def can_ever_hold(self, item: MediaItem[Content]) -> bool:
+        return item.num_bytes <= self._max_bytes
+
     def put(self, content_hash: bytes, item: MediaItem[Content]) -> bool:
-        """False if what is held leaves no room for it."""
+        """False if what is held leaves no room for it; then nothing is forgotten for it."""
         if self.has(content_hash):
             return True
-        if not self._make_room(item.num_bytes):
+        if self._num_held_bytes + item.num_bytes > self._max_bytes:
             return False
+        self._forget_until(self._max_bytes - item.num_bytes)
         self._kept[content_hash] = _Kept(item)
         self._num_bytes += item.num_bytes
         return True
@@ -70,6 +75,8 @@ class MediaShelf(Generic[Content]):
         items = []
         for content_hash in wanted:
             kept = self._kept[content_hash]
+            if not kept.num_holders:
+                self._num_held_bytes += kept.item.num_bytes
             kept.num_holders += 1
             self._kept.move_to_end(content_hash)
             items.append(kept.item)
@@ -78,18 +85,20 @@ class MediaShelf(Generic[Content]):
     def release(self, hashes: Iterable[bytes]) -> None:
         """As often as they were held."""
         for content_hash in hashes:
-            self._kept[content_hash].num_holders -= 1
+            kept = self._kept[content_hash]
+            kept.num_holders -= 1
+            if not kept.num_holders:
+                self._num_held_bytes -= kept.item.num_bytes
 
     def clear(self) -> None:
         """Forget what no request holds."""
-        self._make_room(self._max_bytes)
+        self._forget_until(0)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Forget the oldest that nobody holds, until so many more fit. False if they do not."""
+    def _forget_until(self, num_bytes: int) -> None:
+        """The oldest that nobody holds, until no more than so many are left."""
         for content_hash, kept in list(self._kept.items()):
-            if self._num_bytes + num_bytes <= self._max_bytes:
-                return True
+            if self._num_bytes <= num_bytes:
+                return
             if not kept.num_holders:
                 del self._kept[content_hash]
                 self._num_bytes -= kept.item.num_bytes
-        return self._num_bytes + num_bytes <= self._max_bytes

@@ -12,13 +12,14 @@ from typing import Generic, TypeVar
 
 from replicas.media.shelf import MediaItem, MediaShelf
 from replicas.protocol.images import ImageError, media_hash
-from replicas.protocol.media import MediaAnswer, MediaQuestion
+from replicas.protocol.media import MAX_MEDIA_SECONDS, MediaAnswer, MediaQuestion
 
 logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
 
 BROKEN_IMAGE = "the image cannot be read"
+TOO_LARGE = "the image takes more memory than there is for images"
 
 
 class MediaStore(Generic[Content]):
@@ -28,7 +29,8 @@ class MediaStore(Generic[Content]):
     def __init__(self, read: Callable[[bytes], MediaItem[Content]], max_bytes: int) -> None:
         self._read = read
         self._shelf: MediaShelf[Content] = MediaShelf(max_bytes)
-        self._questions: deque[MediaQuestion] = deque()
+        self._questions: deque[tuple[MediaQuestion, float]] = deque()
+        """With when they came."""
         self._answers: list[MediaAnswer] = []
         self._num_unanswered = 0
         self._is_closed = False
@@ -51,7 +53,7 @@ class MediaStore(Generic[Content]):
 
     def put(self, question: MediaQuestion) -> None:
         with self._changed:
-            self._questions.append(question)
+            self._questions.append((question, time.monotonic()))
             self._num_unanswered += 1
             self._changed.notify_all()
 
@@ -92,14 +94,16 @@ class MediaStore(Generic[Content]):
                 self._changed.wait_for(lambda: self._is_closed or bool(self._questions))
                 if self._is_closed:
                     return
-                question = self._questions.popleft()
-            answer = self._answer(question)
+                question, asked_at = self._questions.popleft()
+            answer = self._answer(question, asked_at)
             with self._changed:
                 self._answers.append(answer)
                 self._changed.notify_all()
 
-    def _answer(self, question: MediaQuestion) -> MediaAnswer:
+    def _answer(self, question: MediaQuestion, asked_at: float) -> MediaAnswer:
         started = time.monotonic()
+        if started - asked_at > MAX_MEDIA_SECONDS:  # whoever asked has gone
+            return MediaAnswer(question.number, is_full=True)
         content_hash = media_hash(question.root, question.content)
         with self._changed:
             if self._shelf.has(content_hash):
@@ -111,6 +115,8 @@ class MediaStore(Generic[Content]):
         except Exception:  # a decoder's own words may tell of this process's memory
             logger.exception("an image cannot be read")
             return MediaAnswer(question.number, problem=BROKEN_IMAGE)
+        if not self._shelf.can_ever_hold(item):
+            return MediaAnswer(question.number, problem=TOO_LARGE)
         with self._changed:
             is_full = not self._shelf.put(content_hash, item)
         if is_full:

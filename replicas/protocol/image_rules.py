@@ -21,6 +21,8 @@ from replicas.protocol.images import ImageError, ImageSize
 
 MIN_SIDE = 2
 MAX_PIXELS = 7680 * 4320
+MAX_SIDE = 65_535
+"""Of any image, which is a JPEG's most: to scale a strip of millions of pixels takes seconds."""
 MAX_IMAGE_TOKENS = 1 << 16
 """Of one image. The largest that a model of these kinds has by default is 16,384."""
 
@@ -278,6 +280,10 @@ def _check_size(size: ImageSize) -> None:
     if min(size.width, size.height) < MIN_SIDE:
         raise ImageError(
             f"an image is {size.width} by {size.height} pixels; the least is {MIN_SIDE} by {MIN_SIDE}"
+        )
+    if max(size.width, size.height) > MAX_SIDE:
+        raise ImageError(
+            f"an image is {size.width} by {size.height} pixels; the longest side has at most {MAX_SIDE:,}"
         )
     if size.width * size.height > MAX_PIXELS:
         raise ImageError(

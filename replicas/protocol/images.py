@@ -26,6 +26,10 @@ a router does on its event loop."""
 
 MAX_TAGS = 1000
 
+MAX_SCANS = 300
+"""Of a JPEG: a decoder works through the whole picture for each, and the smallest has 53 bytes. Cameras write
+one to ten; what follows a picture, such as a film, has the bytes of one in 65,536 by chance."""
+
 MEDIA_HASH_BYTES = 32
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -35,6 +39,7 @@ _SHORT, _LONG = 3, 4
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 _START_OF_SCAN, _END_OF_IMAGE, _APPLICATION_1 = 0xDA, 0xD9, 0xE1
+_SCAN = b"\xff\xda"
 _WEBP_HAS_EXIF = 0x08
 
 
@@ -107,6 +112,8 @@ def _png(content: bytes) -> ImageSize:
         at = body + length + 4
         if at > len(content):
             raise ImageError("the PNG ends early")
+        if kind == b"IHDR" and body != 16:
+            raise ImageError("the PNG has two headers")
         if kind == b"eXIf":
             exif = body, body + length
         if kind == b"IEND":
@@ -131,6 +138,8 @@ def _jpeg(content: bytes) -> ImageSize:
         if marker in (_START_OF_SCAN, _END_OF_IMAGE):
             if size is None:
                 raise ImageError("the JPEG does not say its size")
+            if content.count(_SCAN, at) > MAX_SCANS:
+                raise ImageError(f"the JPEG has more than {MAX_SCANS} scans")
             return _shown(ImageFormat.JPEG, *size, _orientation(content, exif))
         body, end = at + 4, at + 2 + _number(content, at + 2, 2, "big")
         if end < body or end > len(content):

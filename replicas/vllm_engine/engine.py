@@ -317,16 +317,16 @@ class VllmEngine:
             num_decode_tokens,
             started=[live.request.key for live in started],
             num_preemptions=self._core.take_num_preemptions(),
-            media=self._take_images(),
+            media=self._take_images(may_wait=not (must_step or deltas or events)),
             num_encoded_tokens=self._core.take_num_encoded(),
         )
         return frame if self._tier is None else self._tier.fill(frame, seconds)
 
-    def _take_images(self) -> list[MediaAnswer]:
-        """What was read since. Where there is nothing else to do, a little is waited for it."""
+    def _take_images(self, *, may_wait: bool) -> list[MediaAnswer]:
+        """What was read since. Where there is nothing else to do or to say, a little is waited for it."""
         if self._images is None or not self._images.has_news:
             return []
-        if not self._live:
+        if may_wait:
             self._images.wait(_IMAGE_PAUSE_SECONDS)
         return self._images.take_answers()
 

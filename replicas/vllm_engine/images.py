@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from vllm.inputs.engine import mm_input
@@ -21,7 +22,7 @@ from replicas.media.shelf import MediaItem
 from replicas.media.store import BROKEN_IMAGE
 from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.image_rules import ImageRule
-from replicas.protocol.images import ImageError, ImageFormat, read_size
+from replicas.protocol.images import ImageError, ImageFormat, ImageSize, read_size
 from replicas.vllm_engine.media_spans import identifier_of
 
 _NAMES = {
@@ -66,9 +67,7 @@ class ImageReader:
         """Raises ImageError."""
         size = read_size(content)
         expected = self._rule.tokens_of(size)  # before anything is decoded: it has bounds
-        image = _decoded(content, size.format, size.orientation)
-        if image.size != (size.width, size.height):
-            raise ImageError("the image has another size than its header says")
+        image = _decoded(content, size)
         processor = self._processor
         made = processor.apply(
             ProcessorInputs(
@@ -106,19 +105,33 @@ def prompt_with_images(
     )
 
 
-def _decoded(content: bytes, kind: ImageFormat, orientation: int) -> Image.Image:
-    """Upright, in three colours. Pillow's own words stay here: they may name places in memory."""
+def _decoded(content: bytes, size: ImageSize) -> Image.Image:
+    """Upright, in three colours. Raises ImageError. Pillow's own words stay here: they may name places in
+    memory."""
     try:
-        with Image.open(io.BytesIO(content), formats=[_NAMES[kind]]) as opened:
+        with Image.open(io.BytesIO(content), formats=[_NAMES[size.format]]) as opened:
+            stored = size.width, size.height
+            if opened.size != (stored if size.orientation < 5 else stored[::-1]):  # and nothing is decoded
+                raise ImageError("the image has another size than its header says")
             opened.load()
-            image: Image.Image = convert_image_mode(opened, "RGB")
-            turn = _TURNS.get(orientation)
+            image = _in_three_colours(opened)
+            turn = _TURNS.get(size.orientation)
             turned = image if turn is None else image.transpose(turn)
             bare = Image.new("RGB", turned.size)  # what it says of itself would have it turned again
             bare.paste(turned)
             return bare
+    except ImageError:
+        raise
     except Exception as error:
         raise ImageError(BROKEN_IMAGE) from error
+
+
+def _in_three_colours(opened: Image.Image) -> Image.Image:
+    """Greys of 16 bits are scaled to the 8 that are kept: Pillow makes all above 255 white."""
+    if opened.mode.startswith("I"):
+        opened = Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+    image: Image.Image = convert_image_mode(opened, "RGB")
+    return image
 
 
 def _num_bytes(data: Any) -> int:

@@ -48,6 +48,18 @@ def test_nothing_is_held_if_one_is_missing() -> None:
     assert shelf.num_held == 0
 
 
+def test_what_does_not_fit_pushes_nothing_out() -> None:
+    shelf: MediaShelf[int] = MediaShelf(50)
+    for number in range(5):
+        shelf.put(name(number), item(10))
+    shelf.hold([name(0), name(0)])
+    assert not shelf.put(name(9), item(41))
+    assert len(shelf) == 5
+    shelf.release([name(0)])
+    assert not shelf.put(name(9), item(41)), "one hold is left"
+    assert shelf.put(name(9), item(40)) and len(shelf) == 2
+
+
 def test_what_is_larger_than_the_shelf_does_not_fit() -> None:
     shelf: MediaShelf[int] = MediaShelf(20)
     assert not shelf.put(name(0), item(21))
@@ -72,12 +84,12 @@ def test_it_does_what_a_list_does(seed: int) -> None:
         match rng.choice(["put", "hold", "release"]):
             case "put":
                 known = any(kept == key for kept, _ in slow)
+                fits = known or sum(one for kept, one in slow if num_holders(kept)) + size <= 50
                 for kept in list(slow):
-                    if known or sum(one for _, one in slow) + size <= 50:
+                    if known or not fits or sum(one for _, one in slow) + size <= 50:
                         break
                     if not num_holders(kept[0]):
                         slow.remove(kept)
-                fits = known or sum(one for _, one in slow) + size <= 50
                 if known:
                     touch(key)
                 elif fits:

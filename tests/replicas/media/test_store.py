@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from replicas.media.shelf import MediaItem
-from replicas.media.store import BROKEN_IMAGE, MediaStore
+from replicas.media.store import BROKEN_IMAGE, TOO_LARGE, MediaStore
 from replicas.protocol.images import ImageError, media_hash
 from replicas.protocol.media import MediaAnswer, MediaQuestion
 from tests.replicas.builders import OTHER_ROOT, ROOT
@@ -95,5 +95,30 @@ def test_there_is_news_from_the_question_on_until_the_answer_is_taken() -> None:
     store.wait(0.0)
     reader.may_go_on.set()
     answers(store, 1)
+    assert not store.has_news
+    store.close()
+
+
+def test_what_can_never_fit_is_a_problem_and_no_reason_to_try_again() -> None:
+    store = MediaStore(Reader(), 100)
+    store.put(MediaQuestion(1, ROOT, b"picture"))
+    store.put(MediaQuestion(2, ROOT, b"p" * 101))
+    first, second = answers(store, 2)
+    assert (second.problem, second.is_full) == (TOO_LARGE, False)
+    assert store.hold([first.content_hash]) is not None, "nothing has made room for it"
+    store.close()
+
+
+def test_what_was_asked_too_long_ago_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    reader.may_go_on.clear()
+    store = MediaStore(reader, 100)
+    store.put(MediaQuestion(1, ROOT, b"first"))
+    store.put(MediaQuestion(2, ROOT, b"second"))
+    monkeypatch.setattr("replicas.media.store.MAX_MEDIA_SECONDS", 0.0)
+    reader.may_go_on.set()
+    _, late = answers(store, 2)
+    assert late.is_full and not late.content_hash
+    assert b"second" not in reader.read_contents
     assert not store.has_news
     store.close()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from replicas.protocol.image_rules import (
     MAX_IMAGE_TOKENS,
     MAX_PIXELS,
+    MAX_SIDE,
     CellRule,
     ImageRule,
     Span,
@@ -161,7 +162,11 @@ def test_lengths_are_those_counted_and_bounded(rule: ImageRule, image: ImageSize
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("width", "height", "words"), [(1, 50, "1 by 50"), (50, 1, "50 by 1"), (MAX_PIXELS // 2 + 1, 2, "in all")]
+    ("width", "height", "words"),
+    [
+        *[(1, 50, "1 by 50"), (50, 1, "50 by 1"), (MAX_PIXELS // 6_000 + 1, 6_000, "in all")],
+        *[(MAX_SIDE + 1, 2, "65,535"), (2, MAX_SIDE + 1, "65,535"), (MAX_PIXELS // 2, 2, "longest side")],
+    ],
 )
 def test_images_that_are_too_small_or_too_large_are_refused(
     rule: ImageRule, width: int, height: int, words: str

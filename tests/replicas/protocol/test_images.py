@@ -35,6 +35,10 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
 MODES = {"PNG": ["RGB", "RGBA", "L", "P", "1"], "JPEG": ["RGB", "L", "CMYK"], "WEBP": ["RGB", "RGBA"]}
 
 
+SMALL_JPEG = b"\xff\xd8\xff\xc0\x00\x0b\x08\x00\x07\x00\x07\x01\x01\x11\x00"
+"""Up to where its scans begin."""
+
+
 class CountedBytes:
     """Bytes of a file that count how many of them were looked at."""
 
@@ -51,6 +55,9 @@ class CountedBytes:
         self.num_seen += len(found)
         self.num_looks += 1
         return found
+
+    def count(self, piece: bytes, start: int) -> int:
+        return self._content.count(piece, start)
 
 
 def read_counted(content: bytes) -> ImageSize:
@@ -179,6 +186,8 @@ def test_a_light_body_full_of_tiny_parts_is_little_to_look_at(beginning: bytes, 
         (png((b"IDAT", b""), ihdr(7, 7), (b"IEND", b"")), "does not begin with its header"),
         (png(ihdr(7, 7)) + b"\xff\xff\xff\xffIDAT", "the PNG ends early"),
         (png(ihdr(7, 7), (b"IDAT", b"")), "ends early"),
+        (png(ihdr(7, 7), ihdr(9, 9), (b"IEND", b"")), "the PNG has two headers"),
+        (SMALL_JPEG + b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x02" * 301, "more than 300 scans"),
         (png(ihdr(7, 7), *[(b"tEXt", b"")] * MAX_PARTS), "more than 3329 parts, for its"),
         (png(ihdr(7, 7), *[(b"tEXt", bytes(64))] * MAX_PARTS), f"more than {MAX_PARTS} parts"),
         (png(ihdr(7, 7), *[(b"eXIf", b"II*\0" + b"\xff" * 40)] * MAX_PARTS), "more than"),

@@ -2,7 +2,9 @@
 
 import io
 import random
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from replicas.proof import prove_hashes
 from replicas.protocol.blocks import BlockHash, MediaSpan, hash_blocks
 from replicas.protocol.frames import RefusalCode, UserTag
 from replicas.protocol.image_rules import ImageRule, expand, rule_on_card
-from replicas.protocol.images import media_hash, read_size
+from replicas.protocol.images import ImageError, media_hash, read_size
 from replicas.protocol.media import MediaAnswer, MediaQuestion
 from tests.replicas.builders import OTHER_ROOT, ROOT
 from tests.replicas.engine_run import EngineRun, prompt_of
@@ -288,6 +290,56 @@ def test_formats_and_colours_are_read_and_turned_as_their_headers_say(
     answer = images.put(content)
     assert answer.content_hash and not answer.problem
     assert images.cached(words(engine, 50), content) == 0
+
+
+def test_greys_of_sixteen_bits_are_not_all_white(engine: Any) -> None:
+    import numpy as np
+    from PIL import Image
+
+    from replicas.vllm_engine.images import _decoded
+
+    shades = np.linspace(0, 65_535, 256 * 4).astype(np.uint16).reshape(4, 256)
+    file = io.BytesIO()
+    Image.fromarray(shades).save(file, "PNG")
+    content = file.getvalue()
+    pixels = np.asarray(_decoded(content, read_size(content)))
+    assert pixels.shape == (4, 256, 3)
+    assert (pixels == (shades >> 8)[:, :, None]).all()
+
+
+def test_what_has_another_size_than_its_header_says_is_not_decoded(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import ImageFile
+
+    from replicas.vllm_engine.images import _decoded
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    said = replace(read_size(RED), width=299)
+    with pytest.raises(ImageError, match="another size"):
+        _decoded(RED, said)
+
+
+def test_no_step_that_has_something_to_say_waits_for_an_image(
+    images: Images, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = engine._images
+    waits: list[float] = []
+    monkeypatch.setattr(store, "wait", waits.append)
+    may_go_on = threading.Event()
+    read = store._read
+    monkeypatch.setattr(store, "_read", lambda content: (may_go_on.wait(60), read(content))[1])
+    engine.take_media(MediaQuestion(9000, ROOT, TALL))
+    key = images.run.add(words(engine, 40), max_tokens=1)
+    while not images.run.deltas[key]:
+        assert images.run.step() is not None
+        assert not waits, "it has computed something"
+    while not waits:
+        images.run.step()
+    may_go_on.set()
+    monkeypatch.undo()
+    while not images.run.step().media:
+        pass
 
 
 def broken_files() -> list[bytes]:
