@@ -166,21 +166,29 @@ async def test_answers_that_lie_are_not_believed(redis_url: str) -> None:
         assert here.exchange.statistics().num_wrong == 1
 
 
-async def test_only_so_many_questions_wait_at_once_in_all_and_for_each_tenant(redis_url: str) -> None:
+@pytest.mark.parametrize(
+    ("num_tenants", "each", "num_waiting"),
+    [
+        (3, 2 * MAX_ASKED_OF_TENANT, 3 * MAX_ASKED_OF_TENANT),
+        (MAX_ASKED // MAX_ASKED_OF_TENANT + 1, MAX_ASKED_OF_TENANT, MAX_ASKED),
+    ],
+)
+async def test_only_so_many_questions_wait_at_once_for_each_tenant_and_in_all(
+    redis_url: str, num_tenants: int, each: int, num_waiting: int
+) -> None:
     here = Router(redis_url)
     here.stories["acme", "mine"] = STORY
-    num_tenants = MAX_ASKED // MAX_ASKED_OF_TENANT + 1
     async with running(here):
         asked = [
             asyncio.create_task(here.exchange.ask(f"tenant-{tenant}", str(number)))
             for tenant in range(num_tenants)
-            for number in range(2 * MAX_ASKED_OF_TENANT)
+            for number in range(each)
         ]
         await asyncio.sleep(0.05)
         assert await here.exchange.ask("acme", "mine") == STORY
-        assert here.exchange.statistics().num_not_asked == len(asked) - MAX_ASKED
+        assert here.exchange.statistics().num_not_asked == len(asked) - num_waiting
         assert await asyncio.gather(*asked) == [None] * len(asked)
-    assert here.exchange.statistics().num_unanswered == MAX_ASKED
+    assert here.exchange.statistics().num_unanswered == num_waiting
     assert not here.exchange._asked and not here.exchange._num_asked_of
 
 
