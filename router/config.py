@@ -126,6 +126,11 @@ class RouterConfig:
         256 * 2**20,
         help="memory for all request bodies that are being read or prepared; beyond it, requests get 503",
     )
+    image_memory_bytes: int = setting(
+        2**30,
+        help="memory for the images of all requests being served, which are kept until these end, since "
+        "another replica may need them; beyond it, requests with images get 503",
+    )
     stream_comment_seconds: float = setting(
         15.0,
         help="maximum silence of a stream; then the router sends a comment, which clients "
@@ -317,6 +322,8 @@ class RouterConfig:
             )
         if self.body_memory_bytes * self.address_share < self.max_body_bytes:
             raise SettingsError("setting body_memory_bytes, times address_share, must allow max_body_bytes")
+        if self.image_memory_bytes * self.address_share < self.max_body_bytes:
+            raise SettingsError("setting image_memory_bytes, times address_share, must allow max_body_bytes")
         if (self.replica_tls_certificate is None) != (self.replica_tls_key is None):
             raise SettingsError("settings replica_tls_certificate and replica_tls_key go together")
         if self.replica_tls_certificate is not None and self.replica_tls_ca is None:

@@ -3,6 +3,7 @@
 Plain data.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ class Generation:
             name = span.content_hash * (size // len(span.content_hash) + 1)
             packed[4 * span.start : 4 * span.start + size] = name[:size]
         return bytes(packed)
+
+    def told_apart_ids(self) -> Sequence[int]:
+        """The same as numbers."""
+        return array("I", self.told_apart()) if self.media else self.token_ids
 
     def image_path(self, position: int) -> str | None:
         """Where the client's body has the image that the token at `position` stands for, if it does."""

@@ -53,9 +53,6 @@ class MediaShelf(Generic[Content]):
         self._kept.move_to_end(content_hash)
         return True
 
-    def can_ever_hold(self, item: MediaItem[Content]) -> bool:
-        return item.num_bytes <= self._max_bytes
-
     def put(self, content_hash: bytes, item: MediaItem[Content]) -> bool:
         """False if what is held leaves no room for it; then nothing is forgotten for it."""
         if self.has(content_hash):

@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 Content = TypeVar("Content")
 
 BROKEN_IMAGE = "the image cannot be read"
-TOO_LARGE = "the image takes more memory than there is for images"
 
 
 class MediaStore(Generic[Content]):
@@ -115,8 +114,6 @@ class MediaStore(Generic[Content]):
         except Exception:  # a decoder's own words may tell of this process's memory
             logger.exception("an image cannot be read")
             return MediaAnswer(question.number, problem=BROKEN_IMAGE)
-        if not self._shelf.can_ever_hold(item):
-            return MediaAnswer(question.number, problem=TOO_LARGE)
         with self._changed:
             is_full = not self._shelf.put(content_hash, item)
         if is_full:

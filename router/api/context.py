@@ -5,8 +5,8 @@ Knows no dialect; the parts that it names are built at the edge.
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -136,6 +136,8 @@ class ApiContext:
     connections: Connections = field(init=False)
     """Of the clients' listener."""
     bodies: BodyBudget = field(init=False)
+    images: BodyBudget = field(init=False)
+    """Of requests that are served."""
     preparing: PreparingTurns = field(default_factory=PreparingTurns)
     turns: Turns = field(default_factory=Turns)
     """For what takes long and is done on the event loop all the same."""
@@ -168,6 +170,8 @@ class ApiContext:
         self.connections = Connections.of(self.config)
         self.bodies = BodyBudget(self.config.body_memory_bytes, address_share=self.config.address_share)
         self.metrics.watch(lambda parts: parts.read_bodies(self.bodies.statistics()))
+        self.images = BodyBudget(self.config.image_memory_bytes, address_share=self.config.address_share)
+        self.metrics.watch(lambda parts: parts.read_image_memory(self.images.statistics()))
         self.observers += (self.metrics.observe, self.witness.observe)
         self.metrics.watch(lambda parts: parts.read_connections(self.connections.statistics()))
         self.metrics.watch(lambda parts: parts.read_in_flight(self.in_flight.num))
@@ -191,6 +195,15 @@ class ApiContext:
     def hold_body(self, scope: Scope) -> BodyHold:
         """For the memory of a request's body, until it is prepared."""
         return self.bodies.hold(address_of(scope.get("client")))
+
+    @contextmanager
+    def hold_images(self, scope: Scope, generations: Sequence[Generation]) -> Iterator[None]:
+        """While a request is served. Raises BodiesFull."""
+        num_bytes = sum(len(media.content) for generation in generations for media in generation.media)
+        with self.images.hold(address_of(scope.get("client"))) as held:
+            if num_bytes:
+                held.take(num_bytes)
+            yield
 
     async def read_body(self, scope: Scope, receive: Receive, held: BodyHold) -> bytes:
         """Raises BodyTooLarge, BodiesFull, UploadTooSlow or ClientGone."""

@@ -5,6 +5,7 @@ in the process that prepares large bodies. An image comes inside its body: nothi
 """
 
 import binascii
+import itertools
 from typing import Any
 
 from replicas.protocol.images import ImageError, media_digest, read_size
@@ -18,6 +19,8 @@ TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 
 _SHOWN_CHARACTERS = 40
 _SPACES = b" \t\n\f\r"
+_LINES_SHARE = 1.05
+"""What base64 in lines of 76 characters takes beside them."""
 
 
 class Images:
@@ -52,7 +55,7 @@ class Images:
             raise missing(path) if data is None else wrong_type(path, "text")
         if len(self.images) >= MAX_IMAGES:
             raise InvalidRequest(f"A request has at most {MAX_IMAGES} images.", parameter=path)
-        if len(data) // 4 * 3 > MAX_MEDIA_BYTES + 2:
+        if len(data) // 4 * 3 > MAX_MEDIA_BYTES * _LINES_SHARE:
             raise InvalidRequest(
                 f"An image has at most {MAX_MEDIA_BYTES:,} bytes; '{path}' has more.", parameter=path
             )
@@ -75,20 +78,27 @@ class Images:
 
 
 def _decoded(data: str) -> bytes:
-    """Raises ValueError. Many programs break base64 into lines; that is taken as it is in URLs (WHATWG, Infra
-    Standard, forgiving-base64)."""
+    """Raises ValueError. Many programs break base64 into lines, and some leave out what fills it up: that is
+    taken as it is in URLs (WHATWG, Infra Standard, forgiving-base64)."""
     try:
         return binascii.a2b_base64(data, strict_mode=True)
     except ValueError:
-        encoded = data.encode()
-        joined = encoded.translate(None, _SPACES)
-        if len(joined) == len(encoded):
+        joined = data.encode().translate(None, _SPACES)
+        padding = b"=" * (-len(joined) % 4) if b"=" not in joined[-2:] else b""
+        if len(joined) == len(data) and not padding:
             raise
-        return binascii.a2b_base64(joined, strict_mode=True)
+        return binascii.a2b_base64(joined + padding, strict_mode=True)
 
 
 def content_of(pieces: list[str | dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]]:
-    """A message's content: a text where there is nothing else, else parts."""
-    if all(isinstance(piece, str) for piece in pieces):
-        return between.join(piece for piece in pieces if isinstance(piece, str))
-    return [{"type": "text", "text": piece} if isinstance(piece, str) else piece for piece in pieces]
+    """A message's content: a text where there is nothing else, else parts. Texts that follow each other are
+    one, with `between`."""
+    parts: list[dict[str, Any]] = []
+    for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
+        if is_text:
+            parts.append({"type": "text", "text": between.join(map(str, group))})
+        else:
+            parts += [piece for piece in group if not isinstance(piece, str)]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and isinstance(pieces[0], str) else parts

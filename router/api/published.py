@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from router.api.asked import Asked
 from router.api.context import ApiContext
-from router.api.json_body import decode_body, encode_json
+from router.api.json_body import decode_body, encode_json, unsupported
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
 from router.errors import InvalidRequest, NotAllowed, PrefixGone
@@ -80,6 +80,8 @@ class PublishedRoutes:
         asked = Asked(_without_answer(body), address_of(request.scope.get("client")), request.scope)
         prepared = await prepare(context, asked)
         (prompt,) = prepared.prompts
+        if prompt.generation.media:
+            raise unsupported("messages", "Images are known by their tenant alone: none can be published.")
         packed = prompt.generation.submit.packed_tokens
         block_size = prepared.model.card.block_size
         # What follows may be written into the last token.

@@ -94,7 +94,8 @@ class GenerationEndpoint:
                         held.give_back()
                         generations = [prompt.generation for prompt in request.prompts]
                         rates = context.rates.hold(caller, generations, request.num_used_tokens)
-                        with rates, context.hold(generations), request.during:
+                        images = context.hold_images(scope, generations)
+                        with rates, images, context.hold(generations), request.during:
                             await exchange.run(request)
             await exchange.finish(request)
         except ClientGone as error:

@@ -320,17 +320,24 @@ class GenerationRun:
         self._upload = None
         error = upload.error()
         part = [index for index in upload.part if self._choices[index].is_unplaced]
-        if error is None and len(part) == len(upload.part):
+        if error is None and len(part) == len(upload.part) and self._may_try_at(upload.routed):
             self._submit(part, upload.routed)
             return
         upload.routed.close()
         if error is None:
             return
-        if error.code is RefusalCode.INVALID_REQUEST:
+        if error.code is RefusalCode.INVALID_REQUEST and not self._visible:
             raise InvalidRequest(error.message)
         self._placement.failed(upload.routed.decision.replica_id, error.code, is_death=False)
         for index in part:
             self._choices[index].tries.begin()
+
+    def _may_try_at(self, routed: RoutedRequest) -> bool:
+        """A suspect may have been tried elsewhere, or another there, while the images were on their way."""
+        suspects, suspected = self._state.suspects, self._placement.suspected
+        return suspected is None or not (
+            suspects.is_on_trial(suspected) or routed.decision.replica_id in suspects.places_taken()
+        )
 
     def _submit(self, part: Sequence[int], routed: RoutedRequest) -> None:
         generation = self._generation
@@ -362,7 +369,7 @@ class GenerationRun:
             part,
             trace,
             model=generation.model,
-            token_ids=generation.token_ids,
+            token_ids=generation.told_apart_ids(),
             owner=generation.caller.owner,
             trial=trial,
         )

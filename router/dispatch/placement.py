@@ -284,7 +284,9 @@ class Placement:
         if not suspects.has_any:
             return None
         if self._digest is None:
-            self._digest = suspects.digest(generation.model, generation.token_ids, generation.caller.owner)
+            self._digest = suspects.digest(
+                generation.model, generation.told_apart_ids(), generation.caller.owner
+            )
         now = self._state.clock()
         standing = suspects.standing(self._digest, now)
         if standing is Standing.CONDEMNED:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -21,6 +22,9 @@ from router.prompt.images import Media
 
 MAX_KNOWN = 4096
 """Images of one replica. One too many is sent once more."""
+
+MAX_UPLOADS = 8
+"""To one replica at once; the others wait for them. A replica reads one image after another."""
 
 SECONDS = 30.0
 """For one image to be sent and read."""
@@ -43,6 +47,13 @@ _CODES = {
 """All others are the replica's failure."""
 
 
+@dataclass(slots=True)
+class _Sending:
+    task: asyncio.Task[None]
+    num_waiting: int = 0
+    has_begun: bool = False
+
+
 class MediaUploads:
     """Two prompts that wait for one image wait for one upload."""
 
@@ -50,7 +61,8 @@ class MediaUploads:
         self._channel = channel
         self._traffic = traffic
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._sending: dict[bytes, asyncio.Task[None]] = {}
+        self._sending: dict[bytes, _Sending] = {}
+        self._turns = asyncio.Semaphore(MAX_UPLOADS)
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
 
     def has(self, media: Sequence[Media]) -> bool:
@@ -71,35 +83,47 @@ class MediaUploads:
 
     async def send(self, root: BlockHash, media: Sequence[Media]) -> None:
         """Those that are not there. Raises UploadFailed. What has begun goes on when the caller is cancelled,
-        who waits no longer."""
+        who waits no longer; what has not is ended when nobody waits for it."""
         for each in media:
             if each.content_hash in self._known:
                 self._traffic.num_known += 1
             else:
-                await asyncio.shield(self._task(root, each))
+                await self._wait_for(self._begun(root, each))
 
-    def _task(self, root: BlockHash, media: Media) -> asyncio.Task[None]:
-        task = self._sending.get(media.content_hash)
-        if task is None:
-            task = asyncio.create_task(self._send(root, media))
-            self._sending[media.content_hash] = task
-            task.add_done_callback(lambda ended: self._ended(media.content_hash, ended))
-        else:
+    async def _wait_for(self, sending: "_Sending") -> None:
+        sending.num_waiting += 1
+        try:
+            await asyncio.shield(sending.task)
+        finally:
+            sending.num_waiting -= 1
+            if not sending.num_waiting and not sending.has_begun:
+                sending.task.cancel()
+
+    def _begun(self, root: BlockHash, media: Media) -> "_Sending":
+        sending = self._sending.get(media.content_hash)
+        if sending is not None and not sending.task.cancelling():
             self._traffic.num_shared += 1
-        return task
+            return sending
+        task = asyncio.create_task(self._send(root, media))
+        sending = self._sending[media.content_hash] = _Sending(task)
+        task.add_done_callback(lambda ended: self._ended(media.content_hash, ended))
+        return sending
 
     def _ended(self, content_hash: bytes, task: asyncio.Task[None]) -> None:
-        del self._sending[content_hash]
+        if self._sending[content_hash].task is task:
+            del self._sending[content_hash]
         if not task.cancelled():
             task.exception()  # whoever still waits gets it; else nobody does
 
     async def _send(self, root: BlockHash, media: Media) -> None:
-        start = time.monotonic()
-        try:
-            await self._put(root, media)
-        except UploadFailed as error:
-            self._traffic.num_failed[error.code] += 1
-            raise
+        async with self._turns:
+            self._sending[media.content_hash].has_begun = True
+            start = time.monotonic()
+            try:
+                await self._put(root, media)
+            except UploadFailed as error:
+                self._traffic.num_failed[error.code] += 1
+                raise
         is_again = media.content_hash in self._forgotten
         self._forgotten.pop(media.content_hash, None)
         self._traffic.sent(len(media.content), time.monotonic() - start, is_again=is_again)

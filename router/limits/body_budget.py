@@ -1,4 +1,5 @@
-"""BodyBudget: the memory of all request bodies, from their first byte until they have been prepared.
+"""BodyBudget: the memory of all request bodies, from their first byte until they have been prepared. Another
+one counts the images of requests that are served.
 
 Owns the counts. Bytes count as they come, and where there is no room for more the body is refused. How much
 the values in a body may take is bounded where it is taken apart (`offload.py`).

@@ -54,6 +54,12 @@ class PartMetrics:
             "Connections that the router refused or closed, by reason",
             "reason",
         )
+        self._image_memory = self._gauge(
+            "router_image_memory_bytes", "Memory of the images of requests that are being served"
+        )
+        self._image_refusals = self._counter(
+            "router_image_memory_refusals_total", "Requests refused because images took too much memory"
+        )
         self._body_bytes = self._gauge(
             "router_body_bytes", "Memory of request bodies that are being read or prepared"
         )
@@ -441,6 +447,10 @@ class PartMetrics:
         self._rate_news.of("heard").value = statistics.num_heard
         self._rate_news.of("failed").value = statistics.num_failed
         self._rate_news.of("wrong").value = statistics.num_wrong
+
+    def read_image_memory(self, statistics: BodyStatistics) -> None:
+        self._image_memory.of().value = statistics.num_bytes
+        self._image_refusals.of().value = statistics.num_refused
 
     def read_story_exchange(self, statistics: StoryExchangeStatistics) -> None:
         self._explain_asked.of("answered").value = statistics.num_answered

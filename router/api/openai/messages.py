@@ -20,7 +20,7 @@ PLAIN_ROLES = ("user", "system", "developer")
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 IMAGE_PARTS = ("image_url", "input_image")
-ROLES_WITH_IMAGES = ("user", "tool")
+ROLES_WITH_IMAGES = ("user", "tool", "function")
 _LEGACY_CALL_ID = "call_{}"
 _CONVERTED = ("content", "refusal", "audio", "tool_calls", "function_call", "reasoning", "reasoning_content")
 
@@ -103,7 +103,8 @@ def _piece(path: str, part: Any, images: Images | None) -> str | dict[str, Any]:
     if kind in IMAGE_PARTS and images is not None:
         return images.add_url(f"{path}.image_url", _url(f"{path}.image_url", part))
     if kind not in TEXT_PARTS:
-        raise unsupported(f"{path}.type", f"Text and images are read here; '{path}' is '{kind!s:.40}'.")
+        read = "Text is" if images is None else "Text and images are"
+        raise unsupported(f"{path}.type", f"{read} read here; '{path}' is '{kind!s:.40}'.")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise wrong_type(f"{path}.text", "text")

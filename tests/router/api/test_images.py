@@ -246,6 +246,30 @@ def test_what_is_no_image_in_its_body_is_refused_by_its_path(url: str) -> None:
     assert len(refused.value.message) < 500
 
 
+@pytest.mark.parametrize("length", [60, 61, 62])
+def test_base64_need_not_be_filled_up(length: int) -> None:
+    content = RED + bytes(length)
+    data = coded(content).rstrip("=")
+    for asked in (
+        by_openai(openai_part(RED, url=f"data:image/png;base64,{data}")),
+        by_gemini(gemini_part(RED, data=data)),
+    ):
+        (image,) = asked.images
+        assert image.content == content
+
+
+def test_texts_beside_an_image_are_as_far_apart_as_without_one() -> None:
+    (message,) = by_anthropic({"type": "text", "text": "One."}, {"type": "text", "text": "Two."}).messages
+    assert message["content"] == "One.\nTwo."
+    for asked in (
+        by_anthropic({"type": "text", "text": "One."}, {"type": "text", "text": "Two."}, anthropic_part(RED)),
+        by_openai("One.", "Two.", openai_part(RED)),
+    ):
+        (message,) = asked.messages
+        assert message["content"][0] == {"type": "text", "text": "One.\nTwo."}
+        assert [part["type"] for part in message["content"]] == ["text", "image"]
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", " ", "\t\f"])
 def test_base64_may_be_broken_into_lines(end: str) -> None:
     lines = end + "".join(coded(RED)[at : at + 76] + end for at in range(0, len(coded(RED)), 76))

@@ -1,19 +1,25 @@
 """/v1/published over real sockets and a real Redis, and what it does to the chains of two tenants."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from replicas.media.probes import probe_png
 from replicas.process.plain_redis import plain_redis
 from replicas.protocol.blocks import PublishedBeginning, hash_blocks
 from replicas.protocol.cluster_secret import ClusterSecret
+from replicas.protocol.image_rules import written_rule
+from router.prompt.catalog import ModelCatalog
 from router.tenants.published import MAX_PREFIXES, PUBLISHED_NAMESPACE, PublishedPrefixes
 from router.tenants.published_store import KEY, PublishedStore
 from tests.redis_server import RedisServer
 from tests.router import tiny_model
+from tests.router.api.test_image_stories import RULE, TEMPLATE
 from tests.router.http_server import HttpServer, http_server
 from tests.router.tenants.some_keys import ACME, BETA, OPERATOR, bearer, some_keys
 
@@ -136,7 +142,9 @@ async def test_while_redis_is_away_nothing_is_published_and_the_last_known_go_on
 
 
 def test_the_longest_beginning_counts() -> None:
-    from router.tenants.published import PublishedPrefix
+    from replicas.protocol.image_rules import written_rule
+from router.prompt.catalog import ModelCatalog
+from router.tenants.published import PublishedPrefix
 
     short, long = bytes(4 * BLOCK), bytes(8 * BLOCK)
     prefixes = PublishedPrefixes(
@@ -146,3 +154,18 @@ def test_the_longest_beginning_counts() -> None:
     assert prefixes.num_blocks("m", bytes(7 * BLOCK), BLOCK) == 1
     assert prefixes.num_blocks("m", b"\1" + bytes(12 * BLOCK), BLOCK) == 0
     assert prefixes.num_blocks("other", bytes(12 * BLOCK), BLOCK) == 0
+
+
+async def test_what_has_an_image_in_it_is_not_published(redis_url: str) -> None:
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(replace(tiny_model.card(), image_rule=written_rule(RULE)), tiny_model.bundle(TEMPLATE))
+    picture = base64.b64encode(probe_png(32, 16, b"\1\2\3")).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    async with http_server(keys=some_keys(), catalog=catalog) as server:
+        store = server.context.published = PublishedStore(redis_url, SECRET)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            beginning = [*BEGINNING, {"role": "user", "content": [part]}]
+            refused = await publish(client, messages=beginning)
+            assert refused.status_code == 400 and "none can be published" in refused.text
+            assert (await publish(client)).status_code == 201
+        await store.close()

@@ -1,12 +1,16 @@
 """Hostile images in every dialect: a clear answer to each, and nothing left behind."""
 
+import asyncio
+import base64
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 
 from loadtests.workloads.worst_images import LIGHT_BYTES, worst_images
+from replicas.media.probes import probe_png
 from replicas.protocol.image_rules import CellRule, written_rule
 from router.api.body_weight import MOST_BYTES
 from router.prompt.catalog import ModelCatalog
@@ -48,3 +52,33 @@ async def test_each_is_answered_clearly_and_leaves_nothing_behind(server: HttpSe
                 assert complaint in answer.text, body.name
             await server.wait_idle()
     assert server.dispatcher.num_open == 0
+
+
+async def test_images_count_until_their_requests_have_ended_and_too_many_are_refused() -> None:
+    catalog = ModelCatalog(tiny_model.SECRET)
+    catalog.add(replace(tiny_model.card(), image_rule=written_rule(RULE)), tiny_model.bundle(TEMPLATE))
+    bounds = {"image_memory_bytes": 8 << 20, "max_body_bytes": 4 << 20}
+    async with http_server(QuietFleet(), catalog=catalog, **bounds) as server:
+        may_go_on = asyncio.Event()
+        server.dispatcher.script = lambda generation: [may_go_on, *says([20])(generation)]
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            bodies = [
+                body_of(probe_png(32, 16, b"\1\2\3") + bytes([number]) * (1 << 20)) for number in range(6)
+            ]
+            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
+            while server.dispatcher.num_open + sum(each.done() for each in asked) < len(asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            statistics = server.context.images.statistics()
+            assert (server.dispatcher.num_open, statistics.num_refused) == (3, 3), "half is one address's"
+            assert 3 << 20 < statistics.num_bytes < 4 << 20
+            may_go_on.set()
+            statuses = sorted([(await each).status_code for each in asked])
+        assert statuses == [200, 200, 200, 503, 503, 503]
+        await server.wait_idle()
+        assert server.context.images.statistics().num_bytes == 0
+
+
+def body_of(image: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}

@@ -16,6 +16,7 @@ from replicas.protocol.images import media_hash
 from replicas.protocol.media import MEDIA_PART_BYTES
 from replicas.protocol.status import ReplicaId
 from router.errors import (
+    GenerationFailed,
     InvalidRequest,
     NoReplicaAvailable,
     Overloaded,
@@ -23,6 +24,7 @@ from router.errors import (
     TooLate,
 )
 from router.fleet.image_traffic import FAILURES
+from router.fleet.media_uploads import MAX_UPLOADS
 from router.generation import Generation
 from router.observation.metrics import RouterMetrics
 from router.prompt.images import Media
@@ -233,3 +235,90 @@ async def test_a_tenant_is_charged_once_however_often_an_image_is_not_taken(flee
         with pytest.raises(Overloaded):
             await generate(fleet, showing(PICTURE))
     assert len(charges) > 1 and {id(each) for each in charges} == {id(each) for each in closed}
+
+
+async def test_a_burst_of_images_waits_its_turn_at_the_router(fleet: DispatchedFleet) -> None:
+    """A replica takes so many calls at once, of all routers, and refuses more."""
+    replica = await fleet.add("r0")
+    replica.script.holds_uploads = True
+    runs = [
+        asyncio.create_task(generate(fleet, showing(f"picture {number}".encode(), bucket=b"b%d" % number)))
+        for number in range(5 * MAX_UPLOADS)
+    ]
+    await eventually(lambda: replica.num_uploads == MAX_UPLOADS)
+    await asyncio.sleep(0.05)
+    assert replica.num_uploads == MAX_UPLOADS
+    replica.script.holds_uploads = False
+    for run in runs:
+        assert_complete(await run, 1)
+    assert replica.num_uploads == len(replica.media) == len(runs)
+    fleet.assert_nothing_reserved()
+
+
+async def test_what_waits_its_turn_goes_with_the_last_who_wants_it(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0")
+    replica.script.holds_uploads = True
+    first = [
+        asyncio.create_task(generate(fleet, showing(b"first %d" % number))) for number in range(MAX_UPLOADS)
+    ]
+    await eventually(lambda: replica.num_uploads == MAX_UPLOADS)
+    wanted = [asyncio.create_task(generate(fleet, showing(b"wanted"))) for _ in range(2)]
+    unwanted = [asyncio.create_task(generate(fleet, showing(b"unwanted"))) for _ in range(2)]
+    uploads = fleet.clients[ReplicaId("r0")].media
+    await eventually(lambda: len(uploads._sending) == MAX_UPLOADS + 2)
+    for run in (*unwanted, wanted[0]):
+        run.cancel()
+    await asyncio.gather(*unwanted, wanted[0], return_exceptions=True)
+    await eventually(lambda: len(uploads._sending) == MAX_UPLOADS + 1)
+    again = asyncio.create_task(generate(fleet, showing(b"unwanted")))
+    await eventually(lambda: len(uploads._sending) == MAX_UPLOADS + 2)
+    replica.script.holds_uploads = False
+    for run in (*first, wanted[1], again):
+        assert_complete(await run, 1)
+    assert replica.num_uploads == MAX_UPLOADS + 2 and not uploads._sending
+    fleet.assert_nothing_reserved()
+
+
+async def test_a_picture_that_kills_replicas_condemns_no_other_of_its_size(fleet: DispatchedFleet) -> None:
+    for name in ("r0", "r1"):
+        replica = await fleet.add(name)
+        replica.script.step_seconds, replica.script.die_after_tokens = 0.01, 1
+    with pytest.raises(GenerationFailed):
+        await generate(fleet, showing(b"poison"))
+    healthy = await fleet.add("r2")
+    assert_complete(await generate(fleet, showing(b"harmless")), 1)
+    with pytest.raises(GenerationFailed, match="died computing this prompt"):
+        await generate(fleet, showing(b"poison"))
+    assert len(healthy.submits) == 1
+
+
+async def test_a_suspect_is_tried_alone_though_its_image_is_on_its_way(fleet: DispatchedFleet) -> None:
+    replica = await fleet.add("r0", holding=True)
+    suspect, state = showing(b"suspect"), fleet.dispatcher.state
+    digest = state.suspects.digest(suspect.model, suspect.told_apart_ids(), suspect.caller.owner)
+    state.suspects.blame([(digest, True)], state.clock())
+    replica.script.holds_uploads = True
+    runs = [asyncio.create_task(generate(fleet, suspect)) for _ in range(3)]
+    await eventually(lambda: replica.num_uploads == 1)
+    await asyncio.sleep(0.05)
+    replica.script.holds_uploads = False
+    await eventually(lambda: len(replica.submits) == 1)
+    await asyncio.sleep(0.1)
+    assert len(replica.submits) == state.suspects.statistics().num_on_trial == 1
+    replica.script.holding = False
+    for run in runs:
+        assert_complete(await run, 1)
+    fleet.assert_nothing_reserved()
+
+
+async def test_an_answer_that_has_begun_goes_on_where_its_image_is_taken(fleet: DispatchedFleet) -> None:
+    dying = await fleet.add("r0")
+    dying.script.step_seconds, dying.script.die_after_tokens = 0.01, 7
+    run = asyncio.create_task(generate(fleet, showing(PICTURE)))
+    await eventually(lambda: dying.num_tokens_sent > 0)
+    refusing = await fleet.add("r1")
+    refusing.script.upload_error = grpc.StatusCode.INVALID_ARGUMENT
+    await eventually(lambda: refusing.num_uploads > 0)
+    await fleet.add("r2")
+    assert_complete(await run, 1)
+    fleet.assert_nothing_reserved()
