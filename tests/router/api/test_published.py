@@ -142,9 +142,7 @@ async def test_while_redis_is_away_nothing_is_published_and_the_last_known_go_on
 
 
 def test_the_longest_beginning_counts() -> None:
-    from replicas.protocol.image_rules import written_rule
-from router.prompt.catalog import ModelCatalog
-from router.tenants.published import PublishedPrefix
+    from router.tenants.published import PublishedPrefix
 
     short, long = bytes(4 * BLOCK), bytes(8 * BLOCK)
     prefixes = PublishedPrefixes(
