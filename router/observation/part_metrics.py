@@ -134,6 +134,8 @@ class PartMetrics:
             "Messages between routers of what tenants and keys use: told, heard, failed or wrong",
             "outcome",
         )
+        for outcome in ("told", "heard", "failed", "wrong"):
+            self._rate_news.of(outcome)  # so that an alert has something to go by where there are no keys
 
     def _declare_caches(self) -> None:
         self._caches_created = self._counter(
