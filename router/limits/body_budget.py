@@ -1,8 +1,8 @@
-"""BodyBudget: the memory of all request bodies, from their first byte until they have been prepared. Another
-one counts the images of requests that are served.
+"""BodyBudget: the memory of all request bodies, from their first byte until they have been prepared.
 
 Owns the counts. Bytes count as they come, and where there is no room for more the body is refused. How much
-the values in a body may take is bounded where it is taken apart (`offload.py`).
+the values in a body may take is bounded where it is taken apart (`offload.py`). Another such budget counts
+the images of requests that are served.
 """
 
 from dataclasses import dataclass

@@ -54,12 +54,6 @@ class PartMetrics:
             "Connections that the router refused or closed, by reason",
             "reason",
         )
-        self._image_memory = self._gauge(
-            "router_image_memory_bytes", "Memory of the images of requests that are being served"
-        )
-        self._image_refusals = self._counter(
-            "router_image_memory_refusals_total", "Requests refused because images took too much memory"
-        )
         self._body_bytes = self._gauge(
             "router_body_bytes", "Memory of request bodies that are being read or prepared"
         )
@@ -338,6 +332,12 @@ class PartMetrics:
         )
 
     def _declare_images(self) -> None:
+        self._image_memory = self._gauge(
+            "router_image_memory_bytes", "Memory of the images of requests that are being served"
+        )
+        self._image_refusals = self._counter(
+            "router_image_memory_refusals_total", "Requests refused because images took too much memory"
+        )
         self._images = self._counter(
             "router_images_total",
             "Images of prompts by how they got to the replica: sent, shared (another prompt was sending it), "
