@@ -7,6 +7,8 @@ same answer from the same figures. Does not know who asks, and decides for one r
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from replicas.protocol.blocks import MediaSpan
 
 HOST_MOVE_SECONDS = 0.001
@@ -42,7 +44,7 @@ class MoveSpeeds(NamedTuple):
 NO_MOVES = MoveSpeeds(None, None, None)
 
 
-class Way(NamedTuple):
+class Way(msgspec.Struct, frozen=True, gc=False):
     """How many tokens to have on the device when the computing begins, and how much longer than the queue
     bringing them there takes.
     """
@@ -82,7 +84,6 @@ def num_image_tokens_left(media: Sequence[MediaSpan], num_ready_tokens: int) -> 
 def cheapest_way(
     reach: Reach,
     speeds: MoveSpeeds,
-    *,
     wait_seconds: float,
     token_seconds: float,
     encode_seconds: Callable[[int], float] | None = None,

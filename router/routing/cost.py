@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
+import msgspec
+
 from replicas.protocol.blocks import MediaSpan
 from replicas.protocol.ways import Reach, cheapest_way, num_image_tokens_left
 from router.routing.load import ReplicaLoad
@@ -80,7 +82,7 @@ class FleetRates(NamedTuple):
     encode_seconds_per_token: float = 0.0
 
 
-class Cost(NamedTuple):
+class Cost(msgspec.Struct, frozen=True, gc=False):
     """`num_ready_tokens` is what it is cheapest to have on the device when the computing begins, and
     `move_seconds` how much longer than the queue bringing it there takes. A token of a prompt takes
     `token_seconds` to compute there. `encode_seconds` of the prefill are for images.
@@ -108,12 +110,9 @@ class Cost(NamedTuple):
 
 def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> FleetRates:
     """Medians of the measured rates, defaults where none was measured."""
-    prefill, decode = [], []
-    for load in loads:
-        if _is_measured(load.prefill_seconds_per_token):
-            prefill.append(load.prefill_seconds_per_token)
-        if _is_measured(load.decode_step_seconds):
-            decode.append(load.decode_step_seconds)
+    loads = list(loads)
+    prefill = _measured([load.prefill_seconds_per_token for load in loads])
+    decode = _measured([load.decode_step_seconds for load in loads])
     return FleetRates(
         _median(prefill) if prefill else parameters.default_prefill_seconds_per_token,
         _median(decode) if decode else parameters.default_decode_step_seconds,
@@ -122,15 +121,12 @@ def fleet_rates(loads: Iterable[ReplicaLoad], parameters: CostParameters) -> Fle
 
 def typical_encode_seconds(loads: Iterable[ReplicaLoad]) -> float:
     """The median of what a token of an image takes to encode; 0 where none was measured."""
-    measured = [
-        load.encode_seconds_per_token for load in loads if _is_measured(load.encode_seconds_per_token)
-    ]
+    measured = _measured([load.encode_seconds_per_token for load in loads])
     return _median(measured) if measured else 0.0
 
 
 def cost_of(
     load: ReplicaLoad,
-    *,
     num_tokens: int,
     reach: Reach,
     rates: FleetRates,
@@ -150,24 +146,21 @@ def cost_of(
     num_ready_tokens, extra_seconds = reach.device, 0.0
     if reach.peer > num_ready_tokens:
         dearer = 1.0 + parameters.delay_price * load.num_requests
-        num_ready_tokens, extra_seconds = cheapest_way(
-            reach,
-            load.speeds,
-            wait_seconds=wait_seconds,
-            token_seconds=rate * dearer,
-            encode_seconds=_encode_seconds(load, rates, media, dearer) if media else None,
-        )
+        encode = _encode_seconds(load, rates, media, dearer) if media else None
+        way = cheapest_way(reach, load.speeds, wait_seconds, rate * dearer, encode)
+        num_ready_tokens, extra_seconds = way.num_ready_tokens, way.extra_seconds
     prefill_seconds = (num_tokens - num_ready_tokens) * rate
     encode_seconds = 0.0
     if media:
         encode_seconds = _encode_seconds(load, rates, media)(num_ready_tokens)
         prefill_seconds += encode_seconds
+    fill = load.cache_fill
     return Cost(
         wait_seconds,
         prefill_seconds,
         parameters.delay_price * load.num_requests * prefill_seconds,
         parameters.room_price
-        * max(load.cache_fill, LEAST_FILL)
+        * (fill if fill > LEAST_FILL else LEAST_FILL)
         * (num_tokens - reach.device)
         * rates.prefill_seconds_per_token,
         extra_seconds,
@@ -198,6 +191,10 @@ def _median(values: list[float]) -> float:
     values.sort()
     middle = len(values) // 2
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+
+def _measured(rates: Iterable[float | None]) -> list[float]:
+    return [rate for rate in rates if rate is not None and 0.0 < rate <= LONGEST_SECONDS]
 
 
 def _is_measured(seconds: float | None) -> TypeGuard[float]:

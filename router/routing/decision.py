@@ -5,9 +5,11 @@ plain data in, plain data out.
 """
 
 import enum
+import functools
 import heapq
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -23,7 +25,7 @@ from router.routing.cost import (
     fleet_rates,
     typical_encode_seconds,
 )
-from router.routing.levels import Depths, Held, Overlaps, Slots
+from router.routing.levels import NOWHERE, Depths, Held, Overlaps, Slots
 from router.routing.load import ReplicaLoad
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
     from none. They may name replicas besides, which take nothing new and may be pulled from while they live.
     """
 
-    __slots__ = ("_layouts", "_load_of", "_mask", "_peer_masks", "_slots", "ranking")
+    __slots__ = ("_layouts", "_mask", "_peer_masks", "_slots", "load_of", "ranking")
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         layouts: Mapping[ReplicaId, str] = _NO_LAYOUTS,
     ) -> None:
         self.ranking = AffinityRanking(replica_ids)
-        self._load_of = load_of
+        self.load_of = load_of
         self._layouts = layouts
         self._slots: Slots | None = None
         self._mask = 0
@@ -86,7 +88,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
     def __getitem__(self, replica_id: ReplicaId) -> ReplicaLoad:
         if replica_id not in self.ranking:
             raise KeyError(replica_id)
-        return self._load_of(replica_id)
+        return self.load_of(replica_id)
 
     def __iter__(self) -> Iterator[ReplicaId]:
         return iter(self.ranking.replica_ids)
@@ -121,7 +123,7 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
     def seen_as(self, load_of: Callable[[ReplicaId], ReplicaLoad]) -> "Replicas":
         """The same, as busy as this says."""
         seen = Replicas.__new__(Replicas)
-        seen.ranking, seen._layouts, seen._load_of = self.ranking, self._layouts, load_of
+        seen.ranking, seen._layouts, seen.load_of = self.ranking, self._layouts, load_of
         seen._slots, seen._mask, seen._peer_masks = self._slots, self._mask, self._peer_masks
         return seen
 
@@ -129,10 +131,10 @@ class Replicas(Mapping[ReplicaId, ReplicaLoad]):
         """Neither to serve nor to be pulled from."""
         replica_ids = (replica_id for replica_id in self if replica_id not in excluded)
         layouts = {each: layout for each, layout in self._layouts.items() if each not in excluded}
-        return Replicas(replica_ids, self._load_of, layouts)
+        return Replicas(replica_ids, self.load_of, layouts)
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True):
     """A replica that was considered. `rank` is its place in the affinity order, 0 for home.
 
     `overlap_tokens` need no computing there: those that it is cheapest to have ready.
@@ -205,18 +207,14 @@ class _TokensOf(dict[int, int]):
         return num_tokens
 
 
-class Considered(NamedTuple):
-    """`rank` is the replica's place in the affinity order."""
-
-    rank: int
-    replica_id: ReplicaId
-    load: ReplicaLoad
+Considered: TypeAlias = tuple[int, ReplicaId, ReplicaLoad]
+"""A replica's place in the affinity order, its name, and how busy it is."""
 
 
 def everybody(request: RoutingRequest, replicas: Replicas) -> list[Considered]:
     """All replicas, by affinity order."""
     order = replicas.ranking.of(request.bucket).whole()
-    return [Considered(rank, replica_id, replicas[replica_id]) for rank, replica_id in enumerate(order)]
+    return list(zip(range(len(order)), order, map(replicas.load_of, order), strict=True))
 
 
 def weigh(
@@ -232,17 +230,12 @@ def weigh(
         encode_seconds = typical_encode_seconds(load for _, _, load in considered)
         rates = rates._replace(encode_seconds_per_token=encode_seconds)
     candidates = []
-    reaches = _Reaches(request, replicas, overlaps)
-    for rank, replica_id, load in considered:
-        reach = reaches.of(replica_id, load)
-        cost = cost_of(
-            load,
-            num_tokens=request.num_tokens,
-            reach=reach,
-            rates=rates,
-            parameters=parameters,
-            media=request.media,
-        )
+    bits = overlaps.slots.bits([replica_id for _, replica_id, _ in considered])
+    reaches = _Reaches(request, replicas, overlaps, bits)
+    num_tokens, media = request.num_tokens, request.media
+    for bit, (rank, replica_id, load) in zip(bits, considered, strict=True):
+        reach = reaches.of(bit, replica_id, load)
+        cost = cost_of(load, num_tokens, reach, rates, parameters, media)
         candidates.append(Candidate(replica_id, rank, cost.num_ready_tokens, load, cost, reach))
     return tuple(candidates)
 
@@ -250,34 +243,52 @@ def weigh(
 class _Reaches:
     """Of one prompt, each computed once: few differ in a fleet."""
 
-    def __init__(self, request: RoutingRequest, replicas: Replicas, overlaps: Overlaps) -> None:
+    def __init__(
+        self,
+        request: RoutingRequest,
+        replicas: Replicas,
+        overlaps: Overlaps,
+        bits: Iterable[int],
+    ) -> None:
         self._replicas = replicas
         self._overlaps = overlaps
         self._tokens = _TokensOf(request)
         self._at_peer: dict[str, int] = {"": 0}
         """By layout, the most that any replica of it has stored."""
-        self._of_depths: dict[tuple[Depths, str], Reach] = {}
+        among = functools.reduce(operator.or_, bits, 0)
+        self._alike: list[tuple[int, Depths, dict[str | None, Reach]]] = [
+            (mask, depths, {}) for mask, depths in overlaps.alike(among)
+        ]
+        """Those that have equal depths, and by layout what each of them reaches."""
+        self._of_others: dict[str | None, Reach] = {}
 
-    def of(self, replica_id: ReplicaId, load: ReplicaLoad) -> Reach:
+    def of(self, bit: int, replica_id: ReplicaId, load: ReplicaLoad) -> Reach:
+        """What the replica with this bit reaches. One that does not say what moving takes, for whose layout
+        None stands, has what lies in any tier counted as it stands.
+        """
         speeds = load.speeds
-        if speeds.host is None:
-            # It does not say what moving takes: what it has in any tier counts as it stands.
-            num_tokens = self._tokens[self._overlaps.depth(replica_id)]
-            return Reach(num_tokens, num_tokens, num_tokens, num_tokens)
-        layout = "" if speeds.pull is None else self._replicas.layout(replica_id)
-        key = (self._overlaps.depths(replica_id), layout)
-        reach = self._of_depths.get(key)
+        layout: str | None = None
+        if speeds.host is not None:
+            layout = "" if speeds.pull is None else self._replicas.layout(replica_id)
+        depths, reaches = NOWHERE, self._of_others
+        for mask, its_depths, its_reaches in self._alike:
+            if mask & bit:
+                depths, reaches = its_depths, its_reaches
+                break
+        reach = reaches.get(layout)
         if reach is None:
-            reach = self._of_depths[key] = self._reach(*key)
+            reach = reaches[layout] = self._reach(depths, layout)
         return reach
 
-    def _reach(self, depths: Depths, layout: str) -> Reach:
+    def _reach(self, depths: Depths, layout: str | None) -> Reach:
         overlaps, tokens = self._overlaps, self._tokens
+        local = tokens[depths.anywhere]
+        if layout is None:
+            return Reach(local, local, local, local)
         at_peer = self._at_peer.get(layout)
         if at_peer is None:
             level = overlaps.deepest_stored(self._replicas.peer_mask(overlaps.slots, layout))
             at_peer = self._at_peer[layout] = 0 if level is None else tokens[level.depth]
-        local = tokens[depths.anywhere]
         return Reach(tokens[depths.device], tokens[depths.host], local, max(local, at_peer))
 
 
@@ -313,10 +324,7 @@ def _considered(
     if overlaps:
         few += _deepest(replicas, order, overlaps, few, parameters.num_holder_candidates, rng)
     few += _idlest(replicas, few, parameters.num_idle_candidates, rng)
-    return [
-        Considered(rank, replica_id, replicas[replica_id])
-        for rank, replica_id in zip(order.ranks(few), few, strict=True)
-    ]
+    return list(zip(order.ranks(few), few, map(replicas.load_of, few), strict=True))
 
 
 def _deepest(
@@ -370,17 +378,18 @@ def _choose(candidates: tuple[Candidate, ...], rates: FleetRates, parameters: Co
 
     Overlap comes before affinity, so a near-tie never serves with less of the prompt than the cheapest.
     """
-    cheapest = min(candidates, key=lambda candidate: (candidate.cost.seconds, candidate.rank))
+    by_seconds = [(candidate.cost.seconds, candidate.rank, candidate) for candidate in candidates]
+    least_seconds, _, cheapest = min(by_seconds)
     near_seconds = (
         parameters.near_tie_tokens * rates.prefill_seconds_per_token
         + parameters.near_tie_requests * rates.decode_step_seconds
     )
-    most_seconds = cheapest.cost.seconds + near_seconds
+    most_seconds = least_seconds + near_seconds
     most_requests = cheapest.load.num_requests + parameters.near_tie_requests
     near_ties = [
         candidate
-        for candidate in candidates
-        if candidate.cost.seconds <= most_seconds and candidate.load.num_requests <= most_requests
+        for seconds, _, candidate in by_seconds
+        if seconds <= most_seconds and candidate.load.num_requests <= most_requests
     ]
     return min(near_ties, key=_preference)
 

@@ -37,9 +37,14 @@ class Slots:
         """0 if it has none."""
         return self._bits.get(replica_id, 0)
 
+    def bits(self, replica_ids: Iterable[ReplicaId]) -> list[int]:
+        """Of each of these, 0 if it has none."""
+        bits = self._bits
+        return [bits.get(replica_id, 0) for replica_id in replica_ids]
+
     def mask(self, replica_ids: Iterable[ReplicaId]) -> int:
         """The bits of all of these."""
-        return functools.reduce(operator.or_, map(self.bit, replica_ids), 0)
+        return functools.reduce(operator.or_, self.bits(replica_ids), 0)
 
     def of(self, mask: int, positions: Sequence[int] | None = None) -> list[ReplicaId]:
         """Whose bits these are, from the lowest on; with `positions`, only those of that ordinal (from 0)."""
@@ -79,7 +84,7 @@ class Depths(NamedTuple):
     anywhere: int
 
 
-_NOWHERE = Depths(0, 0, 0)
+NOWHERE = Depths(0, 0, 0)
 
 Depth: TypeAlias = tuple[int, int]
 """A number of leading blocks, and the bits of the replicas that have just that many."""
@@ -117,12 +122,14 @@ class Held(NamedTuple):
         return None
 
 
-class View(enum.Enum):
+class View(enum.IntEnum):
     """What of an index counts."""
 
-    ON_DEVICE = "on device"
-    IN_HOST = "in host memory, or on the device"
-    STORED = "stored, in any tier, and not only predicted"
+    ON_DEVICE = 0
+    IN_HOST = 1
+    """Or on the device."""
+    STORED = 2
+    """In any tier, and not only predicted."""
 
 
 class Overlaps(Mapping[ReplicaId, int]):
@@ -153,21 +160,25 @@ class Overlaps(Mapping[ReplicaId, int]):
         """0 if it has nothing."""
         return _depth(self._levels, self.slots.bit(replica_id))
 
-    def depths(self, replica_id: ReplicaId) -> Depths:
-        bit = self.slots.bit(replica_id)
-        anywhere = _depth(self._levels, bit)
-        if not anywhere:
-            return _NOWHERE
-        return Depths(
-            _depth(self._view(View.ON_DEVICE), bit), _depth(self._view(View.IN_HOST), bit), anywhere
-        )
-
     def held(self, gone: frozenset[ReplicaId]) -> Held | None:
         """All that there is to remember of it; None if no replica has anything."""
         if not self._levels:
             return None
         stored = self._view(View.STORED) if self._has_foretold else self._levels
         return Held(self.slots, self._levels, stored, gone)
+
+    def alike(self, among: int) -> list[tuple[int, Depths]]:
+        """Of the mask `among`, those that have anything, together where they have just as much everywhere."""
+        anywhere = [(depth, mask & among) for depth, mask in self._levels if mask & among]
+        if self._look is None or not anywhere:
+            return [(mask, Depths(depth, depth, depth)) for depth, mask in anywhere]
+        in_host, on_device = self._view(View.IN_HOST), self._view(View.ON_DEVICE)
+        return [
+            (mask, Depths(device, host, depth))
+            for depth, with_depth in anywhere
+            for host, with_host in _split(in_host, with_depth)
+            for device, mask in _split(on_device, with_host)
+        ]
 
     def levels(self, among: int) -> Iterator[Level]:
         """Deepest first, with those alone that are in the mask `among`."""
@@ -204,6 +215,20 @@ class Overlaps(Mapping[ReplicaId, int]):
 
     def __repr__(self) -> str:
         return f"Overlaps({dict(self)})"
+
+
+def _split(levels: Sequence[Depth], mask: int) -> list[Depth]:
+    """Those in the mask by their depth in `levels`, 0 for who is in none."""
+    parts = []
+    for depth, its in levels:
+        part = its & mask
+        if part:
+            parts.append((depth, part))
+            mask ^= part
+            if not mask:
+                return parts
+    parts.append((0, mask))
+    return parts
 
 
 def _depth(levels: Sequence[Depth], bit: int) -> int:

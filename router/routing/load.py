@@ -227,7 +227,9 @@ class LoadBook:
 
     def view(self, replica_id: ReplicaId) -> ReplicaLoad:
         book = self._books.get(replica_id)
-        return ReplicaLoad() if book is None else book.view()
+        if book is None:
+            return ReplicaLoad()
+        return book.cached_view or book.view()
 
     def latest(self, replica_id: ReplicaId) -> tuple[LoadSnapshot, int] | None:
         """What the replica last said, and how many of this router's requests that does not count yet."""

@@ -48,8 +48,7 @@ MAX_PREDICTED_BLOCKS = 200_000
 """Of own and announced predictions together."""
 
 
-_BELOW = {View.ON_DEVICE: IN_HOST | ON_DISK, View.IN_HOST: ON_DISK}
-"""Where a copy lies that does not count."""
+_BELOW_DEVICE = IN_HOST | ON_DISK
 
 
 class ChangeOutcome(enum.Enum):
@@ -78,15 +77,15 @@ class _Replica:
     num_stored: int = 0
     epoch: Epoch | None = None
     last_change: int = 0
-    predicted: dict[BlockHash, int] = field(default_factory=dict)
-    """In how many of its predictions each hash is."""
     predictions: dict[int, _Prediction] = field(default_factory=dict)
+    predicted_again: dict[BlockHash, int] = field(default_factory=dict)
+    """The hashes that are in several of its predictions: in how many besides one."""
 
 
 class _Look:
     """What else one may want to know of a chain whose `levels` are known, of which some are `foretold`."""
 
-    __slots__ = ("_block_hashes", "_foretold", "_holders", "_index", "_levels")
+    __slots__ = ("_block_hashes", "_by_tier", "_foretold", "_index", "_levels")
 
     def __init__(
         self, index: "PrefixIndex", block_hashes: Sequence[BlockHash], levels: list[Depth], foretold: int
@@ -95,7 +94,7 @@ class _Look:
         self._block_hashes = block_hashes
         self._levels = levels
         self._foretold = foretold
-        self._holders: Sequence[int] | None = None
+        self._by_tier: tuple[list[Depth], list[Depth]] | None = None
 
     def __call__(self, view: View) -> Sequence[Depth]:
         if view is View.STORED:
@@ -104,9 +103,10 @@ class _Look:
             return self._index.levels_stored(self._block_hashes, _mask(self._levels))
         if not self._index.has_tiers:
             return self._levels
-        if self._holders is None:
-            self._holders = self._index.holders_of_strides(self._block_hashes, self._levels[0][0])
-        return self._index.levels_above(self._block_hashes, self._levels, self._holders, _BELOW[view])
+        if self._by_tier is None:
+            self._by_tier = self._index.levels_by_tier(self._block_hashes, self._levels)
+        on_device, in_host = self._by_tier
+        return on_device if view is View.ON_DEVICE else in_host
 
 
 def _mask(levels: Iterable[Depth]) -> int:
@@ -205,61 +205,68 @@ class PrefixIndex:
         """Of those in the mask, by what is stored in any tier and not only predicted."""
         return self._levels(block_hashes, among, {})[0]
 
-    def holders_of_strides(self, block_hashes: Sequence[BlockHash], depth: int) -> list[int]:
-        """What `holders.py` has of each stride position of the chain before this depth."""
-        shards, stride = self._holders.shards, self._blocks_per_stride
-        return [shards[each[0]].get(each, 0) for each in block_hashes[stride - 1 : depth : stride]]
+    def levels_by_tier(
+        self, block_hashes: Sequence[BlockHash], levels: Sequence[Depth]
+    ) -> tuple[list[Depth], list[Depth]]:
+        """`levels` again, on the device alone, and in host memory or faster. A predicted block will be on the
+        device.
 
-    def levels_above(
-        self,
-        block_hashes: Sequence[BlockHash],
-        levels: Sequence[Depth],
-        holders_of_strides: Sequence[int],
-        below: int,
-    ) -> list[Depth]:
-        """`levels` again, without what has its fastest copy `below`. A predicted block will be on the device.
-
-        No replica is deeper than in `levels`, and each has every stride position before its depth there.
+        No replica is deeper than in `levels`, and each has every stride position before its depth there. Who
+        lacks something ends at a stride position, though shorter prompts may have ended after it: KV moves by
+        chunks.
         """
-        predicted, stride = self._predicted, self._blocks_per_stride
-        found: list[Depth] = []
+        shards, predicted, stride = self._holders.shards, self._predicted, self._blocks_per_stride
+        on_device: list[Depth] = []
+        in_host: list[Depth] = []
         shallow = list(levels)
-        walking = _mask(levels)
-        marks = walking * below
-        for number, holders in enumerate(holders_of_strides):
-            if not holders & marks:
-                continue
-            depth = number * stride
-            end = depth + stride
-            while shallow[-1][0] < end:
-                walking = self._probe_level(block_hashes, shallow.pop(), walking, below, found)
-            lost = walking & replicas_of(holders & marks) & ~predicted.get(block_hashes[end - 1], 0)
-            if lost:
-                self._probe(block_hashes, depth, end - 1, lost, below, predicted, found)
-                walking ^= lost
-            if not walking:
-                break
-            marks = walking * below
+        with_device = with_host = _mask(levels)
+        marks = with_device * _BELOW_DEVICE
+        depth = 0
+        for block_hash in block_hashes[stride - 1 : levels[0][0] : stride]:
+            holders = shards[block_hash[0]].get(block_hash, 0)
+            if holders & marks:
+                while shallow[-1][0] < depth + stride:
+                    level = shallow.pop()
+                    self._end_level(block_hashes, level, with_device, _BELOW_DEVICE, on_device)
+                    self._end_level(block_hashes, level, with_host, ON_DISK, in_host)
+                    with_device &= ~level[1]
+                    with_host &= ~level[1]
+                sure = ~predicted.get(block_hash, 0)
+                lost = with_device & sure & replicas_of(holders & with_device * _BELOW_DEVICE)
+                if lost:
+                    on_device.append((depth, lost))
+                with_device ^= lost
+                lost = with_host & sure & replicas_of(holders & with_host * ON_DISK)
+                if lost:
+                    in_host.append((depth, lost))
+                with_host ^= lost
+                if not with_host:
+                    break
+                marks = with_device * _BELOW_DEVICE | with_host * ON_DISK
+            depth += stride
         for level in shallow:
-            walking = self._probe_level(block_hashes, level, walking, below, found)
-        found.sort(reverse=True)
-        return found
+            self._end_level(block_hashes, level, with_device, _BELOW_DEVICE, on_device)
+            self._end_level(block_hashes, level, with_host, ON_DISK, in_host)
+        on_device.sort(reverse=True)
+        in_host.sort(reverse=True)
+        return on_device, in_host
 
-    def _probe_level(
-        self,
-        block_hashes: Sequence[BlockHash],
-        level: Depth,
-        walking: int,
-        below: int,
-        found: list[Depth],
-    ) -> int:
-        """Those that had everything up to the last stride of the level; who is left walking."""
+    def _end_level(
+        self, block_hashes: Sequence[BlockHash], level: Depth, among: int, below: int, found: list[Depth]
+    ) -> None:
+        """Of the level, those that had everything up to its last stride, and whether they have the rest."""
         depth, mask = level
-        mask &= walking
+        mask &= among
+        off_stride = depth % self._blocks_per_stride
+        if mask and off_stride:
+            block_hash = block_hashes[depth - 1]
+            holders = self._holders.shards[block_hash[0]].get(block_hash, 0)
+            lost = mask & replicas_of(holders & mask * below) & ~self._predicted.get(block_hash, 0)
+            if lost:
+                found.append((depth - off_stride, lost))
+            mask ^= lost
         if mask:
-            start = depth - depth % self._blocks_per_stride
-            self._probe(block_hashes, start, depth, mask, below, self._predicted, found)
-        return walking ^ mask
+            found.append((depth, mask))
 
     def _levels(
         self, block_hashes: Sequence[BlockHash], among: int, predicted: Mapping[BlockHash, int]
@@ -278,13 +285,13 @@ class PrefixIndex:
                 missing ^= foretold_here
             if missing:
                 end = depth + stride - 1
-                foretold |= self._probe(block_hashes, depth, end, missing, 0, predicted, levels)
+                foretold |= self._probe(block_hashes, depth, end, missing, predicted, levels)
                 walking ^= missing
                 if not walking:
                     break
             depth += stride
         if walking:
-            foretold |= self._probe(block_hashes, depth, len(block_hashes), walking, 0, predicted, levels)
+            foretold |= self._probe(block_hashes, depth, len(block_hashes), walking, predicted, levels)
         levels.sort(reverse=True)
         return levels, foretold
 
@@ -294,7 +301,6 @@ class PrefixIndex:
         depth: int,
         end: int,
         mask: int,
-        below: int,
         predicted: Mapping[BlockHash, int],
         levels: list[Depth],
     ) -> int:
@@ -303,19 +309,18 @@ class PrefixIndex:
         """
         shards = self._holders.shards
         foretold = 0
-        for block in range(end - 1, depth - 1, -1):
-            block_hash = block_hashes[block]
-            holders = shards[block_hash[0]].get(block_hash, 0)
-            held = mask & holders
-            if held and below:
-                held &= ~replicas_of(holders & held * below)
-            found = held | (mask & predicted.get(block_hash, 0))
-            if found:
-                levels.append((block + 1, found))
-                foretold |= found ^ held
-                mask ^= found
-                if not mask:
-                    return foretold
+        span = block_hashes[depth:end]
+        held_by = [shards[block_hash[0]].get(block_hash, 0) for block_hash in span]
+        if any(map(mask.__and__, held_by)) or not predicted.keys().isdisjoint(span):
+            for block in range(end - depth - 1, -1, -1):
+                held = mask & held_by[block]
+                found = held | (mask & predicted.get(span[block], 0))
+                if found:
+                    levels.append((depth + block + 1, found))
+                    foretold |= found ^ held
+                    mask ^= found
+                    if not mask:
+                        return foretold
         if depth:
             levels.append((depth, mask))
         return foretold
@@ -393,7 +398,7 @@ class PrefixIndex:
             self._drop_all(replica)
             if replica.num_stored:
                 self._become(replica, self._holders.take(), 0)
-        if replica.predicted:
+        if replica.predictions:
             for block_hash in change.removed:
                 self._cancel(replica, block_hash)
         for reason, block_hashes in change.removed_by_reason():
@@ -483,10 +488,14 @@ class PrefixIndex:
         prediction = _Prediction(replica, hashes, is_own, is_announced)
         self._predictions[announcement_id] = replica.predictions[announcement_id] = prediction
         self._num_predicted_blocks += len(hashes)
-        predicted = replica.predicted
+        predicted, bit = self._predicted, replica.bit
         for block_hash in hashes:
-            predicted[block_hash] = predicted.get(block_hash, 0) + 1
-            self._predicted[block_hash] = self._predicted.get(block_hash, 0) | replica.bit
+            bits = predicted.get(block_hash, 0)
+            if bits & bit:
+                again = replica.predicted_again
+                again[block_hash] = again.get(block_hash, 0) + 1
+            else:
+                predicted[block_hash] = bits | bit
 
     def _drop(self, announcement_id: int) -> None:
         prediction = self._predictions.pop(announcement_id, None)
@@ -495,12 +504,16 @@ class PrefixIndex:
         replica = prediction.replica
         del replica.predictions[announcement_id]
         self._num_predicted_blocks -= len(prediction.block_hashes)
+        predicted, bit, again = self._predicted, replica.bit, replica.predicted_again
         for block_hash in prediction.block_hashes:
-            count = replica.predicted[block_hash] - 1
-            if count:
-                replica.predicted[block_hash] = count
+            if again and block_hash in again:
+                self._unpredict_once(replica, block_hash)
+                continue
+            others = predicted[block_hash] ^ bit
+            if others:
+                predicted[block_hash] = others
             else:
-                self._unpredict(replica, block_hash)
+                del predicted[block_hash]
 
     def _drop_all(self, replica: _Replica) -> None:
         for announcement_id in list(replica.predictions):
@@ -514,9 +527,14 @@ class PrefixIndex:
 
     def _cancel(self, replica: _Replica, block_hash: BlockHash) -> None:
         """The block is gone: whatever foretold it is no longer believed."""
-        if block_hash not in replica.predicted:
+        others = self._predicted.get(block_hash, 0) ^ replica.bit
+        if others & replica.bit:
             return
-        self._unpredict(replica, block_hash)
+        replica.predicted_again.pop(block_hash, None)
+        if others:
+            self._predicted[block_hash] = others
+        else:
+            del self._predicted[block_hash]
         for announcement_id, prediction in list(replica.predictions.items()):
             if block_hash in prediction.block_hashes:
                 prediction.block_hashes.remove(block_hash)
@@ -524,19 +542,17 @@ class PrefixIndex:
                 if not prediction.block_hashes:
                     self._drop(announcement_id)
 
-    def _unpredict(self, replica: _Replica, block_hash: BlockHash) -> None:
-        del replica.predicted[block_hash]
-        others = self._predicted[block_hash] ^ replica.bit
-        if others:
-            self._predicted[block_hash] = others
-        else:
-            del self._predicted[block_hash]
+    def _unpredict_once(self, replica: _Replica, block_hash: BlockHash) -> None:
+        """One of several predictions with it is over."""
+        replica.predicted_again[block_hash] -= 1
+        if not replica.predicted_again[block_hash]:
+            del replica.predicted_again[block_hash]
 
     def _become(
         self, replica: _Replica, bit: int, num_stored: int, *, mourned: Departure | None = None
     ) -> None:
         """From now on the replica is this bit, and has stored what has it. What it had is `mourned`."""
-        for block_hash in replica.predicted:
+        for block_hash in set().union(*(each.block_hashes for each in replica.predictions.values())):
             self._predicted[block_hash] ^= replica.bit | bit
         self._holders.give_back(replica.bit, is_clean=replica.num_stored == 0, mourned=mourned)
         replica.bit, replica.num_stored = bit, num_stored

@@ -71,7 +71,7 @@ def _decision(encode: float | None) -> Decision:
     load = msgspec.structs.replace(
         one.load, prefill_seconds_per_token=PREFILL, encode_seconds_per_token=encode
     )
-    return msgspec.structs.replace(made, candidates=(one._replace(load=load),))
+    return msgspec.structs.replace(made, candidates=(msgspec.structs.replace(one, load=load),))
 
 
 def _lost_ms(

@@ -286,6 +286,30 @@ def test_a_removal_cancels_the_prediction_of_that_block_but_not_a_later_one() ->
     assert index.overlaps(chain("abc")) == {}
 
 
+def test_a_block_of_several_predictions_counts_until_the_last_of_them_ends() -> None:
+    index = PrefixIndex(1, 1)
+    for announcement_id in (1, 2, 3):
+        index.predict(announcement_id, A, chain("x"))
+    for announcement_id in (1, 2):
+        index.end_prediction(announcement_id)
+        assert index.overlaps(chain("x")) == {A: 1}
+    index.end_prediction(3)
+    assert not index.overlaps(chain("x"))
+
+
+def test_a_block_that_was_removed_from_several_predictions_may_be_foretold_again() -> None:
+    index = PrefixIndex(1, 1)
+    index.replace(A, E1, [])
+    for announcement_id in (1, 2):
+        index.predict(announcement_id, A, chain("xy"))
+    index.apply(IndexChange(A, E1, 1, removed=(chain("x")[0],)))
+    assert not index.overlaps(chain("x"))
+    index.predict(3, A, chain("x"))
+    assert index.overlaps(chain("x")) == {A: 1}
+    index.end_prediction(3)
+    assert not index.overlaps(chain("x"))
+
+
 def test_predictions_are_bounded_and_the_oldest_goes_first() -> None:
     index = PrefixIndex(1, 1, max_predicted_blocks=10)
     index.predict(1, A, chain("aaaaaa"))

@@ -4,14 +4,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.events import Tier
 from replicas.protocol.keys import Announcement, IndexChange
 from replicas.protocol.status import Epoch, ReplicaId
-from router.routing.levels import Depths
+from router.routing.levels import NOWHERE, Depths
 from router.routing.overlap import ChangeOutcome, PrefixIndex
 from tests.examples import examples
 from tests.router.routing.chains import chain
@@ -58,6 +58,18 @@ class NaiveIndex:
             depth = max([depth, *beyond])
             if depth:
                 depths[replica_id] = depth
+        return depths
+
+    def in_tiers(self, hashes: Sequence[BlockHash], tiers: Collection[Tier]) -> dict[ReplicaId, int]:
+        """Of what each has in any tier: up to the stride position before the first that is in none of these,
+        and to the end if its last block is in one of them too.
+        """
+        depths = {}
+        for replica_id, anywhere in self.overlaps(hashes).items():
+            held = self.holds(replica_id, tiers, is_predicted=True)
+            ends = [*range(self.stride, anywhere, self.stride), anywhere]
+            while ends and hashes[ends[0] - 1] in held:
+                depths[replica_id] = ends.pop(0)
         return depths
 
     def remove(self, replica_id: ReplicaId, block_hash: BlockHash) -> None:
@@ -235,11 +247,14 @@ class IndexAndTwin(RuleBasedStateMachine):
         self.both_see_the_same_tiers(prompt)
 
     def both_see_the_same_tiers(self, prompt: str) -> None:
-        overlaps = self.index.overlaps(chain(prompt))
-        on_device = self.twin.overlaps(chain(prompt), [Tier.DEVICE])
-        in_host = self.twin.overlaps(chain(prompt), [Tier.DEVICE, Tier.HOST])
+        hashes = chain(prompt)
+        overlaps = self.index.overlaps(hashes)
+        on_device = self.twin.in_tiers(hashes, [Tier.DEVICE])
+        in_host = self.twin.in_tiers(hashes, [Tier.DEVICE, Tier.HOST])
+        slots = overlaps.slots
+        alike = {each: depths for mask, depths in overlaps.alike(slots.everyone) for each in slots.of(mask)}
         for replica_id in map(ReplicaId, "abc"):
-            assert overlaps.depths(replica_id) == Depths(
+            assert alike.get(replica_id, NOWHERE) == Depths(
                 on_device.get(replica_id, 0), in_host.get(replica_id, 0), overlaps.get(replica_id, 0)
             )
         stored = self.twin.overlaps(chain(prompt), is_predicted=False)
@@ -272,6 +287,31 @@ class IndexAndTwin(RuleBasedStateMachine):
         assert not self.index._predicted
         assert self.index._num_predicted_blocks == 0
         assert self.index.num_predictions == 0
+
+
+PLACES = st.lists(st.sampled_from([*Tier, *Tier, *Tier, None]), min_size=12, max_size=12)
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(
+    places=st.tuples(PLACES, PLACES, PLACES),
+    predicted=st.lists(st.integers(0, 11)),
+    length=st.integers(1, 12),
+)
+def test_depths_by_tier_are_those_of_the_twin(
+    places: Sequence[Sequence[Tier | None]], predicted: list[int], length: int
+) -> None:
+    """Every block of one chain somewhere, at three replicas."""
+    both = IndexAndTwin()
+    prompt = "xyxyxyxyxyxy"
+    for replica_id, where in zip(map(ReplicaId, "abc"), places, strict=True):
+        held = {block: tier for block, tier in zip(chain(prompt), where, strict=True) if tier is not None}
+        for block, tier in held.items():
+            both.stage([block], tier)
+        both.replace(replica_id, [], is_restarted=False, is_staged=True)
+    both.predict(1, ReplicaId("b"), [chain(prompt)[position] for position in predicted])
+    both.both_see_the_same_tiers(prompt[:length])
+    both.teardown()
 
 
 TestIndexAndTwin = IndexAndTwin.TestCase
