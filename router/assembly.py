@@ -51,6 +51,8 @@ from router.responses.redis_responses import RedisResponses
 from router.responses.response_store import ResponseStore
 from router.routing.cost import CostParameters
 from router.routing.table import RoutingTable
+from router.siblings.history_exchange import HistoryExchange
+from router.siblings.redis_history import HistoryBounds, RedisHistory
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.caller import DEFAULT_TENANT
 from router.tenants.key_file import KeyFile
@@ -91,6 +93,7 @@ class Router:
         self._tasks: asyncio.TaskGroup | None = None
         self._table = _new_table(config, rng, clock)
         secret = read_secret(config.secret, config.secret_file)
+        has_common_secret = secret is not None or (own_secret is not None and config.processes > 1)
         common_secret = secret or ClusterSecret(own_secret or secrets.token_bytes(32))
         self._catalog = ModelCatalog(
             common_secret.current,
@@ -118,6 +121,7 @@ class Router:
             caches=_open_caches(config, secret),
             responses=_open_responses(config, secret),
             usage=_open_usage(config),
+            history_exchange=_open_history(config, common_secret if has_common_secret else None),
             recorder=_open_recorder(config),
             tracing=self._tracing,
             bounds=bounds or Bounds(),
@@ -168,11 +172,19 @@ class Router:
                     tasks.create_task(self._key_source.follow(), name="API keys")
                 if self._rate_exchange is not None:
                     tasks.create_task(self._rate_exchange.run(), name="limits")
+                if self._context.history_exchange is not None:
+                    tasks.create_task(self._context.history_exchange.run(), name="answers of others")
                 if self._context.story_exchange is not None:
                     tasks.create_task(self._context.story_exchange.run(), name="stories")
         finally:
             context = self._context
-            for store in (context.caches, context.responses, context.usage, context.published):
+            for store in (
+                context.caches,
+                context.responses,
+                context.usage,
+                context.published,
+                context.history_exchange,
+            ):
                 if store is not None:
                     await store.close()
             await self._context.offload.close()
@@ -327,6 +339,14 @@ def _open_responses(config: RouterConfig, secret: ClusterSecret | None) -> Respo
     )
     redis = None if secret is None else RedisResponses(config.redis_url, secret, bounds)
     return ResponseStore(redis, bounds)
+
+
+def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> HistoryExchange | None:
+    """None without a secret that another router has, or this one when it is started again."""
+    if secret is None or not config.history_bytes or not config.all_history_bytes:
+        return None
+    bounds = HistoryBounds(num_bytes=config.all_history_bytes, seconds=config.history_seconds)
+    return HistoryExchange(RedisHistory(config.redis_url, secret, bounds))
 
 
 def _open_exchange(config: RouterConfig, context: ApiContext) -> RateExchange | None:

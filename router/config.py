@@ -28,6 +28,7 @@ FROM_ZERO = (
     "tokenizer_cache_bytes",
     "hash_cache_bytes",
     "history_bytes",
+    "all_history_bytes",
     "explain_bytes",
     "tool_gap_seconds",
     "max_caches",
@@ -233,6 +234,14 @@ class RouterConfig:
         help="memory for the tokens of answered conversations, so that their next turns go on from them; 0 "
         "remembers none",
     )
+    all_history_bytes: int = setting(
+        64 * 2**20,
+        help="room in Redis for the tokens of all answers, from which conversations go on at any router; "
+        "the oldest of those tenants that hold most go first; 0 leaves them to each router's memory",
+    )
+    history_seconds: float = setting(
+        3600.0, help="time after a conversation's last turn for which its answers' tokens are in Redis"
+    )
     explain_bytes: int = setting(
         64 * 2**20,
         help="memory for what is kept of requests to explain their misses: hashes, counts and "
@@ -313,6 +322,7 @@ class RouterConfig:
             "write_seconds",
             "stream_comment_seconds",
             "response_seconds",
+            "history_seconds",
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"setting {name} must be positive")

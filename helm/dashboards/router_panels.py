@@ -449,8 +449,8 @@ ITSELF = (
     Panel(
         title="Conversations that go on, by outcome",
         description="Prompts with an earlier answer in them. Drifted ones would have missed the cache from "
-        "that answer on, had their template written it. Many unknown: raise history_bytes, or let a client's "
-        "turns come to one router.",
+        "that answer on, had their template written it. Many unknown: raise history_bytes and "
+        "all_history_bytes, and see what becomes of looks for answers of other routers.",
         unit="reqps",
         queries=(Query(rate("router_history_prompts_total", "ROUTER", "outcome"), "{{outcome}}"),),
     ),
@@ -459,6 +459,37 @@ ITSELF = (
         description="Bounded by history_bytes, for each router.",
         unit="bytes",
         queries=(Query("router_history_bytes{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
+        title="Looks for answers of other routers, by outcome",
+        description="Of conversations whose last answer this router does not know. Missing: nobody has "
+        "answered so, or it had to make room (all_history_bytes). Late, failed and resting: Redis does not "
+        "answer within 20 ms, and requests go on without.",
+        unit="reqps",
+        queries=(Query(rate("router_history_lookups_total", "ROUTER", "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
+        title="Answers told to other routers, by outcome",
+        description="Written to Redis after they have ended. Let go: removed again for want of room "
+        "(all_history_bytes). Wrong: found there and not believed, which is normal only while the cluster "
+        "secret or the version changes.",
+        unit="reqps",
+        queries=(
+            Query(rate("router_history_told_total", "ROUTER", "outcome"), "{{outcome}}"),
+            Query("sum(rate(router_history_let_go_total{ROUTER}[$__rate_interval]))", "let go"),
+            Query("sum(rate(router_history_wrong_total{ROUTER}[$__rate_interval]))", "wrong"),
+        ),
+    ),
+    Panel(
+        title="Answers of all routers, in Redis",
+        description="Bounded by all_history_bytes, for all routers together. Each shows what it saw last.",
+        unit="bytes",
+        queries=(Query("router_history_redis_bytes{ROUTER}", "{{router}}"),),
+    ),
+    Panel(
+        title="Answers that wait to be told",
+        description="Bounded by 4,096 and 16 MiB, for each router. They wait while Redis is away.",
+        queries=(Query("router_history_untold{ROUTER}", "{{router}}"),),
     ),
 )
 

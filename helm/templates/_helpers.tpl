@@ -59,7 +59,8 @@ app.kubernetes.io/part-of: kvasir
 
 {{/*
 Megabytes of data in Redis: the streams of index changes, one for each pool's model, what the replicas' caches
-are indexed with while they are written anew, and leases, clients and the reserve that leases are kept apart by.
+are indexed with while they are written anew, the answers' tokens that routers tell each other, and leases, clients
+and the reserve that leases are kept apart by.
 */}}
 {{- define "kvasir.redisMegabytes" -}}
 {{- $redis := .Values.redis.builtin -}}
@@ -72,7 +73,7 @@ are indexed with while they are written anew, and leases, clients and the reserv
 {{- else -}}{{- max 1 (div $number 1048576) -}}
 {{- end -}}
 {{- else -}}
-{{- $total := 256 -}}
+{{- $total := add 256 (div (dig "all_history_bytes" 67108864 .Values.router.settings | int64) 1048576) -}}
 {{- range $pool := include "kvasir.pools" . | fromYaml -}}
 {{- $replicas := ternary $pool.autoscaling.maxReplicas $pool.replicas $pool.autoscaling.enabled | int64 -}}
 {{- $stream := div (default 67108864 $pool.settings.events_stream_bytes | int64) 1048576 -}}

@@ -1,10 +1,10 @@
 {{/* Who the built-in Redis lets in: dict user → password. Routers read, take ids of replicas that are gone from
-the list, and keep named caches, responses and what was used; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; no user may change the
+the list, and keep named caches, responses, answers' tokens and what was used; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; no user may change the
 server, or empty it. */}}
 {{- define "kvasir.redisAccess" -}}
 user default off
 {{- with .router }}
-user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info (resetchannels ~kvasir-caches:* ~kvasir-responses:* +@read +set +del +zadd +zrem +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +@read +set +hset +sadd +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +@read +xadd +expire +time)
+user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info (resetchannels ~kvasir-caches:* ~kvasir-responses:* +@read +set +del +zadd +zrem +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +@read +set +hset +sadd +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +@read +xadd +expire +time) (resetchannels ~kvasir-history:* +@read +set +del +incrby +zadd +zrem +sadd +srem +pexpire)
 {{- end }}
 {{- with .replica }}
 user replica on >{{ . }} resetchannels ~kvasir:* +@read +@write +@connection +@transaction +eval +evalsha +script|load -@dangerous +info

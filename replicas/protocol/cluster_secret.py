@@ -23,6 +23,7 @@ class Purpose(Enum):
     CACHES = b"encryption of named caches"
     API_KEYS = b"encryption of tenants and API keys"
     STORIES = b"encryption of explanations between routers"
+    HISTORY = b"encryption of answers' tokens between routers"
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:

@@ -18,7 +18,7 @@ from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
 from router.answers.parser import AnswerParser
 from router.answers.parts import Part
 from router.api.answer_usage import AnswerUsage
-from router.api.chat_history import Turn
+from router.api.chat_history import Turn, tenant_label
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.http_error import HttpError
@@ -192,7 +192,7 @@ def make_prompt(
         block_hashes=model.block_hashes(root, packed_tokens, published, spans),
         bucket=bucket,
         adapter=model.adapter,
-        tenant=_tenant_label(caller, model, request.cache_salt),
+        tenant=tenant_label(caller, model, request.cache_salt),
         caller=caller,
         prompt_cache_key=key,
         timeout_seconds=request.timeout,
@@ -212,10 +212,6 @@ def _published(context: ApiContext, model: ServedModel, packed_tokens: bytes) ->
         return None
     num_blocks = context.published.prefixes.num_blocks(model.name, packed_tokens, model.card.block_size)
     return PublishedBeginning(model.root(PUBLISHED_NAMESPACE), num_blocks) if num_blocks else None
-
-
-def _tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:
-    return model.tenant_label(salt) if caller.key_id is None else caller.tenant.name
 
 
 def _output(

@@ -1,10 +1,10 @@
 """ChatHistory: conversations go on from the exact tokens of their earlier answers.
 
-Owns the store of one router process, and when it is used; and what is known of how long tools take between
-two turns. A prompt that goes on from remembered tokens may be longer than the one that its template writes
-(reasoning stays in it), so it gives way where an answer would have no room. An answer is remembered as its
-client can send it back: not one that a stop string or the router cut short, nor one that broke off before it
-said anything or in a call.
+Owns the store of one router process, and when it is used; when other routers are told of an answer, and asked
+for one that is not known here; and what is known of how long tools take between two turns. A prompt that goes
+on from remembered tokens may be longer than the one that its template writes (reasoning stays in it), so it
+gives way where an answer would have no room. An answer is remembered as its client can send it back: not one
+that a stop string or the router cut short, nor one that broke off before it said anything or in a call.
 """
 
 import enum
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -21,6 +21,7 @@ from replicas.protocol.frames import FinishReason
 from router.answers.wishes import ToolMode
 from router.api.chat_request import ChatRequest
 from router.api.choice_output import TOOL_CALLS, ChoiceOutput
+from router.api.history_sharing import HistorySharing, Sought
 from router.api.prepared import EncodedHistory, EncodedPrompt, EncodedTail
 from router.generation import Generation
 from router.history.canonical import (
@@ -32,11 +33,13 @@ from router.history.canonical import (
     message_digest,
     thought_digest,
 )
-from router.history.remembered import Found, HistoryStatistics, RememberedHistory
+from router.history.remembered import Asked, Found, HistoryStatistics, RememberedHistory
 from router.history.tool_gaps import ToolGaps
 from router.keeping import Keep
 from router.prompt.catalog import ServedModel
+from router.siblings.history_exchange import HistoryExchange
 from router.tenants.caller import Caller
+from router.turns import LongWork
 
 LEAST_ROOM_SHARE = 0.25
 """Of the context, for an answer whose length its client leaves open."""
@@ -66,7 +69,8 @@ class Outcome(enum.StrEnum):
 class Turn:
     """What an answer is remembered by: its root, the key of the messages before it, and what its prompt went
     on from. `ends` are the tokens that end a turn, `answered` is the key through the last answer before. Of a
-    turn that `may_call` tools it counts whether it does, and when the next one comes."""
+    turn that `may_call` tools it counts whether it does, and when the next one comes. `starts_in_reasoning`
+    is how the answer has to be read."""
 
     root: bytes
     key: ConversationKey
@@ -75,6 +79,17 @@ class Turn:
     outcome: Outcome | None = None
     answered: ConversationKey | None = None
     may_call: bool = False
+    starts_in_reasoning: bool = False
+
+
+class Begun(NamedTuple):
+    """How far a conversation is known: `retold` is the position of the last answer that came back with other
+    reasoning than was generated."""
+
+    root: bytes
+    keys: list[ConversationKey]
+    retold: int | None
+    found: Found | None
 
 
 TailOf = Callable[[int], EncodedTail | None]
@@ -92,9 +107,60 @@ class ChatHistory:
         self._clock = clock
         self.num_prompts: dict[str, int] = dict.fromkeys(Outcome, 0)
         self._remembered = RememberedHistory(max_bytes)
+        self._sharing: HistorySharing | None = None
+
+    def share(self, exchange: HistoryExchange) -> None:
+        """Tell other routers, and ask them."""
+        self._sharing = HistorySharing(exchange, self._remembered)
 
     def statistics(self) -> HistoryStatistics:
         return self._remembered.statistics
+
+    def begin(
+        self, model: ServedModel, caller: Caller, request: ChatRequest, encoded: EncodedPrompt
+    ) -> Begun | None:
+        """As far as it is known here; None for a conversation that is never remembered. Only its own tenant's
+        answers are found: they may hold reasoning that no client was shown."""
+        history = encoded.history
+        if history is None or not self.is_on:
+            return None
+        root = model.root(caller.owner, request.cache_salt)
+        keys, retold = self._keys(root, history)
+        found = None
+        if history.last_answer is not None:
+            found = self._remembered.find(keys[: history.last_answer + 1])
+        return Begun(root, keys, retold, found)
+
+    def is_elsewhere(self, begun: Begun | None, encoded: EncodedPrompt) -> bool:
+        """Whether other routers may know more of it."""
+        if self._sharing is None or begun is None or encoded.history is None:
+            return False
+        last, found = encoded.history.last_answer, begun.found
+        return last is not None and (found is None or found.position < last)
+
+    async def ask_elsewhere(
+        self,
+        model: ServedModel,
+        caller: Caller,
+        request: ChatRequest,
+        encoded: EncodedPrompt,
+        begun: Begun,
+        work: LongWork,
+    ) -> Begun | None:
+        """As far as it is known anywhere, or can be learnt in a moment."""
+        assert self._sharing is not None
+        sought = Sought(
+            model,
+            caller,
+            tenant_label(caller, model, request.cache_salt),
+            encoded,
+            begun.keys,
+            0 if begun.found is None else begun.found.position + 1,
+            request.tools or (),
+        )
+        if not await self._sharing.fetch(sought, work):
+            return begun
+        return self.begin(model, caller, request, encoded)
 
     def go_on(
         self,
@@ -103,20 +169,27 @@ class ChatHistory:
         request: ChatRequest,
         encoded: EncodedPrompt,
         tail_of: TailOf,
+        begun: Begun | None = None,
     ) -> tuple[EncodedPrompt, Turn | None]:
-        """The prompt from remembered tokens on if there are any, and what its answer is remembered by. Only
-        its own tenant's are: they may hold reasoning that no client was shown."""
+        """The prompt from remembered tokens on if there are any, and what its answer is remembered by.
+        `begun` is how far the conversation is known, if that was just asked."""
+        begun = begun or self.begin(model, caller, request, encoded)
         history = encoded.history
-        if history is None or not self.is_on:
+        if begun is None or history is None:
             return encoded, None
-        root = model.root(caller.owner, request.cache_salt)
-        keys, retold = self._keys(root, history)
+        root, keys, retold, found = begun
         may_call = bool(request.tools) and request.tool_choice.mode is not ToolMode.NONE
+        turn = partial(
+            Turn,
+            root,
+            keys[-1],
+            model.eos_token_ids,
+            may_call=may_call,
+            starts_in_reasoning=encoded.starts_in_reasoning,
+        )
         if history.last_answer is None:
-            return encoded, Turn(root, keys[-1], model.eos_token_ids, may_call=may_call)
-        answered = keys[history.last_answer]
-        turn = partial(Turn, root, keys[-1], model.eos_token_ids, may_call=may_call, answered=answered)
-        found = self._remembered.find(keys[: history.last_answer + 1])
+            return encoded, turn()
+        turn = partial(turn, answered=keys[history.last_answer])
         if found is None:
             return encoded, turn(outcome=Outcome.UNKNOWN if retold is None else Outcome.RETOLD)
         tail = tail_of(found.position)
@@ -188,8 +261,21 @@ class ChatHistory:
             said = output.token_ids
             if said[-1] in generation.sampling.stop_token_ids and said[-1] not in turn.ends:
                 said = said[:-1]
-            added, thought = asked + pack_token_ids(said), thought_digest(output.reasoning)
-            self._remembered.remember(generation.tenant, key, added, turn.parent, thought)
+            self._remembered.remember(
+                generation.tenant,
+                key,
+                asked + pack_token_ids(said),
+                turn.parent,
+                thought_digest(output.reasoning),
+                Asked(len(asked), turn.may_call, turn.starts_in_reasoning),
+            )
+            if self._sharing is not None:
+                self._sharing.tell(generation.caller.tenant.name, key)
+
+
+def tenant_label(caller: Caller, model: ServedModel, salt: str | None) -> str:
+    """Whose a request is, for what is counted and shared out here."""
+    return model.tenant_label(salt) if caller.key_id is None else caller.tenant.name
 
 
 def _joined(found: Found, tail: EncodedTail, ends: frozenset[int]) -> bytes:

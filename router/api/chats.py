@@ -15,7 +15,7 @@ from router.answers.wishes import ToolMode
 from router.api.api_request import AnswerWriter, ApiRequest, OutputWishes, Prompt, make_prompt
 from router.api.asked import Asked, Prepare
 from router.api.body_weight import is_light_chat
-from router.api.chat_history import TailOf
+from router.api.chat_history import Begun, TailOf
 from router.api.chat_prompt import encoded_prompt, render_chat, shown_chat
 from router.api.chat_request import ChatRequest
 from router.api.context import ApiContext
@@ -60,7 +60,12 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
         read = await _read(context, kind, asked)
         with about_model(read.request.model):
-            return _answer(context, asked.caller, read, new_writer)
+            model = context.catalog.get(read.request.model).bounded(asked.caller.max_context)
+            history, asking = context.history, (model, asked.caller, read.request, read.encoded)
+            begun = history.begin(*asking)
+            if begun is not None and history.is_elsewhere(begun, read.encoded):
+                begun = await history.ask_elsewhere(*asking, begun, context.turns.long_work())
+            return _answer(context, asked.caller, model, read, begun, new_writer)
 
     return prepare
 
@@ -103,10 +108,16 @@ async def _encode(context: ApiContext, kind: str, asked: Asked) -> _Read:
     return _Read(request, encoded, kept, partial(encoded_tail, model, chat))
 
 
-def _answer(context: ApiContext, caller: Caller, read: _Read, new_writer: NewWriter) -> ApiRequest:
+def _answer(
+    context: ApiContext,
+    caller: Caller,
+    model: ServedModel,
+    read: _Read,
+    begun: Begun | None,
+    new_writer: NewWriter,
+) -> ApiRequest:
     request, token_ids = read.request, read.token_ids
-    model = context.catalog.get(request.model).bounded(caller.max_context)
-    encoded, turn = context.history.go_on(model, caller, request, read.encoded, read.tail_of)
+    encoded, turn = context.history.go_on(model, caller, request, read.encoded, read.tail_of, begun)
     if encoded is not read.encoded:
         token_ids = encoded.ids()
     sampling = sampling_params(

@@ -43,6 +43,7 @@ from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
 from router.routing.overlap import PrefixIndex
 from router.routing.table import Preview
+from router.siblings.history_exchange import HistoryExchange
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.caller import Caller, Right
 from router.tenants.published_store import PublishedStore
@@ -129,6 +130,8 @@ class ApiContext:
     """Of the requests that were served here; to be closed with the router."""
     story_exchange: StoryExchange | None = field(init=False, default=None)
     """For those that other routers have served; whoever sets it has it run."""
+    history_exchange: HistoryExchange | None = None
+    """To be run, and closed with the router; None where conversations are this router's alone."""
     admission: Admission = field(init=False)
     """Weighs requests once they have been read."""
     rates: RequestRates = field(init=False)
@@ -147,6 +150,9 @@ class ApiContext:
         self.metrics.watch(
             lambda parts: parts.read_history(self.history.num_prompts, self.history.statistics())
         )
+        if (exchange := self.history_exchange) is not None:
+            self.history.share(exchange)
+            self.metrics.watch(lambda parts: parts.read_history_exchange(exchange.statistics()))
         self.witness = Witness(lambda model: self.catalog.get(model).card.block_size, self.index_of)
         key = self.rng.getrandbits(128).to_bytes(16, "little")
         self.stories = Stories(self.config.explain_bytes, key, self.witness)

@@ -24,9 +24,10 @@ def encoded_history(request: ChatRequest) -> EncodedHistory | None:
         return None
     messages = request.messages
     digests = conversation_digests(request.tools, request.template_arguments, messages)
-    answers = (place for place in reversed(range(len(messages))) if messages[place]["role"] == "assistant")
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     thoughts = cast("dict[int, bytes]", thoughts_of(messages))
-    return EncodedHistory(cast("list[bytes]", digests), next(answers, None), thoughts=thoughts)
+    last_answer = answers[-1] if answers else None
+    return EncodedHistory(cast("list[bytes]", digests), last_answer, thoughts=thoughts, answers=answers)
 
 
 def encoded_tail(model: TextModel, chat: RenderedChat, position: int) -> EncodedTail | None:

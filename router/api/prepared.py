@@ -62,12 +62,13 @@ class EncodedTail(msgspec.Struct, frozen=True):
 class EncodedHistory(msgspec.Struct, frozen=True):
     """By what a conversation is known again: see `router.history.canonical`. `last_answer` is the position of
     its last message that is an answer; `tail` is what stands behind that one, where it has been asked for.
-    `thoughts` are of the answers that came with reasoning, by their positions."""
+    `answers` are the positions of all of them, `thoughts` are of those that came with reasoning."""
 
     digests: list[bytes]
     last_answer: int | None = None
     tail: EncodedTail | None = None
     thoughts: dict[int, bytes] = {}
+    answers: list[int] = []
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):

@@ -4,13 +4,14 @@ Owns the records and their bound in bytes. A record holds what its conversation 
 on from, so that a long conversation is kept once; it can be read as long as those before it are there, and to
 use one is to use them all. What was not used for longest goes first; a tenant that holds more than its share
 of the room makes room from its own. What is not here any more is a miss, which costs a client nothing but
-tokens that could have been read from cache.
+tokens that could have been read from cache. Knows of each record when others were last told of it, and not
+how. All times are of one clock, in seconds.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NewType
 
 from router.history.canonical import ConversationKey, Thought
 
@@ -24,6 +25,10 @@ LARGEST_SHARE = 0.25
 """Of the room, for one record."""
 
 
+Mark = NewType("Mark", bytes)
+"""Of a record's content and of all before it: the same at all routers, where a serial is one router's."""
+
+
 class Found(NamedTuple):
     """A remembered conversation: the position of its last message, and its tokens, packed."""
 
@@ -33,14 +38,30 @@ class Found(NamedTuple):
     serial: int
 
 
+class Asked(NamedTuple):
+    """What an answer was asked with, as far as others need it to know the answer again: so many of the bytes
+    that its conversation adds are the prompt's; whether it might call tools, and began in reasoning."""
+
+    num_bytes: int
+    may_call: bool
+    starts_in_reasoning: bool
+
+
 @dataclass(slots=True)
-class _Record:
+class Record:
+    """`mark` and `told_at` are for who tells others of it; the rest is its owner's to change."""
+
     serial: int
     tenant: str
     added: bytes
     parent: ConversationKey | None
     parent_serial: int
     thought: Thought | None
+    asked: Asked | None = None
+    """None for one that others cannot be told of."""
+    mark: Mark | None = None
+    """Once others were told, or have told."""
+    told_at: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +83,7 @@ class RememberedHistory:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._records: OrderedDict[ConversationKey, _Record] = OrderedDict()
+        self._records: OrderedDict[ConversationKey, Record] = OrderedDict()
         self._tenants: dict[str, _Tenant] = {}
         self._num_bytes = 0
         self._serial = 0
@@ -103,6 +124,11 @@ class RememberedHistory:
         record = self._records.get(key)
         return record is not None and record.thought is not None and record.thought != thought
 
+    def holds(self, key: ConversationKey, mark: Mark) -> bool:
+        """Whether the conversation of `key` is remembered as the one of that mark, with all before it."""
+        record = self._records.get(key)
+        return record is not None and record.mark == mark and self._chain(key, record) is not None
+
     def remember(
         self,
         tenant: str,
@@ -110,23 +136,66 @@ class RememberedHistory:
         added: bytes,
         parent: Found | None = None,
         thought: Thought | None = None,
+        asked: Asked | None = None,
     ) -> None:
         """That the conversation of `key` has the packed tokens of `parent`, as it was found, and `added`,
         which ends with an answer of that reasoning."""
         if parent is not None:
             before = self._records.get(parent.key)
             if parent.key == key or before is None or before.serial != parent.serial:
-                added, parent = parent.token_ids + added, None
-        if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:
-            self._num_refused += 1
-            return
+                added, parent, asked = parent.token_ids + added, None, None
         parent_key, parent_serial = (None, 0) if parent is None else (parent.key, parent.serial)
         known = self._records.get(key)
         if known is not None and (known.added, known.parent_serial) == (added, parent_serial):
             return  # what went on from it stays
+        self._put(key, tenant, added, parent_key, parent_serial, thought, asked)
+
+    def adopt(
+        self,
+        tenant: str,
+        key: ConversationKey,
+        added: bytes,
+        parent: ConversationKey | None,
+        thought: Thought | None,
+        asked: Asked,
+        mark: Mark,
+        told_at: float,
+    ) -> bool:
+        """What another has told, after the conversation that it went on from. Whether there is room."""
+        if self.holds(key, mark):
+            return True
+        before = None if parent is None else self._records.get(parent)
+        if parent is not None and before is None:
+            return False
+        parent_serial = 0 if before is None else before.serial
+        record = self._put(key, tenant, added, parent, parent_serial, thought, asked)
+        if record is not None:
+            record.mark, record.told_at = mark, told_at
+        return key in self._records
+
+    def chain(self, key: ConversationKey) -> list[tuple[ConversationKey, Record]]:
+        """The record of `key` and those that it needs, the earliest first; none if one of them is gone."""
+        record = self._records.get(key)
+        chain = None if record is None else self._chain(key, record)
+        return [(used, self._records[used]) for used in reversed(chain or ())]
+
+    def _put(
+        self,
+        key: ConversationKey,
+        tenant: str,
+        added: bytes,
+        parent: ConversationKey | None,
+        parent_serial: int,
+        thought: Thought | None,
+        asked: Asked | None,
+    ) -> Record | None:
+        """None for one that is too large."""
+        if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:
+            self._num_refused += 1
+            return None
         self._forget(key)
         self._serial += 1
-        record = _Record(self._serial, tenant, added, parent_key, parent_serial, thought)
+        record = Record(self._serial, tenant, added, parent, parent_serial, thought, asked)
         self._records[key] = record
         holder = self._tenants.setdefault(tenant, _Tenant())
         holder.keys[key] = None
@@ -138,8 +207,9 @@ class RememberedHistory:
             is_over = holder.num_bytes > self._max_bytes * TENANT_SHARE
             self._num_evicted += 1
             self._forget(next(iter(holder.keys if is_over else self._records)))
+        return record
 
-    def _chain(self, key: ConversationKey, record: _Record) -> list[ConversationKey] | None:
+    def _chain(self, key: ConversationKey, record: Record) -> list[ConversationKey] | None:
         """The record's key and those of all before it, the latest first; None if one of them is gone."""
         chain = [key]
         while record.parent is not None:

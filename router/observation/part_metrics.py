@@ -25,6 +25,7 @@ from router.prompt.chains import ChainStatistics
 from router.queue.held import HoldingStatistics
 from router.responses.response_store import ResponseStatistics
 from router.routing.load import ReplicaLoad
+from router.siblings.history_exchange import HistoryExchangeStatistics
 from router.siblings.story_exchange import StoryExchangeStatistics
 from router.tenants.keys_in_force import KeyStatistics
 from router.tenants.rate_exchange import ExchangeStatistics
@@ -88,6 +89,7 @@ class PartMetrics:
             "router_hash_cache_misses_total", "Prompt blocks that had to be hashed"
         )
         self._declare_history()
+        self._declare_history_exchange()
         self._declare_dispatch()
         self._declare_queue()
         self._declare_fleet()
@@ -400,6 +402,37 @@ class PartMetrics:
             "outcome",
         )
 
+    def _declare_history_exchange(self) -> None:
+        self._history_lookups = self._counter(
+            "router_history_lookups_total",
+            "Looks in Redis for answers of a conversation that this router does not know: heard, missing, "
+            "late (the request went on without), failed; resting (not asked, since Redis was late or has "
+            "failed), known_missing (not asked, since it was missing a moment ago)",
+            "outcome",
+        )
+        self._history_told = self._counter(
+            "router_history_told_total",
+            "Answers of which Redis was to have the tokens, for other routers: told, dropped (too many were "
+            "waiting), too_large, failed (Redis did not take them)",
+            "outcome",
+        )
+        self._history_untold = self._gauge(
+            "router_history_untold", "Answers whose tokens have yet to be written to Redis"
+        )
+        self._history_wrong = self._counter(
+            "router_history_wrong_total",
+            "Answers in Redis that were not believed: not sealed by this cluster's routers, or not those of "
+            "the conversation that they were found for",
+        )
+        self._history_let_go = self._counter(
+            "router_history_let_go_total",
+            "Answers whose tokens this router has removed from Redis, where they had too little room",
+        )
+        self._history_redis_bytes = self._gauge(
+            "router_history_redis_bytes",
+            "Room that the answers of all routers take in Redis, as this router has seen it last",
+        )
+
     def _declare_models(self) -> None:
         self._cache_bytes = self._gauge(
             "router_token_cache_bytes", "Memory of the cache of encoded text", "model"
@@ -617,6 +650,16 @@ class PartMetrics:
         self._history_evicted.of().value = statistics.num_evicted
         for outcome, count in num_prompts.items():
             self._history_prompts.of(outcome).value = count
+
+    def read_history_exchange(self, statistics: HistoryExchangeStatistics) -> None:
+        for outcome, count in statistics.num_looks.items():
+            self._history_lookups.of(outcome).value = count
+        for outcome, count in statistics.num_told.items():
+            self._history_told.of(outcome).value = count
+        self._history_untold.of().value = statistics.num_untold
+        self._history_wrong.of().value = statistics.num_wrong
+        self._history_let_go.of().value = statistics.num_let_go
+        self._history_redis_bytes.of().value = statistics.num_bytes
 
     def read_stories(self, statistics: StoryStatistics) -> None:
         self._explain_bytes.of().value = statistics.num_bytes

@@ -25,6 +25,10 @@ from router.fleet.registry_source import RegistrySource
 from router.responses.record import ResponseBounds
 from router.responses.redis_responses import RedisResponses
 from router.responses.redis_responses import record_key as responses_key
+from router.siblings.history_exchange import HistoryExchange
+from router.siblings.redis_history import HistoryBounds, RedisHistory
+from router.siblings.redis_history import end_key as history_end_key
+from router.siblings.redis_history import record_key as history_record_key
 from router.siblings.story_exchange import STREAM as STORIES_STREAM
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.amounts import Amount
@@ -42,6 +46,8 @@ from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.caches.test_named_caches import CONTENT, record
 from tests.router.responses.test_response_store import response
 from tests.router.scripted_replica import eventually
+from tests.router.siblings.test_redis_history import key as history_key
+from tests.router.siblings.test_redis_history import telling
 from tests.router.siblings.test_story_exchange import STORY
 from tests.router.tenants.test_ledger import served
 from tests.router.watched_fleet import watching
@@ -182,6 +188,45 @@ async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_els
                     await client.xrange(stream)
 
 
+@pytest.mark.timeout(60)
+async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(server: ChartRedis) -> None:
+    """With so little room that some have to go, and with a tenant that is gone."""
+    url, secret = server.url("router"), ClusterSecret(b"of the whole cluster")
+    bounds = HistoryBounds(num_bytes=64 * 1024)
+    one, other = RedisHistory(url, secret, bounds), RedisHistory(url, secret, bounds)
+    await one.ping()
+    await one.survey()
+    for first in range(0, 200, 50):
+        assert await one.write([telling(number) for number in range(first, first + 50)])
+        await one.survey()
+    async with connect(url) as client:
+        await client.delete(history_end_key("us"))
+    await one.survey()
+    assert one.num_let_go > 100 and one.num_bytes == 0
+    found = await other.read("us", [history_key(0), history_key(199)])
+    assert found[0] is None and found[1] is not None
+    for user in ("replica", "ray"):
+        async with connect(server.url(user)) as client:
+            for key in (history_record_key("us", history_key(199)), history_end_key("us")):
+                with pytest.raises(NoPermissionError):
+                    await client.get(key)
+    exchanges = [HistoryExchange(each) for each in (one, other)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each.run()) for each in exchanges]
+        exchanges[0].tell(telling(200))
+        await eventually(lambda: exchanges[0].statistics().num_told["told"] == 1)
+        while True:
+            exchanges[1]._missing.clear()
+            if (await exchanges[1].look("us", [history_key(200)]))[0] is not None:
+                break
+        assert all(each.statistics().num_told["failed"] == 0 for each in exchanges)
+        assert all(each.statistics().num_looks["failed"] == 0 for each in exchanges)
+        for task in tasks:
+            task.cancel()
+    for each in exchanges:
+        await each.close()
+
+
 @pytest.mark.parametrize(
     ("user", "command"),
     [
@@ -189,6 +234,8 @@ async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_els
         ("router", ("DEL", REPLICAS)),
         ("router", ("ZADD", "kvasir-other", "1", "x")),
         ("router", ("HSET", INDEX_KEY, "a", "b")),
+        ("router", ("INCRBY", "kvasir-other", "1")),
+        ("replica", ("SET", history_end_key("us"), "1")),
         ("replica", ("ZADD", INDEX_KEY, "1", "x")),
         ("router", ("HSET", LEASE, "address", "elsewhere")),
         ("router", ("DEL", LEASE)),

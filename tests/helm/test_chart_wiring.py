@@ -97,6 +97,13 @@ def test_the_memory_of_redis_follows_from_the_fleet_and_the_containers_from_that
     assert limit == f"{2 * large + 64}Mi"
     streams, _ = redis_memory({"pools": {"a": {"replicas": 1, "settings": {"events_stream_bytes": 2**30}}}})
     assert streams >= 2 * 1024
+    answers, _ = redis_memory(
+        {"router": {"settings": {"all_history_bytes": 2**30}}, "pools": {"a": {"replicas": 1}}}
+    )
+    without, _ = redis_memory(
+        {"router": {"settings": {"all_history_bytes": 0}}, "pools": {"a": {"replicas": 1}}}
+    )
+    assert answers == small + 1024 - 64 and without == small - 64
     assert redis_memory({"redis": {"builtin": {"maxMemory": "3gb"}}}) == (3072, "6208Mi")
     own = {"redis": {"builtin": {"maxMemory": "300mb", "resources": {"limits": {"memory": "1Gi"}}}}}
     assert redis_memory(own) == (300, "1Gi")

@@ -25,6 +25,7 @@ from router.listeners import SEND_BUFFER_BYTES
 from router.observation.metrics import RouterMetrics
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
+from router.siblings.history_exchange import HistoryExchange
 from router.tenants.usage_store import UsageStore
 from tests.router import tiny_model
 from tests.router.scripted_dispatch import ScriptedDispatcher
@@ -70,6 +71,7 @@ async def http_server(
     responses: ResponseStore | None = None,
     keys: FindsCallers | None = None,
     usage: UsageStore | None = None,
+    history: HistoryExchange | None = None,
     **settings: object,
 ) -> AsyncIterator[HttpServer]:
     dispatcher = ScriptedDispatcher()
@@ -85,14 +87,31 @@ async def http_server(
         responses=responses,
         keys=keys,
         usage=usage,
+        history_exchange=history,
     )
     apps = create_apps(context, fleet)
     try:
-        async with listening(apps.main, context.connections, drain_seconds) as port:
+        async with (
+            listening(apps.main, context.connections, drain_seconds) as port,
+            background(history),
+        ):
             yield HttpServer(port, context, dispatcher)
     finally:
         await context.offload.close()
         context.grammars.close()
+
+
+@contextlib.asynccontextmanager
+async def background(history: HistoryExchange | None) -> AsyncIterator[None]:
+    """It is closed with the server."""
+    if history is None:
+        yield
+        return
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(history.run())
+        yield
+        running.cancel()
+    await history.close()
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,195 @@
+"""HistorySharing: what other routers tell of a conversation's answers, and this one before it was restarted.
+
+Owns what is believed of it. An answer's tokens have to say the very message that the conversation has at its
+place, read as the answer was; all others are this router's own, found again in the prompt as its template
+writes it. What does not fit is passed over and counted, and the conversation is then as good as unknown.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from replicas.protocol.blocks import unpack_token_ids
+from router.answers.parser import Tools, new_parser
+from router.answers.parts import CallArguments, CallStart, Part, Reasoning, Text
+from router.api.prepared import EncodedPrompt
+from router.history.canonical import ConversationKey, Digest, Thought, message_digest, thought_digest
+from router.history.remembered import Asked, Mark, RememberedHistory
+from router.history.retracing import Retracing, Told, told_of
+from router.prompt.catalog import ServedModel
+from router.siblings.history_exchange import HistoryExchange
+from router.siblings.redis_history import Telling
+from router.tenants.caller import Caller
+from router.turns import LongWork
+
+MOST_ANSWERS = 256
+"""Of one conversation, the last of which are asked for."""
+RENEW_SHARE = 0.5
+"""Of the time for which a record is there, after which one that is used is told again."""
+
+
+class Sought(NamedTuple):
+    """A conversation of which not all is known: `tenant` is whose memory it takes here, `num_known` are the
+    messages through the last answer that is remembered."""
+
+    model: ServedModel
+    caller: Caller
+    tenant: str
+    encoded: EncodedPrompt
+    keys: Sequence[ConversationKey]
+    num_known: int
+    tools: Tools
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    position: int
+    told: Told
+    mark: Mark
+    parent: int | None
+    """The position of the answer that it went on from."""
+
+
+class HistorySharing:
+    """For one event loop. Times are the exchange's clock's, and seconds since 1970."""
+
+    def __init__(
+        self,
+        exchange: HistoryExchange,
+        remembered: RememberedHistory,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.exchange = exchange
+        self._remembered = remembered
+        self._clock, self._wall_clock = clock, wall_clock
+
+    def tell(self, tenant: str, key: ConversationKey) -> None:
+        """Of an answer that has just been remembered, and of those before it of which others were told long
+        ago. `tenant` is whose room in Redis it takes."""
+        now = self._clock()
+        since = max(self.exchange.lost_at, now - RENEW_SHARE * self.exchange.seconds)
+        chain = self._remembered.chain(key)
+        if any(record.asked is None for _, record in chain):
+            return
+        before: Mark | None = None
+        for used, record in chain:
+            if record.told_at is None or record.told_at <= since or record.mark is None:
+                assert record.asked is not None
+                told = told_of(record.added, record.asked, before, int(self._wall_clock()))
+                record.mark, record.told_at = told.mark, now
+                self.exchange.tell(Telling(tenant, used, told))
+            before = record.mark
+
+    async def fetch(self, sought: Sought, work: LongWork) -> bool:
+        """Remember what others tell of it. Whether there is more to know than before."""
+        history = sought.encoded.history
+        assert history is not None
+        tenant = sought.caller.tenant.name
+        positions = [place for place in history.answers if place >= sought.num_known][-MOST_ANSWERS:]
+        keys = [sought.keys[place] for place in positions]
+        answers = await self.exchange.look(tenant, keys)
+        heard = self._linked(sought, positions, answers)
+        chain = self._longest(heard)
+        if not chain:
+            unused = [key for key, told in zip(keys, answers, strict=True) if told is not None]
+            self.exchange.pass_over(tenant, unused)
+            return False
+        retracing = Retracing(sought.encoded.token_ids)
+        has_more = False
+        for each in chain:
+            if not self._adopt(sought, each, retracing):
+                self.exchange.pass_over(tenant, [sought.keys[each.position]], is_wrong=True)
+                break
+            has_more = True
+            await work.give_way()
+        return has_more
+
+    def _linked(
+        self, sought: Sought, positions: Sequence[int], answers: Sequence[Told | None]
+    ) -> dict[int, _Heard]:
+        """Those that go on from nothing, from each other, or from what is remembered here, by position."""
+        assert sought.encoded.history is not None
+        heard: dict[int, _Heard] = {}
+        by_mark: dict[bytes, int] = {}
+        for position, told in zip(positions, answers, strict=True):
+            if told is None:
+                continue
+            parent = by_mark.get(told.parent) if told.parent else None
+            if told.parent and parent is None:
+                parent = self._known_position(sought, Mark(told.parent))
+            if told.parent and parent is None:
+                continue
+            mark = told.mark
+            heard[position] = _Heard(position, told, mark, parent)
+            by_mark[mark] = position
+        return heard
+
+    def _known_position(self, sought: Sought, mark: Mark) -> int | None:
+        assert sought.encoded.history is not None
+        for place in reversed(sought.encoded.history.answers):
+            if place < sought.num_known and self._remembered.holds(sought.keys[place], mark):
+                return place
+        return None
+
+    def _longest(self, heard: dict[int, _Heard]) -> list[_Heard]:
+        """The last that was heard and those that it needs, the earliest first."""
+        place = max(heard, default=None)
+        chain: list[_Heard] = []
+        while place is not None and place in heard:
+            chain.append(heard[place])
+            place = heard[place].parent
+        return chain[::-1]
+
+    def _adopt(self, sought: Sought, heard: _Heard, retracing: Retracing) -> bool:
+        """Whether it fits the conversation, and there is room for it."""
+        told, model = heard.told, sought.model
+        assert sought.encoded.history is not None
+        thought = said_thought(model, told, sought.encoded.history.digests[heard.position + 1], sought.tools)
+        prompt = None if thought is None else retracing.prompt_of(told)
+        if prompt is None or len(prompt) + len(told.said) > 4 * model.card.context_length:
+            return False
+        age = max(0.0, self._wall_clock() - told.written)
+        return self._remembered.adopt(
+            sought.tenant,
+            sought.keys[heard.position],
+            prompt + told.said,
+            None if heard.parent is None else sought.keys[heard.parent],
+            thought,
+            Asked(len(prompt), told.may_call, told.starts_in_reasoning),
+            heard.mark,
+            self._clock() - age,
+        )
+
+
+def said_thought(model: ServedModel, told: Told, digest: bytes, tools: Tools) -> Thought | None:
+    """What the answer was thought of with, if its tokens say the message of this digest; else None."""
+    token_ids = unpack_token_ids(told.said)
+    if max(token_ids) >= model.card.vocab_size or len(token_ids) > model.card.context_length:
+        return None
+    if token_ids[-1] in model.eos_token_ids:
+        token_ids.pop()
+    answer_format = model.answer_format
+    wants_calls = told.may_call and answer_format.tools is not None
+    parser = new_parser(
+        answer_format, wants_calls=wants_calls, starts_in_reasoning=told.starts_in_reasoning, tools=tools
+    )
+    shown = frozenset[str]() if parser is None else answer_format.marks(wants_calls=wants_calls)
+    detokenizer = model.tokenizer.new_detokenizer(shown=shown)
+    text = detokenizer.add(token_ids) + detokenizer.finish()
+    parts: list[Part] = [Text(text)] if parser is None else [*parser.feed(text), *parser.finish()]
+    calls: list[dict[str, str]] = []
+    for part in parts:
+        if type(part) is CallStart:
+            calls.append({"name": part.name, "arguments": ""})
+        elif type(part) is CallArguments:
+            calls[-1]["arguments"] += part.text
+    message = {
+        "role": "assistant",
+        "content": "".join(part.text for part in parts if type(part) is Text),
+        "tool_calls": [{"function": call} for call in calls],
+    }
+    if message_digest(message) != cast("Digest", digest):
+        return None
+    return thought_digest("".join(part.text for part in parts if type(part) is Reasoning))

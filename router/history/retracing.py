@@ -1,0 +1,124 @@
+"""Retracing: a remembered answer as others are told of it, and how they find its prompt again in their own.
+
+Owns the form in which routers tell each other. Of a prompt it has hashes and its last few tokens, never the
+text: who sends a conversation on has sent all of it again, and the template writes it as it did, but for the
+answers. So the tokens of every earlier prompt are taken from the prompt that is before us, in their order,
+and from its end, where a template writes what begins an answer. What is told can thus bring answers into a
+prompt, and nothing else; whether these are what the conversation says they are is for others to see.
+"""
+
+import hashlib
+
+import msgspec
+
+from router.history.remembered import Asked, Mark
+
+BYTES_PER_TOKEN = 4
+ENDING_TOKENS = 32
+"""Told as they are: what begins an answer is among them, and is written only where an answer begins."""
+ANCHOR_TOKENS = 16
+"""Told as they are, by which the place of the rest is looked for."""
+LEAST_ANCHOR_TOKENS = 4
+MOST_PLACES = 64
+"""Looked at for one prompt, before it counts as not found."""
+MOST_READINGS = 4
+"""Of the whole prompt, in bytes hashed, to find all earlier ones."""
+DIGEST_BYTES = 16
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """An answer, and the prompt that it was asked with behind the conversation of `parent` (empty: all of
+    it). The prompt is `num_hashed` tokens of this digest, which begin with the `anchor`, and the `ending`.
+    `written` is in seconds since 1970 by its router's clock."""
+
+    parent: bytes
+    written: int
+    anchor: bytes
+    num_hashed: int
+    digest: bytes
+    ending: bytes
+    said: bytes
+    may_call: bool
+    starts_in_reasoning: bool
+
+    @property
+    def mark(self) -> Mark:
+        whole = hashlib.sha256(len(self.parent).to_bytes() + self.parent)
+        whole.update(self.digest + len(self.ending).to_bytes(4) + self.ending + self.said)
+        return Mark(whole.digest()[:DIGEST_BYTES])
+
+    @property
+    def is_well_formed(self) -> bool:
+        parts = (self.anchor, self.ending, self.said)
+        return (
+            all(len(part) % BYTES_PER_TOKEN == 0 for part in parts)
+            and bool(self.said)
+            and len(self.parent) in (0, DIGEST_BYTES)
+            and len(self.ending) <= ENDING_TOKENS * BYTES_PER_TOKEN
+            and len(self.anchor) <= min(self.num_hashed, ANCHOR_TOKENS) * BYTES_PER_TOKEN
+            and bool(self.anchor) == (self.num_hashed > 0)
+        )
+
+
+def told_of(added: bytes, asked: Asked, parent: Mark | None, written: int) -> Told:
+    """Of a record's content."""
+    prompt, said = added[: asked.num_bytes], added[asked.num_bytes :]
+    cut = max(0, len(prompt) - ENDING_TOKENS * BYTES_PER_TOKEN)
+    return Told(
+        parent=parent or b"",
+        written=written,
+        anchor=prompt[: min(cut, ANCHOR_TOKENS * BYTES_PER_TOKEN)],
+        num_hashed=cut // BYTES_PER_TOKEN,
+        digest=_digest(prompt[:cut]),
+        ending=prompt[cut:],
+        said=said,
+        may_call=asked.may_call,
+        starts_in_reasoning=asked.starts_in_reasoning,
+    )
+
+
+class Retracing:
+    """Through one prompt, as its template writes it, from one answer to the next."""
+
+    def __init__(self, plain: bytes) -> None:
+        self._plain = plain
+        self._place = 0
+        self._left = MOST_READINGS * len(plain)
+
+    def prompt_of(self, told: Told) -> bytes | None:
+        """The packed tokens with which the answer was asked, behind those before it. None where they are not
+        found, which ends it."""
+        if not told.parent:
+            return self._at(told, 0)
+        anchor = told.anchor or told.ending[: LEAST_ANCHOR_TOKENS * BYTES_PER_TOKEN]
+        place = self._place - 1
+        for _ in range(MOST_PLACES):
+            place = self._plain.find(anchor, place + 1)
+            if place < 0:
+                return None
+            if place % BYTES_PER_TOKEN == 0 and (prompt := self._at(told, place)) is not None:
+                return prompt
+        return None
+
+    def _at(self, told: Told, place: int) -> bytes | None:
+        end = place + told.num_hashed * BYTES_PER_TOKEN
+        self._left -= end - place
+        if end > len(self._plain) or self._left < 0 or _digest(self._plain[place:end]) != told.digest:
+            return None
+        num_alike = _num_alike(told.ending, self._plain[end : end + len(told.ending)])
+        if not self._plain.endswith(told.ending[num_alike:]):
+            return None
+        self._place = end + num_alike
+        return self._plain[place:end] + told.ending
+
+
+def _num_alike(one: bytes, other: bytes) -> int:
+    """Bytes of whole tokens with which both begin."""
+    for place in range(0, len(one), BYTES_PER_TOKEN):
+        if one[place : place + BYTES_PER_TOKEN] != other[place : place + BYTES_PER_TOKEN]:
+            return place
+    return len(one)
+
+
+def _digest(tokens: bytes) -> bytes:
+    return hashlib.sha256(tokens).digest()[:DIGEST_BYTES]

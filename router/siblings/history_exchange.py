@@ -1,0 +1,254 @@
+"""HistoryExchange: answers that this router tells the others of, and hears of from them.
+
+Owns what waits to be told, and how long a request may wait to hear. Nobody waits for telling, and what there
+is no room for is dropped. Hearing is one read of Redis that may take LOOK_SECONDS; when it takes longer or
+fails, no request asks again before Redis has answered in that time in the background, so that a Redis that
+hangs costs those requests that were asking, and no others. What was not there is not asked for again for a
+while: it was answered elsewhere, or never.
+"""
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError, ResponseError
+
+from router.history.canonical import ConversationKey
+from router.history.retracing import Told
+from router.siblings.redis_history import RedisHistory, Telling
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.02
+MOST_LOOKING = 16
+"""Reads at a time."""
+REDIS_SECONDS = 1.0
+"""For one write."""
+SURVEY_SECONDS = 10.0
+FAREWELL_SECONDS = 1.0
+REST_SECONDS = (0.1, 2.0)
+"""Before Redis is tried again: the first time, and at most."""
+MOST_UNTOLD = 4096
+MOST_UNTOLD_BYTES = 16 * 2**20
+TELLINGS_PER_WRITE = 64
+BYTES_PER_WRITE = 512 * 2**10
+"""To seal and send that takes some milliseconds of the event loop."""
+MISSING_SECONDS = 60.0
+MOST_MISSING = 8192
+
+
+class Look(enum.StrEnum):
+    """How a look for answers of others has ended."""
+
+    HEARD = "heard"
+    """Some of what was asked for was there."""
+    MISSING = "missing"
+    LATE = "late"
+    FAILED = "failed"
+    RESTING = "resting"
+    """Redis was not asked, since it has been late or has failed."""
+    KNOWN_MISSING = "known_missing"
+    """Nor here: all of it was missing a moment ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryExchangeStatistics:
+    """`num_told` by what became of it: told, dropped (no room here), too_large, failed (Redis). `num_bytes`
+    of all routers' records in Redis, as this one has seen it last."""
+
+    num_looks: dict[str, int]
+    num_told: dict[str, int]
+    num_untold: int
+    num_wrong: int
+    num_let_go: int
+    num_bytes: int
+
+
+class HistoryExchange:
+    """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when
+    something that was to be told was lost, so that what was told until then may not be there."""
+
+    def __init__(self, redis: RedisHistory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._redis = redis
+        self._clock = clock
+        self._untold: deque[Telling] = deque()
+        self._num_untold_bytes = 0
+        self._missing: OrderedDict[tuple[str, ConversationKey], float] = OrderedDict()
+        self._looking = asyncio.Semaphore(MOST_LOOKING)
+        self._wake = asyncio.Event()
+        self._is_resting, self._is_away = True, False
+        self._is_refused = False
+        self.lost_at = -float("inf")
+        self.num_wrong = 0
+        self._num_looks: dict[str, int] = dict.fromkeys(Look, 0)
+        self._num_told = dict.fromkeys(("told", "dropped", "too_large", "failed"), 0)
+
+    @property
+    def seconds(self) -> float:
+        """For which what is told is surely there, if nobody needs the room."""
+        return self._redis.bounds.seconds
+
+    def statistics(self) -> HistoryExchangeStatistics:
+        return HistoryExchangeStatistics(
+            num_looks={str(name): count for name, count in self._num_looks.items()},
+            num_told=dict(self._num_told),
+            num_untold=len(self._untold),
+            num_wrong=self.num_wrong + self._redis.num_not_ours,
+            num_let_go=self._redis.num_let_go,
+            num_bytes=self._redis.num_bytes,
+        )
+
+    def tell(self, telling: Telling) -> None:
+        """Nobody waits for it."""
+        if telling.num_bytes > self._redis.bounds.bytes_per_record:
+            self._num_told["too_large"] += 1
+            return
+        if len(self._untold) >= MOST_UNTOLD or self._num_untold_bytes + telling.num_bytes > MOST_UNTOLD_BYTES:
+            self._num_told["dropped"] += 1
+            self.lost_at = self._clock()
+            return
+        self._untold.append(telling)
+        self._num_untold_bytes += telling.num_bytes
+        self._wake.set()
+
+    async def look(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
+        """What others have told of these conversations of a tenant's; nothing where that cannot be said."""
+        nothing: list[Told | None] = [None] * len(keys)
+        now = self._clock()
+        asked = [key for key in keys if self._missing.get((tenant, key), now) <= now]
+        if not asked:
+            self._num_looks[Look.KNOWN_MISSING] += 1
+            return nothing
+        if self._is_resting:
+            self._num_looks[Look.RESTING] += 1
+            return nothing
+        try:
+            async with asyncio.timeout(LOOK_SECONDS), self._looking:
+                answers = await self._redis.read(tenant, asked)
+        except TimeoutError as error:
+            self._num_looks[Look.LATE] += 1
+            self._rest(error)
+            return nothing
+        except ResponseError as error:  # Redis is there, and quick to refuse
+            self._num_looks[Look.FAILED] += 1
+            self._note_refusal(error)
+            return nothing
+        except (RedisError, OSError) as error:
+            self._num_looks[Look.FAILED] += 1
+            self._rest(error)
+            return nothing
+        found = dict(zip(asked, answers, strict=True))
+        self.pass_over(tenant, [key for key, told in found.items() if told is None])
+        self._num_looks[Look.HEARD if any(answers) else Look.MISSING] += 1
+        return [found.get(key) for key in keys]
+
+    def pass_over(self, tenant: str, keys: Iterable[ConversationKey], *, is_wrong: bool = False) -> None:
+        """Not to be asked for again for a while. `is_wrong` counts what was heard and does not fit."""
+        until = self._clock() + MISSING_SECONDS
+        for key in keys:
+            self.num_wrong += is_wrong
+            self._missing[tenant, key] = until
+            self._missing.move_to_end((tenant, key))
+        while len(self._missing) > MOST_MISSING:
+            self._missing.popitem(last=False)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            if self._is_resting:
+                await self._recover()
+            await self._wake.wait()
+            self._wake.clear()
+            while self._untold and not self._is_resting:
+                await self._tell_some()
+
+    async def close(self) -> None:
+        """What cannot be told soon is lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                while self._untold and not self._is_resting:
+                    await self._tell_some()
+        await self._redis.close()
+
+    async def _tell_some(self) -> None:
+        """Nothing where it cannot be seen whether there is room."""
+        tellings = self._next_tellings()
+        try:
+            if self._redis.is_survey_due:
+                async with asyncio.timeout(SURVEY_SECONDS):
+                    await self._redis.survey()
+            async with asyncio.timeout(REDIS_SECONDS):
+                is_intact = await self._redis.write(tellings)
+            self._let_go(tellings, "told")
+            self._is_refused = False
+            if not is_intact:
+                self.lost_at = self._clock()
+        except ResponseError as error:  # Redis is there and does not take it
+            self._note_refusal(error)
+            self._let_go(tellings, "failed")
+        except (RedisError, OSError) as error:  # a TimeoutError is one; what was not told stays
+            self._rest(error)
+
+    def _next_tellings(self) -> list[Telling]:
+        tellings: list[Telling] = []
+        num_bytes = 0
+        for telling in self._untold:
+            num_bytes += telling.num_bytes
+            if tellings and (num_bytes > BYTES_PER_WRITE or len(tellings) == TELLINGS_PER_WRITE):
+                break
+            tellings.append(telling)
+        return tellings
+
+    def _let_go(self, tellings: Sequence[Telling], outcome: str) -> None:
+        for telling in tellings:
+            assert self._untold.popleft() is telling
+            self._num_untold_bytes -= telling.num_bytes
+        self._num_told[outcome] += len(tellings)
+        if outcome == "failed":
+            self.lost_at = self._clock()
+
+    async def _recover(self) -> None:
+        """Until Redis answers as soon as a request needs it to."""
+        pause, most = REST_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(REDIS_SECONDS):
+                    await self._redis.ping()
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._redis.ping()
+            except (RedisError, OSError) as error:
+                self._note_away(error)
+                await asyncio.sleep(pause)
+                pause = min(most, 2 * pause)
+                continue
+            if self._is_away:
+                logger.info("routers can tell each other of answers again")
+            self._is_resting = self._is_away = False
+            self._wake.set()
+            return
+
+    def _rest(self, error: Exception) -> None:
+        """What Redis has had may be gone with it, if it was more than late."""
+        if not isinstance(error, TimeoutError):
+            self.lost_at = self._clock()
+        self._is_resting = True
+        self._wake.set()
+
+    def _note_away(self, error: Exception) -> None:
+        if not self._is_away:
+            logger.warning(
+                "routers cannot tell each other of answers, which costs cached tokens where a conversation "
+                "goes on at another one error=%s",
+                type(error).__name__,
+            )
+        self._is_away = True
+
+    def _note_refusal(self, error: Exception) -> None:
+        if not self._is_refused:
+            logger.warning("Redis refuses what routers tell each other of answers error=%r", error)
+        self._is_refused = True

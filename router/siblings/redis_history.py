@@ -1,0 +1,231 @@
+"""RedisHistory: what routers tell each other of answers, in Redis, sealed, where replicas may not even read.
+
+Owns the keys, and how much there is. What a tenant's routers write is a log, counted in bytes; a sorted set
+has where in it each record begins, the oldest first::
+
+    kvasir-history:{tenant}:record:KEY   sealed Told, until it was not used for some time
+    kvasir-history:{tenant}:log          KEY → the byte at which its record begins
+    kvasir-history:{tenant}:end          how many bytes have been written
+    kvasir-history:tenants               names of those that have a log
+
+A tenant holds what lies between the oldest that is there and the end. From time to time a router adds up what
+all hold, and where that is too much those that hold most let go of their oldest, until they hold as much as
+each other. To let go twice is to let go once, so routers need not agree on who does it; between two times
+there may be too much by what they have written since, a 64th for each. What cannot be opened is as good as
+missing, and counted. All methods raise RedisError or OSError; how long they may take is the caller's to say.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from replicas.process.plain_redis import plain_redis
+from replicas.protocol.cluster_secret import ClusterSecret, Purpose
+from router.caches.sealing import CacheSeal, NotOurs
+from router.history.canonical import ConversationKey
+from router.history.retracing import Told
+
+PREFIX = "kvasir-history:"
+TENANTS_KEY = PREFIX + "tenants"
+
+RECORD_BYTES = 400
+"""What Redis takes for a record besides its content."""
+SHARE_OF_ONE = 64
+"""One record may have at most this part of the bytes of all."""
+SHARE_BEFORE_SURVEY = 64
+"""After this part of the bytes of all has been written, it is seen who holds how much."""
+TENANTS_PER_READ = 100
+RECORDS_PER_DELETION = 256
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Told).decode
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryBounds:
+    """`num_bytes` of all tenants and routers; `seconds` after it was used last a record is surely there, and
+    half as long again perhaps."""
+
+    num_bytes: int = 64 * 2**20
+    seconds: float = 3600.0
+
+    @property
+    def bytes_per_record(self) -> int:
+        return self.num_bytes // SHARE_OF_ONE
+
+    @property
+    def kept_ms(self) -> int:
+        return math.ceil(1500 * self.seconds)
+
+
+class Telling(NamedTuple):
+    """A record on its way to Redis."""
+
+    tenant: str
+    key: ConversationKey
+    told: Told
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.told.said) + RECORD_BYTES
+
+
+class RedisHistory:
+    def __init__(self, redis_url: str, secret: ClusterSecret, bounds: HistoryBounds) -> None:
+        self._redis = plain_redis(redis_url)
+        self._secret = secret
+        self.bounds = bounds
+        self._sealing: CacheSeal | None = None
+        self._num_unseen: int | None = None
+        self._ends: dict[str, int] = {}
+        self.num_not_ours = 0
+        self.num_let_go = 0
+        self.num_bytes = 0
+        """Of all, when that was seen last."""
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """As soon as this returns, a read takes no longer than Redis does."""
+        await self._seal()
+        await _answer(self._redis.ping())
+
+    async def read(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
+        names = [record_key(tenant, key) for key in keys]
+        values = await _answer(self._redis.mget(names))
+        seal = await self._seal()
+        return [
+            None if sealed is None else self._opened(seal, name, sealed)
+            for name, sealed in zip(names, values, strict=True)
+        ]
+
+    async def write(self, tellings: Sequence[Telling]) -> bool:
+        """Whether what was written before is there still; no, if Redis was emptied meanwhile."""
+        seal, kept_ms = await self._seal(), self.bounds.kept_ms
+        sealed = [seal.seal(record_key(each.tenant, each.key), _encode(each.told)) for each in tellings]
+        sizes = [len(value) + RECORD_BYTES for value in sealed]
+        totals: dict[str, int] = {}
+        for each, size in zip(tellings, sizes, strict=True):
+            totals[each.tenant] = totals.get(each.tenant, 0) + size
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for tenant, total in totals.items():
+                pipeline.incrby(end_key(tenant), total)
+            ends = await pipeline.execute()
+        is_intact = all(
+            end - totals[tenant] >= self._ends.get(tenant, 0)
+            for tenant, end in zip(totals, ends, strict=True)
+        )
+        self._ends |= zip(totals, ends, strict=True)
+        begins = {tenant: end - totals[tenant] for tenant, end in zip(totals, ends, strict=True)}
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            for each, value, size in zip(tellings, sealed, sizes, strict=True):
+                pipeline.set(record_key(each.tenant, each.key), value, px=kept_ms)
+                pipeline.zadd(log_key(each.tenant), {each.key.hex(): begins[each.tenant]})
+                begins[each.tenant] += size
+            pipeline.sadd(TENANTS_KEY, *totals)
+            for key in (TENANTS_KEY, *map(log_key, totals), *map(end_key, totals)):
+                pipeline.pexpire(key, 2 * kept_ms)  # they outlive every record
+            await pipeline.execute()
+        self._num_unseen = sum(sizes) + (self._num_unseen or 0)
+        return is_intact
+
+    @property
+    def is_survey_due(self) -> bool:
+        unseen = self._num_unseen
+        return unseen is None or unseen * SHARE_BEFORE_SURVEY >= self.bounds.num_bytes
+
+    async def survey(self) -> None:
+        """See how much there is, and let go of what is too much."""
+        names = [name.decode("utf-8", "replace") for name in await _answer(self._redis.smembers(TENANTS_KEY))]
+        held: dict[str, tuple[int, int]] = {}
+        for first in range(0, len(names), TENANTS_PER_READ):
+            held |= await self._held(names[first : first + TENANTS_PER_READ])
+        level = level_of((size for size, _ in held.values()), self.bounds.num_bytes)
+        for tenant, (size, end) in held.items():
+            if size > level:
+                await self._let_go(tenant, end - level)
+        self.num_bytes = sum(min(level, size) for size, _ in held.values())
+        self._num_unseen = 0
+
+    async def _held(self, tenants: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """By tenants: what they hold, and where their logs end."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for tenant in tenants:
+                pipeline.get(end_key(tenant))
+                pipeline.zrange(log_key(tenant), 0, 0, withscores=True)
+            answers: list[Any] = await pipeline.execute()
+        held: dict[str, tuple[int, int]] = {}
+        for tenant, end, oldest in zip(tenants, answers[::2], answers[1::2], strict=True):
+            if end is not None and end.isdigit() and oldest and math.isfinite(oldest[0][1]):
+                held[tenant] = (max(0, int(end) - int(oldest[0][1])), int(end))
+        gone = [tenant for tenant in tenants if tenant not in held]
+        if gone:
+            await _answer(self._redis.srem(TENANTS_KEY, *gone))
+        return held
+
+    async def _let_go(self, tenant: str, before: int) -> None:
+        """Of all records that begin before that byte."""
+        while True:
+            found = await _answer(
+                self._redis.zrangebyscore(
+                    log_key(tenant), "-inf", f"({before}", start=0, num=RECORDS_PER_DELETION
+                )
+            )
+            if not found:
+                return
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.delete(*[f"{PREFIX}{{{tenant}}}:record:{_text(member)}" for member in found])
+                pipeline.zrem(log_key(tenant), *found)
+                await pipeline.execute()
+            self.num_let_go += len(found)
+
+    def _opened(self, seal: CacheSeal, name: str, sealed: bytes) -> Told | None:
+        try:
+            told = _decode(seal.open(name, sealed))
+        except (NotOurs, ValueError, msgspec.MsgspecError):
+            told = None
+        if told is None or not told.is_well_formed:
+            self.num_not_ours += 1
+            return None
+        return told
+
+    async def _seal(self) -> CacheSeal:
+        if self._sealing is None:
+            self._sealing = await asyncio.to_thread(CacheSeal, self._secret, Purpose.HISTORY)
+        return self._sealing
+
+
+def level_of(sizes: Iterable[int], room: int) -> int:
+    """How much each may have, so that all fit who hold no more than that, and the others with just that."""
+    ordered = sorted(sizes)
+    for place, size in enumerate(ordered):
+        share = room // (len(ordered) - place)
+        if size > share:
+            return share
+        room -= size
+    return ordered[-1] if ordered else room
+
+
+def record_key(tenant: str, key: ConversationKey) -> str:
+    return f"{PREFIX}{{{tenant}}}:record:{key.hex()}"
+
+
+def log_key(tenant: str) -> str:
+    return f"{PREFIX}{{{tenant}}}:log"
+
+
+def end_key(tenant: str) -> str:
+    return f"{PREFIX}{{{tenant}}}:end"
+
+
+def _text(member: bytes) -> str:
+    return member.decode("ascii", "replace")
+
+
+async def _answer(command: Any) -> Any:
+    return await command

@@ -1,0 +1,123 @@
+"""HistoryExchange: nothing waits for it, and what waits in it is bounded; with a Redis that hangs."""
+
+import asyncio
+import logging
+
+import pytest
+
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.siblings import history_exchange
+from router.siblings.history_exchange import MOST_MISSING, MOST_UNTOLD, HistoryExchange, Look
+from router.siblings.redis_history import HistoryBounds, RedisHistory
+from tests.redis_server import RedisServer
+from tests.router.siblings.test_redis_history import SAID, key, telling
+
+SECRET = ClusterSecret(b"of the whole cluster")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def exchange(url: str, **bounds: int) -> HistoryExchange:
+    return HistoryExchange(RedisHistory(url, SECRET, HistoryBounds(**bounds)))
+
+
+async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
+    one = exchange("redis://127.0.0.1:1/0")
+    for number in range(MOST_UNTOLD + 10):
+        one.tell(telling(number))
+    statistics = one.statistics()
+    assert (statistics.num_untold, statistics.num_told["dropped"]) == (MOST_UNTOLD, 10)
+    for number in range(100):
+        one.tell(telling(number, said=bytes(2**20 - 1000)))
+    assert one.statistics().num_untold == MOST_UNTOLD
+    assert one.lost_at > 0
+    await one.close()
+
+
+async def test_bytes_that_wait_are_bounded_and_one_that_is_too_large_is_not_told() -> None:
+    one = exchange("redis://127.0.0.1:1/0")
+    for number in range(100):
+        one.tell(telling(number, said=bytes(2**20 - 1000)))
+    assert 0 < one.statistics().num_untold <= 16
+    one.tell(telling(0, said=bytes(2**20)))
+    assert one.statistics().num_told["too_large"] == 1
+    await one.close()
+
+
+async def test_redis_that_hangs_is_waited_for_once(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(history_exchange, "REST_SECONDS", (0.01, 0.05))
+    monkeypatch.setattr(history_exchange, "REDIS_SECONDS", 0.05)
+    one = exchange(own_redis.url)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(one.run())
+        monkeypatch.setattr(history_exchange, "LOOK_SECONDS", 5.0)
+        while one._is_resting:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        own_redis.pause()
+        monkeypatch.setattr(history_exchange, "LOOK_SECONDS", 0.05)
+        assert await one.look("us", [key(1), key(2)]) == [None, None]
+        for _ in range(100):
+            assert await one.look("us", [key(1)]) == [None]
+        looks = one.statistics().num_looks
+        assert (looks[Look.LATE], looks[Look.RESTING]) == (1, 100)
+        one.tell(telling(1))
+        own_redis.resume()
+        monkeypatch.setattr(history_exchange, "LOOK_SECONDS", 5.0)
+        while one.statistics().num_untold:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        (found,) = await one.look("us", [key(1)])
+        assert found is not None and found.said == SAID
+        running.cancel()
+    await one.close()
+    words = [record.message for record in caplog.records]
+    assert sum("cannot tell each other" in each for each in words) == 1
+    assert sum("can tell each other of answers again" in each for each in words) == 1
+
+
+async def test_what_redis_does_not_take_is_counted_and_nothing_is_written_where_room_cannot_be_seen(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_exchange, "LOOK_SECONDS", 5.0)
+    one = exchange(own_redis.url)
+    async with RedisHistory(own_redis.url, SECRET, HistoryBounds())._redis as client:
+        await client.set("kvasir-history:tenants", "no set")
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(one.run())
+            for number in range(3):
+                one.tell(telling(number))
+            while one.statistics().num_told["failed"] < 3:  # noqa: ASYNC110 (nobody else can tell)
+                await asyncio.sleep(0.005)
+            assert await client.dbsize() == 1
+            await client.delete("kvasir-history:tenants")
+            one.tell(telling(4))
+            while one.statistics().num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+                await asyncio.sleep(0.005)
+            running.cancel()
+    await one.close()
+
+
+async def test_what_has_just_been_answered_is_told_before_the_end(redis_url: str) -> None:
+    one, other = exchange(redis_url), exchange(redis_url)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each.run()) for each in (one, other)]
+        while one._is_resting or other._is_resting:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        for number in range(200):
+            one.tell(telling(number))
+        tasks[0].cancel()
+        await one.close()
+        assert all(await other.look("us", [key(number) for number in range(200)]))
+        tasks[1].cancel()
+    await other.close()
+
+
+async def test_what_is_known_to_be_missing_is_bounded() -> None:
+    one = exchange("redis://127.0.0.1:1/0")
+    one.pass_over("us", [key(number) for number in range(MOST_MISSING + 100)])
+    assert len(one._missing) == MOST_MISSING
+    assert await one.look("us", [key(MOST_MISSING)]) == [None]
+    assert one.statistics().num_looks[Look.KNOWN_MISSING] == 1
+    await one.close()

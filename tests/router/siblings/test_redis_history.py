@@ -1,0 +1,162 @@
+"""RedisHistory: how much there is in a real Redis, and whose goes when that is too much."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.protocol.cluster_secret import ClusterSecret
+from router.history.canonical import ConversationKey
+from router.history.retracing import Told
+from router.siblings.redis_history import (
+    PREFIX,
+    SHARE_BEFORE_SURVEY,
+    TENANTS_KEY,
+    HistoryBounds,
+    RedisHistory,
+    Telling,
+    end_key,
+    level_of,
+    log_key,
+    record_key,
+)
+
+SECRET = ClusterSecret(b"of the whole cluster")
+SAID = b"toks" * 100
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def key(number: int) -> ConversationKey:
+    return ConversationKey(number.to_bytes(16))
+
+
+def told(said: bytes = SAID) -> Told:
+    return Told(b"", int(time.time()), b"", 0, b"d" * 16, b"ends", said, False, False)
+
+
+def telling(number: int, tenant: str = "us", said: bytes = SAID) -> Telling:
+    return Telling(tenant, key(number), told(said))
+
+
+async def written(history: RedisHistory, tellings: list[Telling]) -> None:
+    for first in range(0, len(tellings), 50):
+        if history.is_survey_due:
+            await history.survey()
+        await history.write(tellings[first : first + 50])
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
+    async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
+        yield client
+
+
+async def num_records(client: "redis.asyncio.Redis", tenant: str) -> int:
+    return len([name async for name in client.scan_iter(f"{PREFIX}{{{tenant}}}:record:*", count=1000)])
+
+
+async def test_what_one_writes_another_reads_and_nobody_without_the_secret(
+    redis_url: str, client: "redis.asyncio.Redis"
+) -> None:
+    one, other = (RedisHistory(redis_url, SECRET, HistoryBounds(seconds=60)) for _ in range(2))
+    stranger = RedisHistory(redis_url, ClusterSecret(b"of another cluster.."), HistoryBounds())
+    await one.write([telling(1), telling(2)])
+    found = await other.read("us", [key(1), key(3)])
+    assert found[0] is not None and found[0].said == SAID and found[1] is None
+    assert await other.read("them", [key(1)]) == [None]
+    assert await stranger.read("us", [key(1)]) == [None] and stranger.num_not_ours == 1
+    sealed = await client.get(record_key("us", key(1)))
+    assert SAID not in sealed
+    await client.set(record_key("us", key(3)), sealed)  # moved
+    assert await other.read("us", [key(3)]) == [None] and other.num_not_ours == 1
+    await client.delete(record_key("us", key(3)))
+    async for name in client.scan_iter(PREFIX + "*"):
+        assert 0 < await client.pttl(name) <= 2 * 90_000
+    assert 0 < await client.pttl(record_key("us", key(1))) <= 90_000
+    for each in (one, other, stranger):
+        await each.close()
+
+
+async def test_ten_thousand_conversations_stay_within_the_bound(
+    redis_url: str, client: "redis.asyncio.Redis"
+) -> None:
+    bounds = HistoryBounds(num_bytes=2**20)
+    routers = [RedisHistory(redis_url, SECRET, bounds) for _ in range(2)]
+    before = (await client.info("memory"))["used_memory_dataset"]
+    for first in range(0, 10_000, 1000):
+        for place, router in enumerate(routers):
+            start = first + 500 * place
+            await written(router, [telling(number) for number in range(start, start + 500)])
+        taken = (await client.info("memory"))["used_memory_dataset"] - before
+        assert taken <= bounds.num_bytes * (1 + 2 / SHARE_BEFORE_SURVEY) + 100_000
+    assert routers[0].num_let_go + routers[1].num_let_go > 8000
+    assert await client.zcard(log_key("us")) == await num_records(client, "us") > 500
+    assert (await routers[0].read("us", [key(9999)])) != [None]
+    assert (await routers[0].read("us", [key(0)])) == [None]
+    assert 0 < routers[1].num_bytes <= bounds.num_bytes
+    for router in routers:
+        await router.close()
+
+
+async def test_who_holds_most_makes_room(redis_url: str, client: "redis.asyncio.Redis") -> None:
+    history = RedisHistory(redis_url, SECRET, HistoryBounds(num_bytes=2**20))
+    await written(history, [telling(number, "quiet") for number in range(100)])
+    await written(history, [telling(number, "loud") for number in range(5000)])
+    assert await num_records(client, "quiet") == 100
+    await written(history, [telling(number, "second") for number in range(5000)])
+    held = {name: await num_records(client, name) for name in ("quiet", "loud", "second")}
+    assert held["quiet"] == 100 and abs(held["loud"] - held["second"]) <= 100
+    await history.close()
+
+
+async def test_who_is_gone_counts_for_nothing_and_what_is_no_number_harms_nobody(
+    redis_url: str, client: "redis.asyncio.Redis"
+) -> None:
+    history = RedisHistory(redis_url, SECRET, HistoryBounds(num_bytes=2**20))
+    await client.sadd(TENANTS_KEY, "gone", b"\xff", "odd", "endless")
+    await client.set(end_key("odd"), "many")
+    await client.zadd(log_key("odd"), {"x": 1})
+    await client.set(end_key("endless"), "1")
+    await client.zadd(log_key("endless"), {"x": "-inf"})
+    await written(history, [telling(1)])
+    assert await client.smembers(TENANTS_KEY) == {b"us", b"\xff"}
+    await history.close()
+
+
+async def test_written_twice_is_there_once_and_as_if_new(
+    redis_url: str, client: "redis.asyncio.Redis"
+) -> None:
+    history = RedisHistory(redis_url, SECRET, HistoryBounds(num_bytes=2**20))
+    await written(history, [telling(1)])
+    for first in range(10, 5000, 50):
+        await written(history, [telling(number) for number in range(first, first + 50)])
+        await written(history, [telling(1)])
+    assert await history.read("us", [key(1)]) != [None]
+    assert await num_records(client, "us") == await client.zcard(log_key("us"))
+    await history.close()
+
+
+async def test_it_notices_that_redis_has_lost_what_was_written(
+    redis_url: str, client: "redis.asyncio.Redis"
+) -> None:
+    history = RedisHistory(redis_url, SECRET, HistoryBounds())
+    assert await history.write([telling(1)])
+    assert await history.write([telling(2)])
+    await client.flushall()
+    assert not await history.write([telling(3)])
+    assert await history.write([telling(4)])
+    await history.close()
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=20), st.integers(0, 50_000))
+def test_the_level_gives_those_that_hold_most_as_much_as_there_is(sizes: list[int], room: int) -> None:
+    level = level_of(sizes, room)
+    assert sum(min(size, level) for size in sizes) <= room
+    if sum(sizes) <= room:
+        assert all(size <= level for size in sizes)
+    else:
+        assert sum(min(size, level + 1) for size in sizes) > room
