@@ -346,7 +346,7 @@ def _open_history(config: RouterConfig, secret: ClusterSecret | None) -> History
     if secret is None or not config.history_bytes or not config.all_history_bytes:
         return None
     bounds = HistoryBounds(num_bytes=config.all_history_bytes, seconds=config.history_seconds)
-    return HistoryExchange(RedisHistory(config.redis_url, secret, bounds))
+    return HistoryExchange(RedisHistory(config.redis_url, secret, bounds), config.history_wait_seconds)
 
 
 def _open_exchange(config: RouterConfig, context: ApiContext) -> RateExchange | None:

@@ -242,6 +242,11 @@ class RouterConfig:
     history_seconds: float = setting(
         3600.0, help="time after a conversation's last turn for which its answers' tokens are in Redis"
     )
+    history_wait_seconds: float = setting(
+        0.02,
+        help="maximum wait of a request for what other routers have answered in its conversation; while "
+        "Redis is slower, none waits",
+    )
     explain_bytes: int = setting(
         64 * 2**20,
         help="memory for what is kept of requests to explain their misses: hashes, counts and "
@@ -323,6 +328,7 @@ class RouterConfig:
             "stream_comment_seconds",
             "response_seconds",
             "history_seconds",
+            "history_wait_seconds",
         ):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"setting {name} must be positive")

@@ -464,7 +464,7 @@ ITSELF = (
         title="Looks for answers of other routers, by outcome",
         description="Of conversations whose last answer this router does not know. Missing: nobody has "
         "answered so, or it had to make room (all_history_bytes). Late, failed and resting: Redis does not "
-        "answer within 20 ms, and requests go on without.",
+        "answer within history_wait_seconds, and requests go on without.",
         unit="reqps",
         queries=(Query(rate("router_history_lookups_total", "ROUTER", "outcome"), "{{outcome}}"),),
     ),
@@ -488,8 +488,12 @@ ITSELF = (
     ),
     Panel(
         title="Answers that wait to be told",
-        description="Bounded by 4,096 and 16 MiB, for each router. They wait while Redis is away.",
-        queries=(Query("router_history_untold{ROUTER}", "{{router}}"),),
+        description="Bounded by 4,096 and 16 MiB, for each router. They wait while Redis is away. Resting is "
+        "1 while a router does not ask Redis, since it has not answered within history_wait_seconds.",
+        queries=(
+            Query("router_history_untold{ROUTER}", "{{router}}"),
+            Query("router_history_resting{ROUTER}", "{{router}} resting"),
+        ),
     ),
 )
 

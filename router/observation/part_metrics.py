@@ -89,7 +89,6 @@ class PartMetrics:
             "router_hash_cache_misses_total", "Prompt blocks that had to be hashed"
         )
         self._declare_history()
-        self._declare_history_exchange()
         self._declare_dispatch()
         self._declare_queue()
         self._declare_fleet()
@@ -401,6 +400,7 @@ class PartMetrics:
             "(what follows it cannot be told, or leaves no room)",
             "outcome",
         )
+        self._declare_history_exchange()
 
     def _declare_history_exchange(self) -> None:
         self._history_lookups = self._counter(
@@ -418,6 +418,10 @@ class PartMetrics:
         )
         self._history_untold = self._gauge(
             "router_history_untold", "Answers whose tokens have yet to be written to Redis"
+        )
+        self._history_resting = self._gauge(
+            "router_history_resting",
+            "1 while no request asks Redis for answers of other routers, since it has not answered in time",
         )
         self._history_wrong = self._counter(
             "router_history_wrong_total",
@@ -657,6 +661,7 @@ class PartMetrics:
         for outcome, count in statistics.num_told.items():
             self._history_told.of(outcome).value = count
         self._history_untold.of().value = statistics.num_untold
+        self._history_resting.of().value = statistics.is_resting
         self._history_wrong.of().value = statistics.num_wrong
         self._history_let_go.of().value = statistics.num_let_go
         self._history_redis_bytes.of().value = statistics.num_bytes

@@ -1,8 +1,8 @@
 """HistoryExchange: answers that this router tells the others of, and hears of from them.
 
 Owns what waits to be told, and how long a request may wait to hear. Nobody waits for telling, and what there
-is no room for is dropped. Hearing is one read of Redis that may take LOOK_SECONDS; when it takes longer or
-fails, no request asks again before Redis has answered in that time in the background, so that a Redis that
+is no room for is dropped. Hearing is one read of Redis that may take some milliseconds; when it takes longer
+or fails, no request asks again before Redis has answered in that time in the background, so that a Redis that
 hangs costs those requests that were asking, and no others. What was not there is not asked for again for a
 while: it was answered elsewhere, or never.
 """
@@ -24,7 +24,6 @@ from router.siblings.redis_history import RedisHistory, Telling
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.02
 MOST_LOOKING = 16
 """Reads at a time."""
 REDIS_SECONDS = 1.0
@@ -59,7 +58,8 @@ class Look(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class HistoryExchangeStatistics:
     """`num_told` by what became of it: told, dropped (no room here), too_large, failed (Redis). `num_bytes`
-    of all routers' records in Redis, as this one has seen it last."""
+    of all routers' records in Redis, as this one has seen it last. Nobody asks Redis while this router
+    `is_resting`."""
 
     num_looks: dict[str, int]
     num_told: dict[str, int]
@@ -67,14 +67,21 @@ class HistoryExchangeStatistics:
     num_wrong: int
     num_let_go: int
     num_bytes: int
+    is_resting: bool
 
 
 class HistoryExchange:
     """For one event loop: have `run()` run, and `close()` when no request is left. `lost_at` is when
     something that was to be told was lost, so that what was told until then may not be there."""
 
-    def __init__(self, redis: RedisHistory, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        redis: RedisHistory,
+        look_seconds: float = 0.02,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._redis = redis
+        self.look_seconds = look_seconds
         self._clock = clock
         self._untold: deque[Telling] = deque()
         self._num_untold_bytes = 0
@@ -101,6 +108,7 @@ class HistoryExchange:
             num_wrong=self.num_wrong + self._redis.num_not_ours,
             num_let_go=self._redis.num_let_go,
             num_bytes=self._redis.num_bytes,
+            is_resting=self._is_resting,
         )
 
     def tell(self, telling: Telling) -> None:
@@ -128,7 +136,7 @@ class HistoryExchange:
             self._num_looks[Look.RESTING] += 1
             return nothing
         try:
-            async with asyncio.timeout(LOOK_SECONDS), self._looking:
+            async with asyncio.timeout(self.look_seconds), self._looking:
                 answers = await self._redis.read(tenant, asked)
         except TimeoutError as error:
             self._num_looks[Look.LATE] += 1
@@ -219,7 +227,7 @@ class HistoryExchange:
             try:
                 async with asyncio.timeout(REDIS_SECONDS):
                     await self._redis.ping()
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(self.look_seconds):
                     await self._redis.ping()
             except (RedisError, OSError) as error:
                 self._note_away(error)

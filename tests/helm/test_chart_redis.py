@@ -210,7 +210,7 @@ async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(ser
             for key in (history_record_key("us", history_key(199)), history_end_key("us")):
                 with pytest.raises(NoPermissionError):
                     await client.get(key)
-    exchanges = [HistoryExchange(each) for each in (one, other)]
+    exchanges = [HistoryExchange(each, look_seconds=5.0) for each in (one, other)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.run()) for each in exchanges]
         exchanges[0].tell(telling(200))

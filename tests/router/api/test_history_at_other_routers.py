@@ -58,7 +58,7 @@ class Routers:
         bounds = ResponseBounds(num_bytes=2**20)
         responses = ResponseStore(RedisResponses(self._redis_url, secret, bounds), bounds)
         stack.push_async_callback(responses.close)
-        history = HistoryExchange(RedisHistory(self._redis_url, secret, HistoryBounds()))
+        history = HistoryExchange(RedisHistory(self._redis_url, secret, HistoryBounds()), look_seconds=10.0)
         server = await stack.enter_async_context(
             http_server(
                 responses=responses,
@@ -69,7 +69,7 @@ class Routers:
         http = httpx.AsyncClient(base_url=server.url, timeout=60)
         self.https[name] = await stack.enter_async_context(http)
         self.servers[name], self._stacks[name] = server, stack
-        await until(lambda: not history._is_resting)
+        await until(lambda: not history.statistics().is_resting)
         return server
 
     async def close(self, name: str) -> None:
@@ -111,11 +111,6 @@ async def routers(redis_url: str) -> AsyncIterator[Routers]:
     made = Routers(redis_url)
     yield made
     await made.close_all()
-
-
-@pytest.fixture(autouse=True)
-def a_busy_machine_is_not_slow_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_exchange, "LOOK_SECONDS", 10.0)
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -344,13 +339,13 @@ async def test_what_others_were_told_long_ago_or_has_been_lost_is_told_again(
 async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(history_exchange, "LOOK_SECONDS", 2.0)
     monkeypatch.setattr(history_exchange, "REST_SECONDS", (0.01, 0.1))
     routers = Routers(own_redis.url)
     output = token_ids("<think>Hm</think>Fine.")
     for router in "ab":
         server = await routers.open(router)
         server.dispatcher.script = says(output)
+        routers.exchange(router).look_seconds = 2.0
     there = routers.https["b"]
     answer = await said(routers.https["a"], [ASKED])
     getattr(own_redis, fault)()
@@ -360,7 +355,7 @@ async def test_a_redis_that_is_away_costs_one_request_a_moment_and_none_an_error
     assert looks == {Look.LATE if fault == "pause" else Look.FAILED: 1, Look.RESTING: 4}
     await said(routers.https["a"], [ASKED, answer, THEN])
     own_redis.start() if fault == "kill" else own_redis.resume()
-    await until(lambda: not any(routers.exchange(each)._is_resting for each in "ab"))
+    await until(lambda: not any(routers.exchange(each).statistics().is_resting for each in "ab"))
     await routers.settled()
     assert routers.exchange("b").statistics().num_told["told"] == 5
     messages = [ASKED, answer, {**THEN, "content": "And here?"}]
