@@ -1,13 +1,14 @@
 """Conversations that go on, with real engines behind a real router: each turn finds the one before cached."""
 
 import time
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from loadtests.stacks.local_stack import LocalStack
-from tests.integration.observe import metrics
+from tests.integration.observe import another_router, is_told, metrics_at, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -23,12 +24,24 @@ SYSTEM = "You are a patient assistant who explains how caches work. " * 4
 def test_each_turn_is_cached_up_to_the_last_block_of_the_turn_before(
     request: pytest.FixtureRequest, fixture: str
 ) -> None:
-    """At this temperature the toy model says what no tokenizer would write so: every turn drifts."""
     stack: LocalStack = request.getfixturevalue(fixture)
-    before = metrics(stack)
-    messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+    talk([stack.url])
+
+
+@pytest.mark.parametrize("fixture", ["toy_stack", "simulated_stack"])
+def test_so_it_is_where_turns_alternate_between_routers(request: pytest.FixtureRequest, fixture: str) -> None:
+    stack: LocalStack = request.getfixturevalue(fixture)
+    with another_router(stack, history_wait_seconds=10) as other:
+        talk([other.url, stack.url])
+        assert metrics_at(other.url)["router_history_wrong_total"] == 0
+
+
+def talk(urls: list[str]) -> None:
+    """At this temperature the toy model says what no tokenizer would write so: every turn drifts."""
+    before = num_going_on(urls)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"{SYSTEM} {len(urls)}"}]
     num_tokens = 0
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+    with httpx.Client(timeout=60) as client:
         for turn in range(NUM_TURNS):
             messages.append({"role": "user", "content": f"Question {turn}: what is a block?"})
             body = {
@@ -39,13 +52,18 @@ def test_each_turn_is_cached_up_to_the_last_block_of_the_turn_before(
                 "seed": turn,
                 "stream": False,
             }
-            answer = client.post("/v1/chat/completions", json=body).json()
+            url = urls[turn % len(urls)]
+            answer = client.post(f"{url}/v1/chat/completions", json=body).json()
             usage = answer["usage"]
             num_cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert num_cached >= num_tokens - BLOCK_SIZE, f"turn {turn}: {usage}"
             num_tokens = usage["prompt_tokens"] + usage["completion_tokens"] - 1
             messages.append(answer["choices"][0]["message"])
             time.sleep(SETTLE_SECONDS)
-    after = metrics(stack)
-    name = "router_history_prompts_total"
-    assert after[name] - before[name] == NUM_TURNS - 1
+            wait_until(partial(is_told, url), "the answer to be told to other routers")
+    assert num_going_on(urls) - before == NUM_TURNS - 1
+
+
+def num_going_on(urls: list[str]) -> float:
+    """Prompts that go on from a conversation's earlier answers."""
+    return sum(metrics_at(url)["router_history_prompts_total"] for url in urls)

@@ -310,9 +310,20 @@ async def test_with_another_tokenizer_nothing_that_was_told_is_used(routers: Rou
     assert outcomes(other) == {Outcome.UNKNOWN: 1}
 
 
-async def test_what_others_were_told_long_ago_or_has_been_lost_is_told_again(
-    routers: Routers, redis_url: str
-) -> None:
+async def test_what_others_were_told_long_ago_is_told_again(routers: Routers) -> None:
+    server = await routers.open("a")
+    messages: list[dict[str, Any]] = [ASKED]
+    server.dispatcher.script = says(token_ids("<think>Hm</think>Fine."))
+    for seconds in (0, 1700, 1900):
+        for record in server.context.history._remembered._records.values():
+            assert record.told_at is not None
+            record.told_at -= seconds
+        messages += [await said(routers.https["a"], messages), THEN]
+        await routers.settled()
+    assert routers.exchange("a").statistics().num_told["told"] == 1 + 1 + 3
+
+
+async def test_what_has_been_lost_is_told_again(routers: Routers, redis_url: str) -> None:
     server = await routers.open("a")
     messages: list[dict[str, Any]] = [ASKED]
     output = token_ids("<think>Hm</think>Fine.")

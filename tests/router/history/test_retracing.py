@@ -1,5 +1,6 @@
 """Retracing: an answer's prompt is found again where it is, and nowhere else."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +53,14 @@ def test_what_is_found_is_of_the_prompt_itself(asked: list[int], said: list[int]
                 and any(whole[place : place + split] == asked[:split] for place in range(len(whole)))
                 for split in splits
             )
+
+
+def test_no_more_than_an_answers_beginning_is_taken_from_the_end() -> None:
+    content, asked = added([1, 2, 3] * 20, [4, 5])
+    told = told_of(content, asked, None, 0)
+    assert told.is_well_formed and len(told.ending) == 4 * ENDING_TOKENS
+    for ending in (told.ending + pack_token_ids([1]), told.ending[1:]):
+        assert not msgspec.structs.replace(told, ending=ending).is_well_formed
 
 
 def test_marks_tell_apart_what_is_before_and_in_a_record() -> None:
