@@ -85,7 +85,7 @@ class RedisHistory:
         self.num_not_ours = 0
         self.num_let_go = 0
         self.num_bytes = 0
-        """Of all, when that was seen last."""
+        """Of all, when that was seen last, and what was written here since."""
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -132,6 +132,7 @@ class RedisHistory:
                 pipeline.pexpire(key, 2 * kept_ms)  # they outlive every record
             await pipeline.execute()
         self._num_unseen = sum(sizes) + (self._num_unseen or 0)
+        self.num_bytes += sum(sizes)
         return is_intact
 
     @property

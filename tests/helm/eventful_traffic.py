@@ -72,6 +72,7 @@ class EventfulTraffic:
                 *(self._chat(client, tenant, question + part, 12, **name) for part in ("", " again"))
             )
             await self._two_turns(client, question)
+            await self._go_on_elsewhere(client, question)
 
     async def _two_turns(self, client: httpx.AsyncClient, question: str) -> None:
         """A conversation that goes on from its answer."""
@@ -83,6 +84,17 @@ class EventfulTraffic:
                 return
             said = answer.json()["choices"][0]["message"]
             messages = [*messages, said, {"role": "user", "content": follow_up}]
+
+    async def _go_on_elsewhere(self, client: httpx.AsyncClient, question: str) -> None:
+        """A conversation with an answer that no router here has given."""
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "That is another service's to say."},
+            {"role": "user", "content": "Then say it."},
+        ]
+        await client.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": messages, "max_tokens": 4}
+        )
 
     async def _pictures(self, client: httpx.AsyncClient) -> None:
         """Some that are asked about again, so many that a replica forgets the first, and one that is too

@@ -69,6 +69,8 @@ MAY_STAY_ZERO = {
     "router_queue_counter_spread_tokens": "there are no keys, so all are one tenant",
     "router_queue_refusals_total": "nobody waits for long enough here, nor do many wait",
     "replica_image_read_seconds_total": "simulated engines read the headers of images only",
+    "router_history_let_go_total": "Redis has room for all answers",
+    "router_history_wrong_total": "no router lies",
     "fleet_reconcile_errors_total": "only a broken Ray refuses to make an actor",
 }
 """What need not happen here, and why."""

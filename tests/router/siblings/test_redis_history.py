@@ -97,7 +97,7 @@ async def test_ten_thousand_conversations_stay_within_the_bound(
     assert await client.zcard(log_key("us")) == await num_records(client, "us") > 500
     assert (await routers[0].read("us", [key(9999)])) != [None]
     assert (await routers[0].read("us", [key(0)])) == [None]
-    assert 0 < routers[1].num_bytes <= bounds.num_bytes
+    assert 0 < routers[1].num_bytes <= bounds.num_bytes * (1 + 1 / SHARE_BEFORE_SURVEY) + 50 * 1000
     for router in routers:
         await router.close()
 
