@@ -1,9 +1,9 @@
-"""What it costs a router that a conversation was answered by another one: its processor time and the client's
-wait for the first token, for the next turn of conversations of some length.
+"""What a conversation's next turn costs where another router has answered the ones before.
 
-One router answers all turns but the last, which comes to each of three routers: one that looks for the earlier
-answers in Redis, one that has none to look for (`all_history_bytes` of 0), and the one that has answered them.
-Who goes first goes round. The replica is simulated, with a cache that holds everything.
+Measured are the router's processor time and the client's wait, for conversations of some length.
+One router answers all turns but the last, which comes to each of three: one that looks for the earlier
+answers in Redis, one that has none to look for (`all_history_bytes` of 0), and the one that has answered
+them. Who goes first goes round. The replica is simulated, with a cache that holds everything.
 
     python -m loadtests.benches.answers_elsewhere
 """

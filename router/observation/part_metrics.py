@@ -434,8 +434,8 @@ class PartMetrics:
         )
         self._history_redis_bytes = self._gauge(
             "router_history_redis_bytes",
-            "Room that the answers of all routers take in Redis, as this router has seen it last, with what it "
-            "has written since",
+            "Room that the answers of all routers take in Redis, as this router has seen it last, and what "
+            "it has written since",
         )
 
     def _declare_models(self) -> None:
