@@ -395,7 +395,9 @@ class Directory:
             if not self._may_make_file() or not self._write_budget.take(now, self._chunk_bytes):
                 break
             chunk = self._to_write.first_unwritten(self._chunks[key], self._chunks)
-            if self.num_on_disk == self.max_disk_chunks and not self._make_room(chunk.tenant):
+            while self.num_on_disk >= self.max_disk_chunks and self._make_room(chunk.tenant):
+                pass
+            if self.num_on_disk >= self.max_disk_chunks:
                 self._to_write.forget(key)
                 continue
             writes.append(self._begin_write(chunk))
@@ -456,6 +458,12 @@ class Directory:
         chunk = self._chunks.get(key)
         if chunk is not None and chunk.is_on_disk:
             self._leave_disk(chunk, LeaseBreak.LOST)
+
+    def limit_files(self, most: int) -> None:
+        """The disk has room for so many files from now on: what is too much goes for the next that is
+        written.
+        """
+        self.max_disk_chunks = most
 
     def take_removals(self) -> list[BlockHash]:
         """Chunks whose files are to be removed, since the last call; before any write that is taken later."""

@@ -294,6 +294,7 @@ class ChunkStore:
             self.directory.adopt(name)
         self._disk.remove(self.directory.take_removals())
         if self._share is not None:
+            self.directory.limit_files(max(1, self._share.max_chunks - self._disk.num_unremoved))
             self._write(self._share)
 
     @property

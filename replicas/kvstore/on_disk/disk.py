@@ -7,6 +7,7 @@ Everything that can go wrong with a file is a miss. What the disk does when it i
 
     a read is late                  it has failed; its slot comes back when the thread does
     a write fails                   nothing is written for a while, longer each time; reads go on
+    a file cannot be removed        it takes room, which others go for, and is tried again
     little free space               nothing is written until there is more
     a thread hangs                  another takes its place, as often as there are threads
     all of them hang                nothing is read or written until one comes back
@@ -171,6 +172,11 @@ class Disk:
     def other_bytes(self) -> int:
         """Of files that other layouts and versions have left, as far as they were counted yet."""
         return self._files.others.num_bytes
+
+    @property
+    def num_unremoved(self) -> int:
+        """Files that were to go and could not be removed yet. They take room until they are."""
+        return self._books.num_unremoved
 
     def speeds(self) -> DiskSpeeds:
         return self._books.speeds()

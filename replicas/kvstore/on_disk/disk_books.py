@@ -4,9 +4,10 @@ Owns the queue, what has finished, which files there are and their bytes, measur
 anything may be written. It opens no file; under its lock nothing blocks.
 """
 
+import itertools
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 MAX_NOTES = 100_000
 """Uses and leases that wait for the journal; more are dropped while its thread hangs."""
+
+REMOVE_AGAIN_SECONDS = 10.0
+MAX_REMOVED_AGAIN = 1024
+"""How often, and how many at once of, files that could not be removed are to be removed again."""
 
 Note = Callable[[Journal], None]
 """What the journal is to be told, by its own thread."""
@@ -59,6 +64,9 @@ class DiskBooks:
         self._found: list[ChunkName] = []
         self._sizes = dict(sizes)
         self._own_bytes = sum(sizes.values())
+        self._unremoved: OrderedDict[BlockHash, None] = OrderedDict()
+        """Of these files, those that were to go and could not be removed."""
+        self._remove_again_at = 0.0
         self._next_number = 1
         self._workers: list[Worker] = []
         self._reading, self._writing = TransferSpeed(), TransferSpeed()
@@ -142,6 +150,10 @@ class DiskBooks:
     def own_bytes(self) -> int:
         with self._lock:
             return self._own_bytes
+
+    @property
+    def num_unremoved(self) -> int:
+        return len(self._unremoved)
 
     def speeds(self) -> DiskSpeeds:
         with self._lock:
@@ -283,6 +295,20 @@ class DiskBooks:
                 self._tell(Kind.READ, job, now, "late")
             self._has_work.notify_all()
         self._replace_hanging(now)
+        if self._unremoved and now >= self._remove_again_at:
+            self._remove_again_at = now + REMOVE_AGAIN_SECONDS
+            self._remove_again(now)
+
+    def _remove_again(self, now: float) -> None:
+        """What has a job already is left to it. No room is counted on before it is there."""
+        if self._off is not None or self._queue.is_erasing:
+            return
+        for key in [*itertools.islice(self._unremoved, MAX_REMOVED_AGAIN)]:
+            self._unremoved.move_to_end(key)
+            if not self._queue.has(key):
+                number, self._next_number = self._next_number, self._next_number + 1
+                self._queue.add(Job(Kind.REMOVE, number, now, key))
+        self._has_work.notify_all()
 
     def _replace_hanging(self, now: float) -> None:
         num_stuck = 0
@@ -350,7 +376,7 @@ class DiskBooks:
         if job.kind is Kind.WRITE:
             self._book_write(job, outcome, now)
         elif job.kind is Kind.REMOVE:
-            self._book_removal(job, outcome)
+            self._book_removal(job, outcome, now)
         elif job.kind is Kind.ERASE:
             self._book_erasing(outcome)
         elif job.kind is Kind.PROBE and outcome.read_seconds_per_byte is not None:
@@ -369,14 +395,18 @@ class DiskBooks:
             self._health.has_written(job.num_bytes)
             self._add(job.header.name, job.num_bytes)
 
-    def _book_removal(self, job: Job, outcome: Outcome) -> None:
+    def _book_removal(self, job: Job, outcome: Outcome, now: float) -> None:
         if outcome.error is not None:
             self._health.has_failed_to_remove(outcome.error)
+            if job.key in self._sizes and job.key not in self._unremoved:
+                self._remove_again_at = now + REMOVE_AGAIN_SECONDS
+                self._unremoved[job.key] = None
         elif job.key is not None and not outcome.reason:
             self._forget(job.key)
 
     def _book_erasing(self, outcome: Outcome) -> None:
         self._sizes.clear()
+        self._unremoved.clear()
         self._own_bytes = 0
         self._found.clear()
         self.notes.append(Journal.clear)
@@ -386,10 +416,12 @@ class DiskBooks:
     def _add(self, name: ChunkName, num_bytes: int) -> None:
         self._own_bytes += num_bytes - self._sizes.pop(name.key, 0)
         self._sizes[name.key] = num_bytes
+        self._unremoved.pop(name.key, None)
         self.notes.append(lambda journal: journal.added(name, num_bytes))
 
     def _forget(self, key: BlockHash) -> None:
         num_bytes = self._sizes.pop(key, None)
+        self._unremoved.pop(key, None)
         if num_bytes is not None:
             self._own_bytes -= num_bytes
             self.notes.append(lambda journal: journal.removed(key))

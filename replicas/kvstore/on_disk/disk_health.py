@@ -67,7 +67,7 @@ class DiskHealth:
             )
 
     def has_failed_to_remove(self, error: OSError) -> None:
-        """Said once: what stays is read on, and counts on."""
+        """Said once: what stays takes room, and is to be removed again."""
         if not self._has_failed_to_remove:
             logger.error("a file in %s cannot be removed: %s", self._folder, error.strerror)
         self._has_failed_to_remove = True

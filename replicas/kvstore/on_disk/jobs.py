@@ -179,6 +179,10 @@ class JobQueue:
             self._erase = None
         return dropped
 
+    def has(self, key: BlockHash) -> bool:
+        """Whether a job or a claim has the key."""
+        return key in self._behind
+
     def claim(self, key: BlockHash) -> bool:
         """Have the key as a job would, if no job has it or waits for it; then `release`."""
         if key in self._behind or self._erase is not None:
