@@ -30,7 +30,7 @@ MAX_WAITING = 8
 PLACE_SHARE = 0.02
 """Of one processor, for looking for places; with what is left over of the last seconds."""
 MAX_SAVED_SECONDS = 0.1
-NO_LOSS_SHARE = 0.005
+NO_LOSS_SHARE = 0.002
 NO_LOSS_SAVED_SECONDS = 0.005
 """The same, of small bodies whose prompts have lost nothing: there the place only says where they are new."""
 

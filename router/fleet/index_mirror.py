@@ -16,6 +16,7 @@ is: old knowledge is better than none, and the replica will write its set again.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -40,6 +41,7 @@ from replicas.protocol.keys import (
     events_key,
 )
 from replicas.protocol.status import Epoch, ReplicaId
+from router.fleet.stream_reader import Entries, StreamReader
 from router.routing.holders import StagedHashes
 from router.routing.overlap import ChangeOutcome, PrefixIndex
 
@@ -47,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 BLOCK_SECONDS = 0.1
 """Longest wait for a change; a replica that is new to the mirror waits no longer for its set."""
+
+SECONDS_BETWEEN_READS = 0.02
+"""Reads begin no closer to each other. A busy replica writes a change with every step, and a read costs a
+router far more than another change in it; a change that comes after a quiet moment is read at once."""
 
 AUDIT_SECONDS = 1.0
 TIMEOUT_SECONDS = 5.0
@@ -63,9 +69,6 @@ ENTRIES_TO_LOOK_BACK = 64
 
 MAX_HASHES_PER_REPLICA = 1 << 22
 """No set is read further: at a stride of 128 tokens that is a cache of half a billion tokens."""
-
-Entries = Sequence[tuple[bytes, Mapping[bytes, bytes]]]
-"""What Redis answers (protocol 2, nothing decoded): entries of a stream."""
 
 
 class MirrorStatistics(NamedTuple):
@@ -142,6 +145,7 @@ class IndexMirror:
         self._lag_seconds = 0.0
         self._is_connected = False
         self._backoff_seconds = MIN_BACKOFF_SECONDS
+        self._next_read_at = 0.0
         self._told: str | None = None
         """Why the connection was lost, as long as no audit has succeeded since."""
 
@@ -191,10 +195,13 @@ class IndexMirror:
 
     async def _connect_and_follow(self) -> None:
         """Never returns but by an error. Nothing is retried below here: a reconnection must be noticed."""
-        client = plain_redis(self._redis_url)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            client = plain_redis(self._redis_url)
+            stack.push_async_callback(client.aclose)
             if self._has_followed and self._rng is not None:
                 await asyncio.sleep(self._rng.uniform(0, RESCAN_SPREAD_SECONDS))
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                reader = await stack.enter_async_context(StreamReader(client, self._events_key))
             await self._start_over(client)
             self._has_followed = True
             logger.info("following the block index model=%s", self._model)
@@ -202,13 +209,11 @@ class IndexMirror:
             audit_due = time.monotonic() + self._audit_seconds
             while True:
                 await self._read_sets(client)
-                await self._follow(client)
+                await self._follow(reader)
                 self._sweep()
                 if time.monotonic() >= audit_due:
                     await self._audit(client)
                     audit_due = time.monotonic() + self._audit_seconds
-        finally:
-            await client.aclose()
 
     async def _start_over(self, client: "Redis") -> None:
         """Take the stream from its end, and read every set."""
@@ -223,18 +228,20 @@ class IndexMirror:
         except ResponseError:  # there is no stream yet
             return STREAM_START
 
-    async def _follow(self, client: "Redis") -> None:
+    async def _follow(self, reader: StreamReader) -> None:
         """Apply what the stream has, or wait a moment for something."""
-        read = client.xread(
-            {self._events_key: str(self._position)}, count=ENTRIES_PER_READ, block=int(BLOCK_SECONDS * 1000)
-        )
+        too_early = self._next_read_at - time.monotonic()
+        if too_early > 0:
+            await asyncio.sleep(too_early)
+        self._next_read_at = time.monotonic() + SECONDS_BETWEEN_READS
         async with asyncio.timeout(TIMEOUT_SECONDS):
-            answer = await read
+            entries = await reader.read(
+                str(self._position), count=ENTRIES_PER_READ, block_seconds=BLOCK_SECONDS
+            )
         self._index.departures.now = time.time()
-        for _, entries in cast("Sequence[tuple[bytes, Entries]]", answer or ()):
-            for entry_id, fields in entries:
-                self._apply(fields)
-                self._position = StreamId.parse(entry_id)
+        for entry_id, fields in entries:
+            self._apply(fields)
+            self._position = StreamId.parse(entry_id)
 
     def _sweep(self) -> None:
         """A little of what replicas have left behind, even while nothing changes."""
