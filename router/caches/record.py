@@ -51,8 +51,10 @@ class CacheRecord(Struct, frozen=True, kw_only=True):
     deleted: float | None = None
 
     def seconds_left(self, now: float) -> float:
-        """Until it expires; 0 for one that is gone."""
-        return 0.0 if self.deleted is not None else max(0.0, self.expires - now)
+        """Until it expires; 0 for one that is gone. Never more than it was given, by a clock that is behind
+        that of the router which gave it.
+        """
+        return 0.0 if self.deleted is not None else min(float(self.ttl), max(0.0, self.expires - now))
 
     def is_gone(self, now: float) -> bool:
         return self.seconds_left(now) <= 0

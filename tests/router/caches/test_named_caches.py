@@ -9,6 +9,7 @@ import pytest
 import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret
+from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS
 from router.caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds, share_of
 from router.caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
 from router.caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
@@ -49,6 +50,14 @@ def record(number: int = 1, times: Times | None = None, **fields: object) -> Cac
         num_tokens=17,
     )
     return msgspec.structs.replace(made, **fields)
+
+
+def test_a_clock_that_is_behind_has_no_more_time_left_than_the_cache_was_given() -> None:
+    """Or the lease that is asked for with the cache would be longer than any that is granted."""
+    made = record(ttl=MAX_TTL_SECONDS, expires=NOON + MAX_TTL_SECONDS)
+    for behind in (0.5, 86_400.0):
+        assert made.seconds_left(NOON - behind) == MAX_TTL_SECONDS <= MAX_LEASE_SECONDS
+    assert made.seconds_left(NOON + 1.5) == MAX_TTL_SECONDS - 1.5
 
 
 @pytest.fixture
