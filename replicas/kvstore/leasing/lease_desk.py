@@ -14,7 +14,7 @@ from typing import Protocol
 from replicas.kvstore.chunk import ChunkName
 from replicas.kvstore.directory import Directory
 from replicas.kvstore.leasing.lease_outcome import LeaseOutcome, ask_for_leases, lease_totals
-from replicas.kvstore.leasing.leases import LeaseRecord, Leases
+from replicas.kvstore.leasing.leases import EVERYBODY, LeaseRecord, Leases, TenantTag
 from replicas.kvstore.tenant_shares import NOBODYS, Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import LeaseTotals, PrefixLease
@@ -26,6 +26,7 @@ class LeaseJournal(Protocol):
 
     restored_leases: Mapping[BlockHash, float]
     restored_lease_seconds: Mapping[BlockHash, int]
+    restored_lease_tenants: Mapping[BlockHash, bytes]
 
     @property
     def is_off(self) -> bool: ...
@@ -33,7 +34,7 @@ class LeaseJournal(Protocol):
     @property
     def write_stop(self) -> WriteStop | None: ...
 
-    def note_lease(self, key: BlockHash, until: float, seconds: int) -> None: ...
+    def note_lease(self, key: BlockHash, until: float, seconds: int, tenant: bytes = b"") -> None: ...
 
 
 def leases_within(lease_share: float, num_slots: int, max_files: int) -> Leases:
@@ -47,7 +48,8 @@ def restored_leases(journal: LeaseJournal, wall_clock: Callable[[], float]) -> I
     for key, until in journal.restored_leases.items():
         if until > now:
             seconds = journal.restored_lease_seconds.get(key) or math.ceil(min(until - now, 1e9))
-            yield LeaseRecord(key, seconds, until - now)
+            tenant = TenantTag(journal.restored_lease_tenants.get(key, EVERYBODY))
+            yield LeaseRecord(key, seconds, until - now, tenant)
 
 
 class LeaseDesk:
@@ -106,7 +108,8 @@ class LeaseDesk:
         if self._journal is not None and changes:
             now = self._wall_clock()
             for record in changes:
-                self._journal.note_lease(record.key, now + record.seconds_left, record.seconds)
+                until = now + record.seconds_left
+                self._journal.note_lease(record.key, until, record.seconds, record.tenant)
         if self._journal is not None:
             for key in ends:
                 self._journal.note_lease(key, 0.0, 0)

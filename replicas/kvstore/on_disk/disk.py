@@ -70,6 +70,8 @@ class Disk:
         """Ends of leases of what was restored, in seconds since 1970, where they were noted."""
         self.restored_lease_seconds: Mapping[BlockHash, int] = dict(self._journal.lease_seconds)
         """How long after its last use each ends, where that was noted."""
+        self.restored_lease_tenants: Mapping[BlockHash, bytes] = dict(self._journal.lease_tenants)
+        """Whose each is, where that was noted."""
         self._threads: list[threading.Thread] = []
         self._books = DiskBooks(options, self._journal.sizes(), self._start_worker, clock)
         self._keeper = DiskKeeper(options, self._files, self._journal, self._books)
@@ -124,11 +126,11 @@ class Disk:
         used = tuple(keys)
         self._books.note(lambda journal: journal.used(used))
 
-    def note_lease(self, key: BlockHash, until: float, seconds: int = 0) -> None:
+    def note_lease(self, key: BlockHash, until: float, seconds: int = 0, tenant: bytes = b"") -> None:
         """Until is in seconds since 1970, 0 for none any more; a use makes it `seconds` from then. The chunk
         may be written later.
         """
-        self._books.note(lambda journal: journal.leased(key, until, seconds))
+        self._books.note(lambda journal: journal.leased(key, until, seconds, tenant))
 
     # What happens.
 

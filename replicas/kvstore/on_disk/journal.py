@@ -9,6 +9,9 @@ The log is records of 64 bytes, little-endian, each with a CRC-32 of what follow
     24  parent     40  last block        48  lease end, seconds since 1970
     56  bytes of the file, or how many seconds after its last use a lease ends
 
+In the record of a lease, the tag of the tenant whose it is stands in place of the parent, and its length in
+place of the last block.
+
 What is appended is buffered, and in the log after `flush`. A record that is torn or changed is passed over;
 the next begins 64 bytes on. When more than half says nothing any more, the log is written anew beside the
 old one and renamed: its order is then the order of use. So it is after a write that failed.
@@ -68,6 +71,8 @@ class Journal:
         """Their ends, in seconds since 1970."""
         self.lease_seconds: dict[BlockHash, int] = {}
         """How long after a use they end, where that was said."""
+        self.lease_tenants: dict[BlockHash, bytes] = {}
+        """Whose they are, where that was said."""
         self.num_bytes = 0
         """Of the files in the table."""
         self.num_bad_records = 0
@@ -124,18 +129,19 @@ class Journal:
                 self._table[key] = self._table.pop(key)
                 self._append(_record(USED, key))
 
-    def leased(self, key: BlockHash, until: float, seconds: int = 0) -> None:
+    def leased(self, key: BlockHash, until: float, seconds: int = 0, tenant: bytes = b"") -> None:
         """Until is in seconds since 1970, 0 for no more; a use makes it `seconds` from then. The chunk's file
         may come later.
         """
-        if self._lease(key, until, seconds):
-            self._append(_record(LEASED, key, until=until, number=seconds))
+        if self._lease(key, until, seconds, tenant):
+            self._append(_lease_record(key, until, seconds, tenant))
 
     def clear(self) -> None:
         """There is nothing any more. In the log with the next flush."""
         self._table.clear()
         self.leases.clear()
         self.lease_seconds.clear()
+        self.lease_tenants.clear()
         self.num_bytes = 0
         self._is_behind = True
 
@@ -176,7 +182,7 @@ class Journal:
         self._is_behind = True
         self._buffer.clear()
         leases = [
-            _record(LEASED, key, until=until, number=self.lease_seconds.get(key, 0))
+            _lease_record(key, until, self.lease_seconds.get(key, 0), self.lease_tenants.get(key, b""))
             for key, until in self.leases.items()
         ]
         records = b"".join((*self._table.values(), *leases))
@@ -239,8 +245,8 @@ class Journal:
                 self._end_lease(key)
                 self._remove(key)
             elif kind == LEASED:
-                until, seconds = _BODY.unpack_from(record, _CRC.size)[5:]
-                self._lease(key, until, seconds)
+                tag, tag_bytes, until, seconds = _BODY.unpack_from(record, _CRC.size)[3:]
+                self._lease(key, until, seconds, tag[:tag_bytes])
             else:
                 self.num_bad_records += 1
 
@@ -259,20 +265,23 @@ class Journal:
     def _end_lease(self, key: BlockHash) -> bool:
         """Whether it had one."""
         self.lease_seconds.pop(key, None)
+        self.lease_tenants.pop(key, None)
         return self.leases.pop(key, None) is not None
 
-    def _lease(self, key: BlockHash, until: float, seconds: int) -> bool:
+    def _lease(self, key: BlockHash, until: float, seconds: int, tenant: bytes) -> bool:
         """Whether that changes anything."""
         if not until > 0:
             return self._end_lease(key)
         if key not in self._table and len(self.leases) >= len(self._table) + MAX_LEASES_AHEAD:
             return False
-        before = self.leases.get(key), self.lease_seconds.get(key, 0)
+        before = self.leases.get(key), self.lease_seconds.get(key, 0), self.lease_tenants.get(key, b"")
+        self._end_lease(key)
         self.leases[key] = until
-        self.lease_seconds.pop(key, None)
         if seconds:
             self.lease_seconds[key] = seconds
-        return before != (until, seconds)
+        if tenant:
+            self.lease_tenants[key] = tenant
+        return before != (until, seconds, tenant)
 
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -288,6 +297,11 @@ def _record(
 ) -> bytes:
     body = _BODY.pack(kind, _VERSION, key, parent, last_block, until, number)
     return _CRC.pack(zlib.crc32(body)) + body
+
+
+def _lease_record(key: BlockHash, until: float, seconds: int, tenant: bytes) -> bytes:
+    tag = tenant.ljust(HASH_BYTES, b"\0")
+    return _record(LEASED, key, tag, len(tenant), until=until, number=seconds)
 
 
 def _write(fd: int, data: bytes, at: int) -> None:

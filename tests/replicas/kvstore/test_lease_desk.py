@@ -6,7 +6,8 @@ import pytest
 
 from replicas.kvstore.directory import Place
 from replicas.kvstore.leasing.lease_desk import LeaseDesk, restored_leases
-from replicas.kvstore.leasing.leases import LeaseRecord
+from replicas.kvstore.leasing.leases import Charge, LeaseRecord, TenantTag
+from replicas.kvstore.tenant_shares import Tenancy
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS, LeaseAnswer, LeaseRefusal, PrefixLease
 from replicas.protocol.status import Epoch
@@ -25,12 +26,14 @@ class NotedLeases:
     def __init__(self) -> None:
         self.restored_leases: dict[BlockHash, float] = {}
         self.restored_lease_seconds: dict[BlockHash, int] = {}
+        self.restored_lease_tenants: dict[BlockHash, bytes] = {}
         self.noted: list[tuple[BlockHash, float]] = []
         self.is_off = False
         self.write_stop: WriteStop | None = None
 
-    def note_lease(self, key: BlockHash, until: float, seconds: int) -> None:
+    def note_lease(self, key: BlockHash, until: float, seconds: int, tenant: bytes = b"") -> None:
         self.noted.append((key, until))
+        self.restored_lease_tenants[key] = tenant
         self.restored_lease_seconds[key] = seconds
 
 
@@ -130,6 +133,31 @@ def test_a_real_disk_remembers_ends_and_seconds_also_when_its_journal_is_written
         at.disk.note_lease(key("a"), 0)
     with opened(tmp_path) as at:
         assert at.disk.restored_lease_seconds == {key("b"): 7200}
+
+
+def test_after_a_restart_a_lease_is_charged_to_the_tenant_whose_it_was(tmp_path: Path) -> None:
+    desk, ours = Desk(), Tenancy(TenantTag(b"us"), lease_share=0.5)
+    names = [name("a"), name("ab")]
+    assert desk.desk.ask(names, [PrefixLease(2 * BLOCKS_PER_CHUNK, DAY)], 0, ours).answers[0].num_tokens
+    put(desk.directory, "a", "ab")
+    write_all(desk.directory)
+    desk.desk.poll()
+    with opened(tmp_path) as at:
+        assert at.write("a").ok and at.write("ab").ok
+        for noted, until in desk.disk.noted:
+            seconds, tenant = (
+                desk.disk.restored_lease_seconds[noted],
+                desk.disk.restored_lease_tenants[noted],
+            )
+            at.disk.note_lease(noted, until, seconds, tenant)
+    for _ in range(2):
+        with opened(tmp_path) as at:
+            restored = leasing(8, 8)
+            restored.restore(at.disk.restored, restored_leases(at.disk, lambda: 1e9))
+            assert restored.leases.charged_to(ours.tag) == restored.leases.charged == Charge(0, 2)
+            refusal = restored.grant([key("x")], DAY, ours)
+            assert refusal is LeaseRefusal.TENANT_SHARE, "its share holds what it has leased before"
+            at.disk._journal._rewrite(sync=False)
 
 
 def test_nobody_is_promised_what_only_a_disk_could_keep_that_is_off() -> None:
