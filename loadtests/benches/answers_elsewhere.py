@@ -3,12 +3,14 @@
 Measured are the router's processor time and the client's wait, for conversations of some length.
 One router answers all turns but the last, which comes to each of three: one that looks for the earlier
 answers in Redis, one that has none to look for (`all_history_bytes` of 0), and the one that has answered
-them. Who goes first goes round. The replica is simulated, with a cache that holds everything.
+them. Who goes first goes round. The replica is simulated, with a cache that holds everything. At the end a
+burst of many conversations at once comes to a router that knows none of them, and is busier than Redis.
 
     python -m loadtests.benches.answers_elsewhere
 """
 
 import argparse
+import asyncio
 import contextlib
 import statistics
 import time
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.figures import print_header
 from loadtests.stacks.local_stack import LocalStack, free_port, local_stack, python_command
@@ -26,6 +29,7 @@ SYSTEM = "You are a patient assistant who explains how caches work, at some leng
 ANSWER_TOKENS = 300
 TICK_SECONDS = 0.01
 SETTLE_SECONDS = 1.0
+AT_ONCE = 64
 
 REPLICA = {"engine": "simulated", "simulated_hardware": "instant", "num_blocks": 262_144, "model_name": MODEL}
 OTHERS: dict[str, dict[str, object]] = {"looks in Redis": {}, "cannot look": {"all_history_bytes": 0}}
@@ -105,6 +109,36 @@ def compare(
         )
 
 
+async def burst(url: str, talks: list[list[dict[str, Any]]]) -> list[float]:
+    waits: list[float] = []
+    talking = iter(talks)
+
+    async def talk_on(client: httpx.AsyncClient) -> None:
+        for messages in talking:
+            began = time.monotonic()
+            body = {"model": MODEL, "messages": messages, "max_tokens": 1}
+            (await client.post(f"{url}/v1/chat/completions", json=body)).raise_for_status()
+            waits.append(time.monotonic() - began)
+
+    async with httpx.AsyncClient(timeout=120) as client, asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(talk_on(client))
+    return waits
+
+
+def measure_burst(stack: LocalStack, number: int) -> None:
+    url = start(stack, "burst", {})
+    with httpx.Client(timeout=120) as client:
+        talks = list(conversations(client, stack.url, number, 3, "Of a burst"))
+    waits = asyncio.run(burst(url, talks))
+    print(f"\n{number} conversations of 3 answers, {AT_ONCE} at a time: answer p50 ", end="")
+    print(f"{1e3 * statistics.median(waits):.0f} ms, p90 {1e3 * _high(waits):.0f} ms; looks by outcome:")
+    for family in text_string_to_metric_families(httpx.get(url + "/metrics").text):
+        for sample in family.samples:
+            if sample.name == "router_history_lookups_total" and sample.value:
+                print(f"- {sample.labels['outcome']}: {sample.value:.0f}")
+
+
 def _high(values: list[float]) -> float:
     return sorted(values)[int(0.9 * (len(values) - 1))]
 
@@ -116,6 +150,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 5, 20], help="before the last one")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--conversations", type=int, default=25, help="in a round")
+    parser.add_argument("--burst", type=int, default=300, help="conversations")
     arguments = parser.parse_args()
     print_header("Answers of another router")
     print("| earlier answers | the router | CPU, ms a request | answer p50, ms | p90 | cached |")
@@ -125,6 +160,7 @@ def main() -> None:
         urls[KNOWS] = ("router", stack.url)
         for num_turns in arguments.turns:
             compare(stack, urls, num_turns, arguments.rounds, arguments.conversations)
+        measure_burst(stack, arguments.burst)
 
 
 if __name__ == "__main__":

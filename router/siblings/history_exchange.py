@@ -13,8 +13,9 @@ import enum
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError, ResponseError
 
@@ -24,8 +25,12 @@ from router.siblings.redis_history import RedisHistory, Telling
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MOST_LOOKING = 16
 """Reads at a time."""
+PASSES = 50
+"""Of the event loop, which a read may have in any case: when the loop is late, Redis is not."""
 REDIS_SECONDS = 1.0
 """For one write."""
 SURVEY_SECONDS = 10.0
@@ -87,6 +92,7 @@ class HistoryExchange:
         self._num_untold_bytes = 0
         self._missing: OrderedDict[tuple[str, ConversationKey], float] = OrderedDict()
         self._looking = asyncio.Semaphore(MOST_LOOKING)
+        self._reads: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
         self._is_resting, self._is_away = True, False
         self._is_refused = False
@@ -132,12 +138,13 @@ class HistoryExchange:
         if not asked:
             self._num_looks[Look.KNOWN_MISSING] += 1
             return nothing
-        if self._is_resting:
-            self._num_looks[Look.RESTING] += 1
+        if not self._may_look():
             return nothing
         try:
-            async with asyncio.timeout(self.look_seconds), self._looking:
-                answers = await self._redis.read(tenant, asked)
+            async with self._looking:
+                if not self._may_look():  # since this one waits
+                    return nothing
+                answers = await self._in_time(self._redis.read(tenant, asked))
         except TimeoutError as error:
             self._num_looks[Look.LATE] += 1
             self._rest(error)
@@ -183,6 +190,30 @@ class HistoryExchange:
                     await self._tell_some()
         await self._redis.close()
 
+    def _may_look(self) -> bool:
+        self._num_looks[Look.RESTING] += self._is_resting
+        return not self._is_resting
+
+    async def _in_time(self, read: Coroutine[Any, Any, T]) -> T:
+        """Raises TimeoutError."""
+        reading = asyncio.create_task(read)
+        self._reads.add(reading)
+        reading.add_done_callback(self._has_read)
+        try:
+            await asyncio.wait([reading], timeout=self.look_seconds)
+            for _ in range(PASSES):
+                if reading.done():
+                    return reading.result()
+                await asyncio.sleep(0)
+            raise TimeoutError
+        finally:
+            reading.cancel()
+
+    def _has_read(self, reading: asyncio.Task[Any]) -> None:
+        self._reads.discard(reading)
+        if not reading.cancelled():
+            reading.exception()  # who waited knows; or nobody waits any more
+
     async def _tell_some(self) -> None:
         """Nothing where it cannot be seen whether there is room."""
         tellings = self._next_tellings()
@@ -227,8 +258,7 @@ class HistoryExchange:
             try:
                 async with asyncio.timeout(REDIS_SECONDS):
                     await self._redis.ping()
-                async with asyncio.timeout(self.look_seconds):
-                    await self._redis.ping()
+                await self._in_time(self._redis.ping())
             except (RedisError, OSError) as error:
                 self._note_away(error)
                 await asyncio.sleep(pause)

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import time
 
 import pytest
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.siblings import history_exchange
-from router.siblings.history_exchange import MOST_MISSING, MOST_UNTOLD, HistoryExchange, Look
+from router.siblings.history_exchange import MOST_LOOKING, MOST_MISSING, MOST_UNTOLD, HistoryExchange, Look
 from router.siblings.redis_history import HistoryBounds, RedisHistory
 from tests.redis_server import RedisServer
 from tests.router.siblings.test_redis_history import SAID, key, telling
@@ -121,4 +122,53 @@ async def test_what_is_known_to_be_missing_is_bounded() -> None:
     assert len(one._missing) == MOST_MISSING
     assert await one.look("us", [key(MOST_MISSING)]) == [None]
     assert one.statistics().num_looks[Look.KNOWN_MISSING] == 1
+    await one.close()
+
+
+async def test_a_busy_router_does_not_take_itself_for_a_slow_redis(redis_url: str) -> None:
+    one = exchange(redis_url)
+
+    async def hog() -> None:
+        while True:
+            end = time.perf_counter() + 0.02
+            while time.perf_counter() < end:
+                pass
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in (one.run(), hog())]
+        one.look_seconds = 0.001
+        one.tell(telling(1))
+        while one.statistics().num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        found = await asyncio.gather(*(one.look("us", [key(1)]) for _ in range(20)))
+        assert all(told for (told,) in found)
+        assert one.statistics().num_looks[Look.HEARD] == 20
+        for task in tasks:
+            task.cancel()
+    await one.close()
+
+
+async def test_a_client_that_leaves_while_it_is_looked_for_leaves_nothing_behind(
+    own_redis: RedisServer,
+) -> None:
+    one = exchange(own_redis.url)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(one.run())
+        while one.statistics().is_resting:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        own_redis.pause()
+        looks = [group.create_task(one.look("us", [key(number)])) for number in range(30)]
+        while len(one._reads) < MOST_LOOKING:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        for look in looks:
+            look.cancel()
+        while one._reads:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        own_redis.resume()
+        one.tell(telling(1))
+        while one.statistics().num_told["told"] < 1:  # noqa: ASYNC110 (nobody else can tell)
+            await asyncio.sleep(0.005)
+        assert (await one.look("us", [key(1)]))[0] is not None
+        running.cancel()
     await one.close()
