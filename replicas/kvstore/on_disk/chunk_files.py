@@ -124,7 +124,7 @@ class ChunkFiles:
             os.close(leaf)
 
     def erase(self) -> None:
-        """Remove every chunk of this layout."""
+        """Remove every chunk of this layout. Raises OSError, after all others, if some cannot be removed."""
         for _ in self.of_layout.remove_chunks():
             pass
 
@@ -197,7 +197,11 @@ class ChunkFiles:
         try:
             os.rename(temporary, file_name(key), src_dir_fd=self.of_layout.fd, dst_dir_fd=leaf)
             if sync:
-                self.of_layout.sync_leaf(key, leaf)
+                try:
+                    self.of_layout.sync_leaf(key, leaf)
+                except OSError:
+                    unlink_file(leaf, file_name(key))
+                    raise
         finally:
             os.close(leaf)
 

@@ -28,7 +28,7 @@ MAX_NOTES = 100_000
 """Uses and leases that wait for the journal; more are dropped while its thread hangs."""
 
 REMOVE_AGAIN_SECONDS = 10.0
-MAX_REMOVED_AGAIN = 1024
+MAX_REMOVED_AGAIN = 8192
 """How often, and how many at once of, files that could not be removed are to be removed again."""
 
 Note = Callable[[Journal], None]
@@ -391,6 +391,7 @@ class DiskBooks:
     def _book_write(self, job: Job, outcome: Outcome, now: float) -> None:
         if outcome.error is not None:
             self._health.has_failed_to_write(now, outcome.error)
+            self._has_stayed(job.key, now)  # one before it, of which the caller knows nothing any more
         elif job.header is not None and not outcome.reason:
             self._health.has_written(job.num_bytes)
             self._add(job.header.name, job.num_bytes)
@@ -398,20 +399,33 @@ class DiskBooks:
     def _book_removal(self, job: Job, outcome: Outcome, now: float) -> None:
         if outcome.error is not None:
             self._health.has_failed_to_remove(outcome.error)
-            if job.key in self._sizes and job.key not in self._unremoved:
-                self._remove_again_at = now + REMOVE_AGAIN_SECONDS
-                self._unremoved[job.key] = None
+            self._has_stayed(job.key, now)
         elif job.key is not None and not outcome.reason:
             self._forget(job.key)
 
+    def _has_stayed(self, key: BlockHash | None, now: float) -> None:
+        """A file is there, and should not be."""
+        if key in self._sizes and key not in self._unremoved:
+            self._remove_again_at = now + REMOVE_AGAIN_SECONDS
+            self._unremoved[key] = None
+
     def _book_erasing(self, outcome: Outcome) -> None:
+        self._found.clear()
+        if outcome.error is not None:
+            logger.error(
+                "%s could not be erased whole, and what is left is tried again: %s",
+                self._options.folder,
+                outcome.error.strerror,
+            )
+            self._unremoved = OrderedDict.fromkeys(
+                self._sizes
+            )  # which of them is not said: each is looked for
+            self._remove_again_at = 0.0
+            return
         self._sizes.clear()
         self._unremoved.clear()
         self._own_bytes = 0
-        self._found.clear()
         self.notes.append(Journal.clear)
-        if outcome.error is not None:
-            logger.error("%s could not be erased: %s", self._options.folder, outcome.error)
 
     def _add(self, name: ChunkName, num_bytes: int) -> None:
         self._own_bytes += num_bytes - self._sizes.pop(name.key, 0)

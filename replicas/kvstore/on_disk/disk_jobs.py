@@ -72,8 +72,10 @@ def _remove(files: Files, job: Job) -> Outcome:
 
 
 def _erase(files: Files, job: Job) -> Outcome:
-    files.chunks.erase()
-    files.others.erase()
+    try:
+        files.chunks.erase()
+    finally:
+        files.others.erase()
     return Outcome()
 
 

@@ -84,10 +84,20 @@ class LayoutFolder:
                 unlink_file(self.fd, name)
 
     def remove_chunks(self) -> Iterator[int]:
-        """Remove one chunk after the other; the bytes of each."""
+        """Remove one chunk after the other; the bytes of each. Raises OSError at the end, if some cannot be
+        removed.
+        """
+        failed: OSError | None = None
         for leaf, names in self.walk(prune=True):
             for name in names:
-                yield unlink_file(leaf, name)
+                try:
+                    num_bytes = unlink_file(leaf, name)
+                except OSError as error:
+                    failed = error
+                else:
+                    yield num_bytes
+        if failed is not None:
+            raise failed
 
     def last_used_seconds(self) -> float:
         """Since 1970: when its journal was written to last, or else its folder."""

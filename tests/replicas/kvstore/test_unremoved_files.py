@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore.directory import Place
+from replicas.kvstore.layout import ChunkHeader
+from replicas.kvstore.on_disk import chunk_files, layout_folder
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
+from replicas.kvstore.on_disk.layout_folder import LayoutFolder
 from replicas.protocol.blocks import BlockHash
 from tests.replicas.kvstore.chunk_images import SLOT_BYTES
 from tests.replicas.kvstore.chunk_names import key
-from tests.replicas.kvstore.open_disk import file_of
+from tests.replicas.kvstore.open_disk import PATIENCE_SECONDS, file_of, opened
 from tests.replicas.kvstore.test_store_on_disk import OpenStore, store_on
 
 PATHS = "abcdefghijklmnopqrst"
@@ -79,3 +82,67 @@ def test_a_file_that_was_to_go_and_was_written_anew_stays(tmp_path: Path, stuck:
         put_all(at, "y")
         assert file_of(tmp_path, "a").exists() and at.place("a") is Place.DISK
         assert at.disk.bytes_used == 3 * SLOT_BYTES
+
+
+def test_erasing_goes_past_a_file_that_cannot_be_removed_which_counts_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, stuck = layout_folder.unlink_file, {file_of(tmp_path, "a").name}
+
+    def unlink_or_fail(parent: int, name: str) -> int:
+        if name in stuck:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return unlink(parent, name)
+
+    monkeypatch.setattr(layout_folder, "unlink_file", unlink_or_fail)
+    monkeypatch.setattr(chunk_files, "unlink_file", unlink_or_fail)
+    with store_on(tmp_path, disk_chunks=10) as at:
+        put_all(at, PATHS[:8])
+        assert at.disk.bytes_used == 8 * SLOT_BYTES
+        assert at.store.clear()
+        while at.store._erasures:
+            assert at.disk.wait(PATIENCE_SECONDS)
+            at.store.poll()
+        left = [path for path in PATHS if file_of(tmp_path, path).exists()]
+        assert left == ["a"], "all others are gone"
+        at.disk._books._remove_again_at = 0.0
+        while at.disk.num_unremoved > 1:
+            at.disk.wait(0.01)
+        assert at.disk.bytes_used == SLOT_BYTES
+        stuck.clear()
+        at.disk._books._remove_again_at = 0.0
+        while at.disk.num_unremoved:
+            at.disk.wait(0.01)
+        assert at.disk.bytes_used == 0 and not file_of(tmp_path, "a").exists()
+        put_all(at, PATHS[:8])
+        assert at.disk.bytes_used == 8 * SLOT_BYTES
+    with store_on(tmp_path, disk_chunks=10) as at:
+        assert at.store.directory.num_on_disk == 8
+
+
+def test_a_write_whose_last_sync_fails_leaves_no_file_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: LayoutFolder, found: BlockHash, leaf: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LayoutFolder, "sync_leaf", fail)
+    with opened(tmp_path) as at:
+        assert not at.write("a", sync=True).ok
+        assert at.disk.bytes_used == 0 and not file_of(tmp_path, "a").exists()
+
+
+def test_a_write_that_fails_leaves_no_file_of_before_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ChunkFiles, header: ChunkHeader, slot: memoryview, *, sync: bool = False) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with opened(tmp_path) as at:
+        assert at.write("a").ok
+        monkeypatch.setattr(ChunkFiles, "write", fail)
+        assert not at.write("a").ok
+        assert at.disk.num_unremoved == 1 and at.disk.bytes_used == SLOT_BYTES
+        at.disk._books._remove_again_at = 0.0
+        at.until(lambda: not at.disk.num_unremoved)
+        assert at.disk.bytes_used == 0 and not file_of(tmp_path, "a").exists()
