@@ -217,7 +217,8 @@ class NamedCaches:
                 raise self._gone(cache_id, None)
         known = self._memory.use(cache_id)
         if known is not None:
-            self._memory.put(record, known.content, self._clock())
+            content = CacheContent(b"") if record.is_gone(self._wall_clock()) else known.content
+            self._memory.put(record, content, self._clock())
         return record
 
     async def _record(self, cache_id: str) -> CacheRecord | None:

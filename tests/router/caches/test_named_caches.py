@@ -176,6 +176,17 @@ async def test_one_that_is_extended_lives_on_from_then(routers: Open, times: Tim
     assert (renamed.name, renamed.expires) == ("more", extended.expires)
 
 
+async def test_what_was_deleted_is_remembered_without_its_content(routers: Open, times: Times) -> None:
+    caches = routers()
+    made = record()
+    await caches.create(made, CONTENT)
+    num_bytes = caches.statistics().num_bytes
+    await caches.delete(made.cache_id, "us")
+    assert caches.statistics().num_bytes == num_bytes - CONTENT.num_bytes
+    with pytest.raises(CacheGone, match="deleted"):
+        await caches.use(made.cache_id, "us")
+
+
 async def test_of_deletion_and_extension_at_once_deletion_stays(routers: Open) -> None:
     caches, other = routers(), routers()
     for number in range(20):
