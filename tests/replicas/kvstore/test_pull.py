@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from replicas.kvstore.chunk import ChunkName
+from replicas.kvstore.on_disk import breaker
 from replicas.kvstore.pulling import pull as pull_module
 from replicas.kvstore.pulling.incoming import ChunkKind, Ending, Wanted
 from replicas.kvstore.pulling.peers import MAX_PEERS, Peers
@@ -193,7 +194,8 @@ def test_a_peer_that_is_busy_with_others_may_be_asked_again_at_once() -> None:
         assert [each.ending for each in settle(puller)] == [Ending.FILLED]
 
 
-def test_a_peer_that_stalls_costs_its_deadline() -> None:
+def test_a_peer_that_stalls_costs_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "MIN_PAUSE_SECONDS", 300.0)
     over = threading.Event()
 
     def stalls(request: PullRequest, context: Any) -> Iterator[PullPart]:
