@@ -177,8 +177,9 @@ class Disk:
 
     @property
     def num_unremoved(self) -> int:
-        """Files that were to go and could not be removed yet. They take room until they are."""
-        return self._books.num_unremoved
+        """Files that were to go and could not be removed, other layouts' counted in ours. They take room."""
+        stuck = -(-self._files.others.stuck_bytes // self._options.slot_bytes)
+        return self._books.num_unremoved + stuck
 
     def speeds(self) -> DiskSpeeds:
         return self._books.speeds()
@@ -230,7 +231,8 @@ class Disk:
             self._books.ended(worker, job, outcome)
 
     def _do(self, job: Job) -> Outcome:
-        excess = self._books.excess_bytes(job, self._files.others.num_bytes)
+        others = self._files.others
+        excess = self._books.excess_bytes(job, others.num_bytes, others.stuck_bytes)
         outcome = perform(self._files, job, excess_bytes=excess)
         if outcome.is_worthless and job.key is not None and self._books.may_clear(job):
             with contextlib.suppress(OSError):

@@ -187,13 +187,13 @@ class DiskBooks:
             self._workers = [each for each in self._workers if each is not worker]
             return None
 
-    def excess_bytes(self, job: Job, other_bytes: int) -> int:
-        """What other layouts have to give up for this job."""
+    def excess_bytes(self, job: Job, other_bytes: int, stuck_bytes: int) -> int:
+        """What other layouts have to give up for this job, of that which is not stuck."""
         if job.kind is not Kind.WRITE:
             return 0
         with self._lock:
             needed = self._own_bytes + job.num_bytes + other_bytes - self._options.max_bytes
-        return min(needed, other_bytes)
+        return min(needed, other_bytes - stuck_bytes)
 
     def may_clear(self, job: Job) -> bool:
         """Whether a read that failed may remove its file: not once it is overdue, since then the file may be

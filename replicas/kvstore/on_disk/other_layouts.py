@@ -31,6 +31,8 @@ class OtherLayouts:
         self._lock = threading.Lock()
         self.num_bytes = 0
         """As far as they were counted."""
+        self.stuck_bytes = 0
+        """Of these, what could not be removed when it was tried. It is not tried again in this life."""
 
     def count(self) -> Iterator[None]:
         """In steps; what is removed meanwhile may have been counted, and is again when none is left."""
@@ -43,21 +45,28 @@ class OtherLayouts:
                         yield
 
     def make_room(self, wanted: int) -> int:
-        """Remove at least so many bytes, or all that there are. The bytes that this has freed.
-
-        Raises OSError.
-        """
-        freed = 0
-        with self._lock:
-            for _, version, name in self._by_age():
-                if freed < wanted:
-                    freed += self._remove_from(version, name, wanted - freed)
-            self.num_bytes = max(0, self.num_bytes - freed) if freed >= wanted else 0
-        return freed
+        """Remove at least so many bytes, or all that can be. The bytes that this has freed."""
+        return self._remove(wanted)[0]
 
     def erase(self) -> int:
         """Remove everything of these layouts. The bytes of their chunks. Raises OSError."""
-        return self.make_room(sys.maxsize)
+        freed, failed = self._remove(sys.maxsize)
+        if failed is not None:
+            raise failed
+        return freed
+
+    def _remove(self, wanted: int) -> tuple[int, OSError | None]:
+        """What it has freed, and what has kept it from freeing as much as was wanted."""
+        freed, failed = 0, None
+        with self._lock:
+            for _, version, name in self._by_age():
+                if freed < wanted:
+                    more, error = self._remove_from(version, name, wanted - freed)
+                    freed, failed = freed + more, error or failed
+            is_enough = freed >= wanted
+            self.num_bytes = max(0, self.num_bytes - freed) if is_enough or failed else 0
+            self.stuck_bytes = min(self.stuck_bytes, self.num_bytes) if is_enough else self.num_bytes
+        return freed, None if is_enough else failed
 
     def _by_age(self) -> list[tuple[float, str, str]]:
         return sorted(
@@ -67,28 +76,31 @@ class OtherLayouts:
             if (version, name) != self._ours
         )
 
-    def _remove_from(self, version: str, name: str, wanted: int) -> int:
+    def _remove_from(self, version: str, name: str, wanted: int) -> tuple[int, OSError | None]:
         """Chunks of one layout, up to so many bytes; with the last of them goes its folder."""
         freed = 0
         with contextlib.ExitStack() as opened:
             fd = open_folder(self._folder.fd, version)
             if fd is None:
-                return 0
+                return 0, None
             opened.callback(os.close, fd)
             layout_fd = open_folder(fd, name)
             if layout_fd is None:
-                return 0
+                return 0, None
             opened.callback(os.close, layout_fd)
             layout = LayoutFolder(layout_fd)
-            for num_bytes in layout.remove_chunks():
-                freed += num_bytes
-                if freed >= wanted:
-                    return freed
-            layout.remove_leftovers()
-            unlink_file(layout_fd, JOURNAL)
+            try:
+                for num_bytes in layout.remove_chunks():
+                    freed += num_bytes
+                    if freed >= wanted:
+                        return freed, None
+                layout.remove_leftovers()
+                unlink_file(layout_fd, JOURNAL)
+            except OSError as error:
+                return freed, error
             remove_empty_folder(fd, name)
             remove_empty_folder(self._folder.fd, version)
-        return freed
+        return freed, None
 
 
 def erase_folder(path: Path) -> int:

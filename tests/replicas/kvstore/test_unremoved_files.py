@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicas.kvstore.directory import Place
-from replicas.kvstore.layout import ChunkHeader
+from replicas.kvstore.layout import ChunkHeader, LayoutId
 from replicas.kvstore.on_disk import chunk_files, layout_folder
 from replicas.kvstore.on_disk.chunk_files import ChunkFiles
 from replicas.kvstore.on_disk.layout_folder import LayoutFolder
@@ -17,6 +17,7 @@ from tests.replicas.kvstore.chunk_names import key
 from tests.replicas.kvstore.open_disk import PATIENCE_SECONDS, file_of, opened
 from tests.replicas.kvstore.test_store_on_disk import OpenStore, store_on
 
+OLD = LayoutId(b"another layout..")
 PATHS = "abcdefghijklmnopqrst"
 
 
@@ -146,3 +147,26 @@ def test_a_write_that_fails_leaves_no_file_of_before_for_good(
         at.disk._books._remove_again_at = 0.0
         at.until(lambda: not at.disk.num_unremoved)
         assert at.disk.bytes_used == 0 and not file_of(tmp_path, "a").exists()
+
+
+def test_a_file_of_another_layout_that_cannot_be_removed_takes_the_room_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, layout=OLD) as at:
+        assert at.write_as(OLD, "old").ok and at.write_as(OLD, "older").ok
+    unlink, stuck = layout_folder.unlink_file, f"{key('old').hex()}.kv"
+
+    def unlink_or_fail(parent: int, name: str) -> int:
+        if name == stuck:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return unlink(parent, name)
+
+    monkeypatch.setattr(layout_folder, "unlink_file", unlink_or_fail)
+    with store_on(tmp_path, disk_chunks=5) as at:
+        while at.disk.is_comparing:
+            at.disk.wait(0.01)
+        assert at.disk.other_bytes == 2 * SLOT_BYTES
+        put_all(at, PATHS)
+        assert at.disk.write_stop is None and at.disk.other_bytes == SLOT_BYTES
+        assert [each.key for each in at.store.directory.on_disk()] == [key(path) for path in PATHS[-7:-3]]
+        assert at.disk.bytes_used == 5 * SLOT_BYTES
