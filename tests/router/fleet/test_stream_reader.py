@@ -8,7 +8,8 @@ import pytest
 from redis.exceptions import RedisError, ResponseError
 
 from replicas.process.plain_redis import plain_redis
-from router.fleet.index_mirror import SECONDS_BETWEEN_READS
+from router.fleet import index_mirror
+from router.fleet.index_mirror import ENTRIES_PER_READ, SECONDS_BETWEEN_READS
 from router.fleet.stream_reader import StreamReader
 from tests.router.index_set_writer import IndexSetWriter
 from tests.router.mirrored_index import blocks, level, mirroring, writer
@@ -77,3 +78,16 @@ async def test_a_mirror_reads_no_more_often_than_it_may(
         most = (time.monotonic() - started) / SECONDS_BETWEEN_READS
         assert calls <= 1.1 * most + 2
         assert mirror.statistics().num_changes == 300
+
+
+async def test_a_mirror_reads_on_at_once_while_there_is_more(
+    redis_url: str, writer: Callable[[str], IndexSetWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a fleet that changes faster would leave it behind for good."""
+    a = writer("a")
+    monkeypatch.setattr(index_mirror, "SECONDS_BETWEEN_READS", 3.0)
+    async with mirroring(redis_url, a) as (mirror, _):
+        await eventually(lambda: mirror.statistics().num_resyncs == 1)
+        for number in range(16 * ENTRIES_PER_READ):
+            a.change(added=blocks(number))
+        await eventually(lambda: mirror.statistics().num_changes == 16 * ENTRIES_PER_READ)
