@@ -162,7 +162,9 @@ _RESPONSES = {
 
 _ANTHROPIC = {
     "AnthropicError": an_object(
-        type=one_of("error"), error=an_object(type=TEXT, message=TEXT), request_id=maybe(TEXT)
+        type=one_of("error"),
+        error=an_object(("details",), type=TEXT, message=TEXT, details=an_object(error_code=TEXT)),
+        request_id=maybe(TEXT),
     ),
     "Message": an_object(
         id=TEXT,

@@ -13,6 +13,7 @@ import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat, ToolChoice, ToolMode
 from router.api.anthropic.caching import Marks, Place
+from router.api.anthropic.errors import NO_THREADS
 from router.api.anthropic.turns import Turns
 from router.api.chat_request import ChatRequest, KeepThrough
 from router.api.json_body import check_range, decode_body
@@ -158,7 +159,8 @@ def _check(asked: MessagesBody) -> None:
     for field in ("stop", "n", "cache", "thread"):
         value = getattr(asked, field)
         if value is not None and not (field == "n" and value == 1):
-            raise InvalidRequest("This is not supported in messages", parameter=field)
+            code = NO_THREADS if field == "thread" else None
+            raise InvalidRequest("This is not supported in messages", parameter=field, code=code)
 
 
 def _check_only_prompt(asked: MessagesBody, request: ChatRequest) -> None:

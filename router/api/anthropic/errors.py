@@ -1,7 +1,8 @@
 """Anthropic's shape of errors.
 
-Owns their types, which go by the status, and their sentences, which begin with the path of the field. What is
-busy or has no replica is overloaded to these clients, who know 529 for it and try again.
+Owns their types, which go by the status, their sentences, which begin with the path of the field, and the
+code that these clients act on. What is busy or has no replica is overloaded to these clients, who know 529
+for it and try again.
 """
 
 import re
@@ -11,6 +12,9 @@ from router.api.http_error import HttpError
 from router.api.json_body import encode_json
 
 OVERLOADED = 529
+
+NO_THREADS = "thread_unsupported_request"
+"""The code by which Anthropic's runners of tools know that they have to send whole conversations."""
 
 TYPES = {
     400: "invalid_request_error",
@@ -44,11 +48,10 @@ class AnthropicErrors:
     def _content(self, error: HttpError, request_id: str | None) -> dict[str, Any]:
         status = self.status(error)
         kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {
-            "type": "error",
-            "error": {"type": kind, "message": _message(error)},
-            "request_id": request_id,
-        }
+        content: dict[str, Any] = {"type": kind, "message": _message(error)}
+        if error.code == NO_THREADS:
+            content["details"] = {"error_code": NO_THREADS}
+        return {"type": "error", "error": content, "request_id": request_id}
 
 
 ANTHROPIC_ERRORS = AnthropicErrors()

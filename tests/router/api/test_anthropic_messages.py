@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -418,3 +419,42 @@ async def test_arguments_are_answered_as_the_model_wrote_them(
     server.dispatcher.script = says(token_ids(THINKS + call))
     answer = await whole(http, tools=TOOLS)
     assert answer["content"][-1]["input"] == (json.loads(written) if is_read else {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_runner_of_tools_goes_on_without_threads(server: HttpServer, stream: bool) -> None:
+    """It asks for a thread first, and sends whole conversations once it is told that there are none."""
+    says_in_turn = [CALL, "It is sunny.", "Still sunny."]
+
+    def script(generation: Generation) -> Sequence[Step]:
+        return says(token_ids(says_in_turn[len(server.dispatcher.generations) - 1]))(generation)
+
+    server.dispatcher.script = script
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """The weather in a city."""
+        asked.append(city)
+        return "sunny"
+
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(**ASKED, tools=[weather], stream=stream)
+        said = [await turn.get_final_message() if stream else turn async for turn in runner]
+        assert asked == ["Århus"]
+        assert [message.stop_reason for message in said] == ["tool_use", "end_turn"]
+        assert said[-1].content[0].text == "It is sunny."
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.beta.messages.create(
+                **ASKED, thread={"type": "continue", "previous_message_id": said[-1].id}, stream=stream
+            )
+    assert caught.value.error_code == "thread_unsupported_request"
+    assert caught.value.type == "invalid_request_error" and "thread" in caught.value.message
+
+
+async def test_errors_have_details_only_where_their_clients_have_a_name_for_them(
+    http: httpx.AsyncClient,
+) -> None:
+    for fields in ({"n": 2}, {"messages": []}, {"model": "x"}):
+        answer = await http.post("/v1/messages", json=ASKED | fields)
+        assert set(answer.json()["error"]) == {"type", "message"}
