@@ -391,6 +391,7 @@ def _fleet(arguments: argparse.Namespace) -> int:
 def _keys(arguments: argparse.Namespace) -> int:
     from cluster.commands.key_store import KeyFileStore, KeyRedisStore
     from cluster.commands.keys import run
+    from replicas.process.secret_file import open_secret_complaint
 
     def tell(sentence: str) -> None:
         print(sentence, file=sys.stderr, flush=True)
@@ -398,6 +399,8 @@ def _keys(arguments: argparse.Namespace) -> int:
     if arguments.redis_url is not None:
         if arguments.file is not None or arguments.secret_file is None:
             raise ClusterError("--redis-url needs --secret-file, and no --file")
+        if (complaint := open_secret_complaint(arguments.secret_file)) is not None:
+            tell(complaint)
         return run(arguments, KeyRedisStore(arguments.redis_url, arguments.secret_file), _say, tell)
     file = arguments.file
     if file is None:

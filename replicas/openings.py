@@ -7,7 +7,7 @@ import logging
 
 from replicas.config import ReplicaConfig
 from replicas.observation.trace_points import Tracing
-from replicas.process.secret_file import read_secret
+from replicas.process.secret_file import open_secret_complaint, read_secret
 from replicas.process.tls import FollowedFiles, RouterTls, TlsFiles
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.status import Epoch
@@ -36,6 +36,8 @@ def open_secret(config: ReplicaConfig) -> ClusterSecret | None:
             "there is no cluster secret: the lease is not signed, anyone who reaches the port may call; set"
             " secret_file, as for routers"
         )
+    if (complaint := open_secret_complaint(config.secret_file)) is not None:
+        logger.warning(complaint)
     return secret
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 
-from replicas.process.secret_file import read_secret
+from replicas.process.secret_file import open_secret_complaint, read_secret
 from replicas.process.settings import SettingsError
 from replicas.process.tls import RouterTls, TlsFiles
 from replicas.protocol.cluster_secret import ClusterSecret
@@ -92,7 +92,7 @@ class Router:
         self._mirrors: dict[str, IndexMirror] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._table = _new_table(config, rng, clock)
-        secret = read_secret(config.secret, config.secret_file)
+        secret = _read_secret(config)
         has_common_secret = secret is not None or (own_secret is not None and config.processes > 1)
         common_secret = secret or ClusterSecret(own_secret or secrets.token_bytes(32))
         self._catalog = ModelCatalog(
@@ -296,6 +296,14 @@ def _open_keys(
         return KeyFile(config.keys_file, keys)
     assert secret is not None, "the settings have been checked"
     return RedisKeys(config.redis_url, secret, keys)
+
+
+def _read_secret(config: RouterConfig) -> ClusterSecret | None:
+    """Raises SettingsError."""
+    secret = read_secret(config.secret, config.secret_file)
+    if (complaint := open_secret_complaint(config.secret_file)) is not None:
+        logger.warning(complaint)
+    return secret
 
 
 def _open_seal(secret: ClusterSecret | None) -> LeaseSeal | None:

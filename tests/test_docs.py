@@ -191,6 +191,22 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [target for target in targets if not (folder / target).exists()] == []
 
 
+def test_every_command_that_makes_a_secret_makes_it_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    compose = [line.removeprefix("#").strip() for line in text_of("deploy/compose.yaml").splitlines()]
+    lines = [
+        line for page in PAGES for _, block in FENCE.findall(text_of(page)) for line in block.splitlines()
+    ]
+    made = {line.replace(".venv/bin/python", "python3") for line in [*lines, *compose] if "token_hex" in line}
+    assert len(made) >= 5
+    for line in made:
+        done = subprocess.run(["bash", "-c", f"umask 022; {line}"], cwd=tmp_path, check=False)
+        assert done.returncode == 0, line
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 5
+    assert [path.name for path in files if path.stat().st_mode & 0o077] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w-]+\.md)$", text_of("mkdocs.yml"), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))

@@ -24,6 +24,7 @@ from cluster.controller.capacity import misfit
 from cluster.errors import ClusterError, NotRunning
 from cluster.fleet_file import parse_fleet, settings_from
 from cluster.registry import Registry, read_registry
+from replicas.process.secret_file import open_secret_complaint
 from replicas.process.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str], say: Say)
         if arguments.ready_file is not None and not arguments.follow:
             raise ClusterError("--ready-file needs --follow")
         spec = _read(arguments)
+        if (complaint := open_secret_complaint(spec.secret_file)) is not None:
+            say(complaint)
         with connected(arguments, environment) as ray:
             if not arguments.without_token:
                 refuse_open(ray.get_runtime_context().gcs_address)

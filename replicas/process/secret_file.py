@@ -1,12 +1,35 @@
 """Where a process has the cluster secret from: a setting, or better a file, which no process list shows.
 
-Owns the reading: hex digits or bytes, one secret or several. What is made of them, `cluster_secret.py` says.
+Owns the reading: hex digits or bytes, one secret or several; and who should not be able to read such a file.
+What is made of secrets, `cluster_secret.py` says.
 """
 
+import stat
 from pathlib import Path
 
 from replicas.process.settings import SettingsError
 from replicas.protocol.cluster_secret import MAX_SECRET_BYTES, MIN_SECRET_BYTES, ClusterSecret
+
+_OTHERS = stat.S_IWGRP | stat.S_IRWXO
+"""What nobody but the owner should do. The group may read: so pods read Secrets."""
+
+
+def open_file_complaint(path: Path, mode: int) -> str | None:
+    """A warning about a file of secrets with this mode; None if others can neither read nor change it."""
+    if not mode & _OTHERS:
+        return None
+    return f"{path} has mode {stat.S_IMODE(mode):04o}: others may read or change it; chmod 600"
+
+
+def open_secret_complaint(secret_file: str | None) -> str | None:
+    """The same for the setting `secret_file`. None too if there is no such file, which `read_secret` says."""
+    if secret_file is None:
+        return None
+    path = Path(secret_file).expanduser()
+    try:
+        return open_file_complaint(path, path.stat().st_mode)
+    except OSError:
+        return None
 
 
 def read_secret(secret: str | None, secret_file: str | None) -> ClusterSecret | None:

@@ -8,10 +8,10 @@ changes. A file that is wrong, or gone, leaves the keys before in force.
 import asyncio
 import logging
 import os
-import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from replicas.process.secret_file import open_file_complaint
 from replicas.process.settings import SettingsError
 from router.tenants.key_document import MAX_BYTES, BadKeys, read_document
 from router.tenants.keys_in_force import KeySet, KeysInForce, key_set
@@ -19,9 +19,6 @@ from router.tenants.keys_in_force import KeySet, KeysInForce, key_set
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-
-_OTHERS = stat.S_IWGRP | stat.S_IRWXO
-"""What nobody but the owner should do. The group may read: so pods read Secrets."""
 
 
 class _Version(NamedTuple):
@@ -105,12 +102,10 @@ class KeyFile:
 
     def _warn(self, mode: int) -> None:
         """Once, until it is right again."""
-        is_open = bool(mode & _OTHERS)
-        if is_open and not self._has_warned:
-            logger.warning(
-                "%s has mode %04o: others may read or change it; chmod 600", self._path, stat.S_IMODE(mode)
-            )
-        self._has_warned = is_open
+        complaint = open_file_complaint(self._path, mode)
+        if complaint is not None and not self._has_warned:
+            logger.warning(complaint)
+        self._has_warned = complaint is not None
 
     def _complaint(self, error: OSError | BadKeys) -> str:
         if isinstance(error, OSError):

@@ -1,10 +1,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import yaml
 
 from cluster.cli import main
+from cluster.errors import ClusterError
 
 HEAVY = ("ray", "torch", "grpc", "httpx", "redis")
 
@@ -92,3 +95,21 @@ def test_help_and_status_import_nothing_heavy(words: list[str]) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_fleet_whose_secret_others_may_read_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_ray(*_: object) -> NoReturn:
+        raise ClusterError("no Ray here")
+
+    monkeypatch.setattr("cluster.commands.fleet.connected", no_ray)
+    secret, file = tmp_path / "secret", tmp_path / "fleet.yaml"
+    secret.write_text("5e" * 32)
+    pool = {"name": "small", "settings": {"model": "/models/small"}}
+    content = {"redis_url": "redis://127.0.0.1:6379/0", "secret_file": str(secret), "pools": [pool]}
+    file.write_text(yaml.safe_dump(content))
+    for mode in (0o644, 0o600):
+        secret.chmod(mode)
+        assert main(["fleet", "apply", str(file)]) == 2
+        assert (f"{secret} has mode 0644" in capsys.readouterr().out) == (mode == 0o644)

@@ -26,6 +26,9 @@ from tests.tools import needed_tool
 SERVICES = ("redis", "replica-0", "replica-1", "router", "prometheus")
 """All but Grafana, whose server no package index has."""
 
+OWN_USER = 10001
+"""Whom our images run as, and to whom the documentation gives the secret."""
+
 _MOUNT = """
 set -e
 root=$1
@@ -178,6 +181,8 @@ def compose_cluster(
     others = programs_of_others()
     secret = folder / "cluster-secret"
     secret.write_text(secrets.token_hex(32), encoding="ascii")
+    secret.chmod(0o600)
+    os.chown(secret, OWN_USER, -1)
     with contextlib.ExitStack() as stack:
         roots: dict[str, Path] = {}
         programs: dict[str, Program] = {}

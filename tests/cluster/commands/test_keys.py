@@ -153,6 +153,18 @@ def test_keys_in_redis_are_made_and_revoked_by_several_at_once(
     assert "was not sealed under this cluster's secret" in complaint(capsys, "list", *place)
 
 
+def test_a_secret_that_others_may_read_is_warned_of(
+    own_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("5e" * 32)
+    place = ("--redis-url", own_redis.url, "--secret-file", str(secret))
+    for mode in (0o644, 0o600):
+        secret.chmod(mode)
+        assert main(["keys", "create", *place, "--tenant", "acme"]) == 0
+        assert (f"{secret} has mode 0644" in capsys.readouterr().err) == (mode == 0o644)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -1,14 +1,17 @@
 """The cluster secret: where it is read from, and the keys that are made of it."""
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 
 from replicas.config import ReplicaConfig
+from replicas.openings import open_secret
 from replicas.process.secret_file import read_secret
 from replicas.process.settings import SettingsError, build
 from replicas.protocol.cluster_secret import ClusterSecret, Purpose, derive
+from router.assembly import Router
 from router.config import RouterConfig
 
 OLD, NEW = b"\xab" * 16, b"\xcd" * 32
@@ -60,6 +63,27 @@ def test_a_setting_that_is_no_hex_and_a_file_that_is_not_there_are_refused(tmp_p
         read_secret("xyz", None)
     with pytest.raises(SettingsError, match="cannot read the secret file"):
         read_secret(None, str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_open"),
+    [(0o600, False), (0o400, False), (0o440, False), (0o644, True), (0o604, True), (0o620, True)],
+)
+def test_router_and_replica_warn_of_a_secret_that_others_may_read_or_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_open: bool
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"ab" * 16)
+    path.chmod(mode)
+    for start in (
+        lambda: open_secret(ReplicaConfig(secret_file=str(path))),
+        lambda: Router(RouterConfig(secret_file=str(path)), rng=random.Random(0)),
+    ):
+        caplog.clear()
+        start()
+        said = [record.message for record in caplog.records if str(path) in record.message]
+        sentence = f"{path} has mode {mode:04o}: others may read or change it; chmod 600"
+        assert said == ([sentence] if is_open else [])
 
 
 def test_every_purpose_and_every_secret_has_a_key_of_its_own() -> None:
