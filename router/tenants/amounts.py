@@ -12,6 +12,7 @@ from typing import NewType
 
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseAnswer
+from router.errors import ErrorKind
 from router.observation.served import CLIENT_GONE, ServedPrompt, ServedRequest
 
 Amounts = NewType("Amounts", "array[int]")
@@ -70,8 +71,11 @@ def nothing() -> Amounts:
 
 def amounts_of(served: ServedRequest) -> Amounts:
     """Of a client that has left, too: its prompts as far as a replica has taken them, and the output that has
-    reached the router."""
+    reached the router. A request for which no replica was ready counts as none, like those that come before
+    there is a router."""
     amounts = nothing()
+    if served.error_kind is ErrorKind.NO_REPLICA and all(prompt.usage is None for prompt in served.prompts):
+        return amounts
     amounts[Amount.REQUESTS] = 1
     if served.status == CLIENT_GONE:
         amounts[Amount.ABORTED] = 1

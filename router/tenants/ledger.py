@@ -86,7 +86,8 @@ class Ledger:
         use = Use(caller.key_id or NO_KEY, served.model or UNKNOWN_MODEL)
         hour = int((served.arrived_at + served.ended_seconds) // HOUR_SECONDS)
         amounts = amounts_of(served)
-        self.add(hour, caller.tenant.name, use, amounts)
+        if any(amounts):
+            self.add(hour, caller.tenant.name, use, amounts)
         return amounts
 
     def add(self, hour: int, tenant: str, use: Use, amounts: Amounts) -> None:

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
 from replicas.protocol.prefix_leases import LeaseAnswer
-from router.errors import GenerationFailed
+from router.errors import GenerationFailed, NoReplicaAvailable
 from router.generation import Generation
+from router.prompt.catalog import ModelCatalog
 from router.tenants import usage_store, usage_sums
 from router.tenants.ratios import RatioTable
 from router.tenants.usage_store import UsageStore
@@ -266,6 +267,23 @@ async def test_refused_requests_are_requests_and_nothing_else(http: httpx.AsyncC
     await http.post(CHAT, json={"model": "no such"}, headers=bearer(ACME))
     (row,) = (await usage(http, ACME, "?group_by=model"))["data"]
     assert (row["model"], row["requests"], row["errors"], row["cost"]) == ("unknown", 1, 1, 0)
+
+
+async def test_a_request_for_which_no_replica_is_ready_is_none(
+    http: httpx.AsyncClient, server: HttpServer, store: UsageStore
+) -> None:
+    """Before any model is known, and while the fleet is away."""
+    async with http_server(keys=some_keys(), usage=store, catalog=ModelCatalog(b"secret")) as early:
+        async with httpx.AsyncClient(base_url=early.url, timeout=60) as client:
+            answer = await client.post(CHAT, json={"model": MODEL, "messages": HELLO}, headers=bearer(ACME))
+            assert answer.status_code == 503
+        assert (await usage(http, ACME))["data"] == []
+    server.dispatcher.script = lambda generation: [NoReplicaAvailable("none is ready")]
+    for is_stream in (False, True):
+        body = {"model": MODEL, "messages": HELLO, "stream": is_stream}
+        assert (await http.post(CHAT, json=body, headers=bearer(ACME))).status_code == 503
+    await server.wait_idle()
+    assert (await usage(http, ACME))["data"] == []
 
 
 async def test_hours_and_days(http: httpx.AsyncClient, server: HttpServer) -> None:
