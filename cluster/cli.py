@@ -437,7 +437,8 @@ def _usage(arguments: argparse.Namespace) -> int:
 def _why(arguments: argparse.Namespace) -> int:
     from cluster.commands.why import why
 
-    return why(arguments, router_url(arguments), arguments.api_key, _say)
+    url = router_url(arguments) if arguments.tenant is None else page_url(arguments)
+    return why(arguments, url, arguments.api_key, _say)
 
 
 def _lint(arguments: argparse.Namespace) -> int:

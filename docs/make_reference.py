@@ -1,7 +1,7 @@
 """Makes settings.md, metrics.md and commands.md from the code: `python docs/make_reference.py`.
 
-Owns how a setting, a metric and an option become rows. Knows none of them by name. `--check` writes nothing,
-and fails if a page is not what the code says.
+Owns how a setting, a metric and an option become rows. Knows no setting, metric or command by name.
+`--check` writes nothing, and fails if a page is not what the code says.
 """
 
 import argparse
@@ -18,12 +18,6 @@ from tests.metric_catalog import described
 
 FOLDER = Path(__file__).resolve().parent
 NOTE = "<!-- Made by docs/make_reference.py. -->"
-COMMANDS = (
-    *("up", "down", "status", "chat", "explain", "where", "usage", "lint", "replay", "loadtest", "simulate"),
-    *(f"keys {name}" for name in ("create", "list", "revoke", "tenant")),
-    *(f"fleet {name}" for name in ("apply", "status", "scale", "drain", "rollout", "stop")),
-)
-
 
 SETTINGS = """\
 Every setting is a flag (`--block-size 32`), an environment variable (`KVASIR_REPLICA_BLOCK_SIZE=32`,
@@ -80,8 +74,7 @@ def metrics_page() -> str:
 
 def commands_page() -> str:
     parts = [NOTE, "# Commands\n", COMMANDS_TEXT]
-    for command in COMMANDS:
-        parser, summary = _command(command)
+    for command, parser, summary in _commands():
         rows = ["| | |", "|---|---|"]
         rows += [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in _options(parser)]
         parts.append(
@@ -90,15 +83,29 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
-def _command(command: str) -> tuple[argparse.ArgumentParser, str]:
-    """The parser of a command, and what it does."""
-    words = command.split()
-    parser, summary = _parser({}, words[0]), ""
-    for word in words:
-        group = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        summary = next(action.help or "" for action in group._choices_actions if action.dest == word)
-        parser = group.choices[word]
-    return parser, summary
+Described = tuple[str, argparse.ArgumentParser, str]
+"""A command's words, its parser, and what it does."""
+
+
+def _commands() -> Iterator[Described]:
+    """All of `kvasir`. Those that are groups of commands come last, as these."""
+    alone: list[Described] = []
+    grouped: list[Described] = []
+    for name, _, _ in _within(_parser({}, "")):
+        _, parser, summary = next(found for found in _within(_parser({}, name)) if found[0] == name)
+        group = [(f"{name} {word}", inner, text) for word, inner, text in _within(parser)]
+        grouped += group
+        alone += [] if group else [(name, parser, summary)]
+    yield from (*alone, *grouped)
+
+
+def _within(parser: argparse.ArgumentParser) -> Iterator[Described]:
+    """The commands of a parser that has any."""
+    for group in parser._actions:
+        if isinstance(group, argparse._SubParsersAction):
+            summaries = {action.dest: action.help or "" for action in group._choices_actions}
+            for name, inner in group.choices.items():
+                yield name, inner, summaries[name]
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:

@@ -89,6 +89,13 @@ def test_the_pages_that_are_made_from_the_code_are_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_command_of_kvasir_has_its_options_in_the_reference() -> None:
+    page = text_of("docs/commands.md")
+    (group,) = (one for one in _parser({}, "")._actions if isinstance(one, argparse._SubParsersAction))
+    assert {"why", "keys"} <= group.choices.keys()
+    assert not [name for name in group.choices if f"\n## kvasir {name}" not in page]
+
+
 def test_every_command_of_kvasir_is_one() -> None:
     found = every_command("./kvasir", "kvasir")
     assert len(found) > 30

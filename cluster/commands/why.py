@@ -1,7 +1,7 @@
 """kvasir why: why the prompt of one request was, or was not, read from cache, in words.
 
-Owns the words. A router has found out what they say when it served the request, and tells nobody but its
-owner.
+Owns the words. A router has found out what they say when it served the request. It tells the tenant whose
+request it was, and operators, who name the tenant.
 """
 
 import argparse
@@ -38,26 +38,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "id", metavar="ID", help="of a request (x-request-id) or of an answer (chatcmpl-…, resp_…, msg_…)"
     )
     parser.add_argument(
+        "--tenant", metavar="NAME", help="for operators: whose request it was (default: your own tenant's)"
+    )
+    parser.add_argument(
         "--url",
-        help=f"a router (default: that of the cluster that runs here); a key is taken from {KEY_VARIABLE}",
+        help="a router, for --tenant at its admin port if it has one (default: that of the cluster that runs"
+        f" here); a key is taken from {KEY_VARIABLE}",
     )
     parser.add_argument("--json", action="store_true", help="print the router's answer as JSON")
 
 
 def why(arguments: argparse.Namespace, url: str, key: str | None, say: Callable[[str], None]) -> int:
-    """The command. Raises ClusterError."""
+    """The command. With a tenant, `url` is where the router's explanations for operators are. Raises
+    ClusterError."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    path = f"{url}/v1/cache/explain/{quote(arguments.id, safe='')}"
+    whose = "v1/cache/explain" if arguments.tenant is None else f"explain/tenants/{_quoted(arguments.tenant)}"
     try:
+        path = f"{url}/{whose}/{_quoted(arguments.id)}"
         answer = httpx.get(path, headers=headers, timeout=60.0, trust_env=False)
         if answer.is_error:
-            hint = f"; set {KEY_VARIABLE} to an API key" if answer.status_code == 401 else ""
+            hint = _hint(answer.status_code, arguments)
             raise ClusterError(f"{url} answers {answer.status_code}: {error_message(answer)}{hint}")
         found: dict[str, Any] = answer.json()
         say(json.dumps(found, indent=2) if arguments.json else "\n".join(render(found)))
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ClusterError(f"{url} did not explain it: {error!r}") from error
     return 0
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _hint(status: int, arguments: argparse.Namespace) -> str:
+    if status == 401:
+        return f"; set {KEY_VARIABLE} to an API key"
+    if status == 404 and arguments.tenant is None:
+        return " --tenant NAME asks for another tenant's, if you may."
+    return ""
 
 
 def render(found: Mapping[str, Any]) -> Iterator[str]:
