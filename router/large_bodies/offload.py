@@ -83,7 +83,8 @@ class Offload:
 
     async def prepare(self, kind: str, body: bytes, address: str | None = None) -> Outcome:
         """Raises what is wrong with the request; RouterBusy where there are too many of its kind, of its
-        client's address or of all."""
+        client's address or of all; NoReplicaAvailable while no model is known."""
+        self._catalog.check_known()
         try:
             async with self._queue.place(address):
                 outcome = await self._prepare(kind, body)
@@ -170,7 +171,8 @@ class Offload:
                 await self._load(Digest(digest), bundle)
 
     def _is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """One that has hung up is on its way out."""
+        return self._control is not None and self._process is not None and self._process.poll() is None
 
     async def _load(self, digest: Digest, bundle: TokenizerBundle) -> TemplateVerdict:
         """Once per digest and process."""

@@ -245,11 +245,15 @@ class ModelCatalog:
         is known, so that a router that has just started sends no client away for good.
         """
         model = self._models.get(name) or self._get_adapted(name)
-        if model is None and not self._models:
-            raise NoReplicaAvailable("No replica is known yet. Try again shortly.")
         if model is None:
+            self.check_known()
             raise UnknownModel(f"The model '{name[:200]}' does not exist or is not served here.")
         return model
+
+    def check_known(self) -> None:
+        """Raises NoReplicaAvailable while no model at all is known."""
+        if not self._models:
+            raise NoReplicaAvailable("No replica is known yet. Try again shortly.")
 
     def _get_adapted(self, name: str) -> ServedModel | None:
         if name not in self._adapters:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -186,3 +187,56 @@ async def test_the_process_ends_with_its_router() -> None:
     assert process is not None
     await made.close()
     assert process.returncode == 0
+
+
+def _bodies(text: str) -> dict[str, dict[str, object]]:
+    messages = [{"role": "user", "content": text}]
+    contents = [{"parts": [{"text": text}]}]
+    return {
+        "/v1/chat/completions": {"model": "tiny", "messages": messages},
+        "/v1/messages": {"model": "tiny", "max_tokens": 4, "messages": messages},
+        "/v1/messages/count_tokens": {"model": "tiny", "messages": messages},
+        "/v1/responses": {"model": "tiny", "input": text},
+        "/v1/completions": {"model": "tiny", "prompt": text},
+        "/v1beta/models/tiny:generateContent": {"contents": contents},
+        "/v1beta/models/tiny:countTokens": {"contents": contents},
+        "/tokenize": {"model": "tiny", "prompt": text},
+        "/detokenize": {"model": "tiny", "tokens": [ord(letter) for letter in text]},
+    }
+
+
+@pytest.mark.parametrize("path", _bodies(""))
+async def test_while_no_model_is_known_a_large_body_is_answered_as_a_small_one(path: str) -> None:
+    async with (
+        http_server(catalog=ModelCatalog(tiny_model.SECRET)) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        small = await client.post(path, json=_bodies("Hello")[path])
+        large = await client.post(path, json=_bodies("Hello " * 70_000)[path])
+        assert server.context.offload._process is None
+    assert small.status_code == large.status_code == (529 if "messages" in path else 503)
+    assert "No replica is known yet" in small.text
+    assert large.headers["retry-after"] == small.headers["retry-after"]
+    assert _told(large) == _told(small)
+
+
+def _told(answer: httpx.Response) -> dict[str, object]:
+    told: dict[str, object] = answer.json()
+    told.pop("request_id", None)
+    return told
+
+
+async def test_a_process_that_hung_up_is_replaced_though_it_has_not_ended_yet(quick: Offload) -> None:
+    body = json.dumps(CHAT).encode()
+    await quick.prepare("chat", body)
+    first = quick._process
+    assert first is not None and quick._control is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    quick._control.shutdown(socket.SHUT_RDWR)
+    bundle = tiny_model.bundle("another")
+    with pytest.raises(RouterBusy):
+        await quick.try_out(bundle_digest(bundle), bundle)
+    await quick.prepare("chat", body)
+    assert quick._process is not first
+    first.kill()
+    first.wait()
