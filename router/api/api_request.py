@@ -165,7 +165,6 @@ def make_prompt(
     packed_tokens = packed_tokens or pack_token_ids(token_ids)
     published = _published(context, model, packed_tokens) if request.cache_salt is None else None
     key = request.prompt_cache_key
-    limits = caller.tenant.limits
     spans = [MediaSpan(named_media(root, each.digest), each.start, each.length) for each in images]
     bucket = bucket_of(root, key, token_ids, num_stable_tokens, card.block_size, spans)
     leases = leases_of(keeps, len(token_ids), card.block_size)
@@ -185,8 +184,8 @@ def make_prompt(
             leases=leases,
             bucket=bucket if leases else b"",
             tenant=context.catalog.tenant_tag(caller.owner),
-            lease_share=limits.lease_share or 0.0,
-            store_share=limits.store_share or 0.0,
+            lease_share=caller.lease_share or 0.0,
+            store_share=caller.tenant.limits.store_share or 0.0,
             published=published,
         ),
         block_hashes=model.block_hashes(root, packed_tokens, published, spans),

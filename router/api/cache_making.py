@@ -24,7 +24,6 @@ from router.api.gemini.cache_body import gemini_warming_body
 from router.api.http_error import http_error
 from router.api.openai.chat import prepare_chat
 from router.api.openai.completions import prepare_completion
-from router.caches.bounds import share_of
 from router.caches.record import ID_PREFIX, CacheContent, CacheKind, CacheRecord, LeaseOutcome
 from router.errors import CacheGone, CachesUnavailable, ErrorKind, RouterError, about_model
 from router.explain.causes import Misses
@@ -79,7 +78,7 @@ class CacheMaker:
             warming = await self._prepare(record, content, asked)
         num_tokens = len(warming.prompts[0].generation.token_ids)
         record = msgspec.structs.replace(record, num_tokens=num_tokens)
-        await caches.create(record, content, share_of(asked.caller))
+        await caches.create(record, content, asked.caller.lease_share or 1.0)
         return await self._warm(record, warming)
 
     async def change(self, cache_id: str, ttl: int | None, name: str | None, asked: Asked) -> CacheRecord:

@@ -5,16 +5,11 @@ Plain data.
 
 from dataclasses import dataclass, replace
 
-from router.tenants.caller import Caller
-
 MAX_TTL_SECONDS = 86_400
 DEFAULT_TTL_SECONDS = 3600
 GONE_SECONDS = 86_400
 """For so long it is known when and why a cache went."""
 MAX_NAME_CHARACTERS = 128
-TENANT_SHARE = 0.25
-"""Of all that there may be, for a tenant whose share of the room for leases is not limited, where there are
-keys."""
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 
@@ -36,11 +31,3 @@ class CacheBounds:
             num_caches=max(1, int(self.num_caches * share)),
             num_bytes=max(min(self.bytes_per_cache, self.num_bytes), int(self.num_bytes * share)),
         )
-
-
-def share_of(caller: Caller) -> float:
-    """What of all named caches a caller's tenant may have."""
-    if caller.key_id is None:
-        return 1.0
-    limit = caller.tenant.limits.lease_share
-    return TENANT_SHARE if limit is None else limit

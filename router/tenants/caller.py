@@ -12,6 +12,9 @@ import msgspec
 DEFAULT_TENANT = "default"
 """Whose everything is while there are no keys."""
 
+DEFAULT_LEASE_SHARE = 0.25
+"""Of a tenant whose `lease_share` is not set."""
+
 
 class Right(enum.StrEnum):
     """What a key allows beyond asking for answers."""
@@ -27,7 +30,8 @@ class Right(enum.StrEnum):
 class Limits(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """None bounds nothing. Those of a tenant hold for all its keys together, those of a key within them.
+    """Those of a tenant hold for all its keys together, those of a key within them. None bounds
+    nothing, except that of `lease_share`: see `Caller`.
 
     `tokens_per_minute` counts the tokens of prompts and answers. `max_sequences` are served at a time.
     Shares are of the whole: of the room for leases, and of the memory below the devices.
@@ -70,6 +74,15 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def owner(self) -> str | None:
         """Whose a request and all that is made of it is; None where there are no keys."""
         return None if self.key_id is None else f"tenant:{self.tenant.name}"
+
+    @property
+    def lease_share(self) -> float | None:
+        """What of the room for leases, and of all named caches, its tenant may have. None where there are no
+        keys, and so one tenant, which may have all."""
+        if self.key_id is None:
+            return None
+        share = self.tenant.limits.lease_share
+        return DEFAULT_LEASE_SHARE if share is None else share
 
     @property
     def namespace(self) -> str | None:

@@ -120,6 +120,17 @@ def test_two_salts_of_a_tenant_share_nothing(tenanted: Tenanted) -> None:
     assert tenanted.details("acme", text, cache_salt="a")["cached_tokens"] > 256
 
 
+def test_a_tenant_that_leases_all_it_can_leaves_room_for_the_next(tenanted: Tenanted) -> None:
+    def lease(tenant: str, number: int) -> dict[str, Any]:
+        text = f"{number} {tenant} " + TEXT
+        (lease,) = tenanted.details(tenant, text, prompt_cache_options={"ttl": "30m"})["cache_leases"]
+        return dict(lease)
+
+    refused = {"status": "refused", "reason": "tenant_share"}
+    assert any(lease("acme", number) == refused for number in range(200))
+    assert lease("beta", 0)["status"] == "granted"
+
+
 def test_what_one_has_made_is_to_another_as_if_it_had_never_been(tenanted: Tenanted) -> None:
     response = tenanted.post("acme", "/v1/responses", model="toy", input="Hello", max_output_tokens=2)
     made = tenanted.post(

@@ -230,13 +230,20 @@ async def test_the_right_to_go_first_makes_a_priority_count() -> None:
             assert server.dispatcher.generations[0].submit.priority == counts
 
 
+async def test_a_tenant_has_a_share_of_the_room_for_leases_by_default() -> None:
+    async with limited() as (server, _), client_of(server) as http:
+        await http.post("/v1/chat/completions", json=CHAT)
+        submit = server.dispatcher.generations[0].submit
+        assert (submit.lease_share, submit.store_share) == (0.25, 0.0)
+
+
 async def test_replicas_are_told_whose_a_prompt_is_and_its_shares_but_not_the_name() -> None:
-    bounds = Limits(lease_share=0.25, store_share=0.5)
+    bounds = Limits(lease_share=0.6, store_share=0.5)
     async with limited(of_tenant=bounds) as (server, _), client_of(server) as http:
         for _ in range(2):
             await http.post("/v1/chat/completions", json=CHAT)
         first, second = (generation.submit for generation in server.dispatcher.generations)
-        assert (first.lease_share, first.store_share) == (0.25, 0.5)
+        assert (first.lease_share, first.store_share) == (0.6, 0.5)
         assert len(first.tenant) == 8
         assert first.tenant == second.tenant != b"acme"
     async with http_server() as server, httpx.AsyncClient(base_url=server.url, timeout=60) as http:

@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from replicas.protocol.cluster_secret import ClusterSecret
-from router.caches import bounds
 from router.caches.bounds import CacheBounds
 from router.caches.named_caches import NamedCaches
 from router.responses.record import ResponseBounds
 from router.responses.response_store import ResponseStore
+from router.tenants import caller
 from router.tenants.usage_store import UsageStore
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
@@ -128,7 +128,7 @@ async def test_anothers_id_is_answered_as_one_that_nobody_has(http: httpx.AsyncC
 async def test_that_there_is_no_room_is_told_without_everybodys_numbers(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "TENANT_SHARE", 1.0)
+    monkeypatch.setattr(caller, "DEFAULT_LEASE_SHARE", 1.0)
     for _ in range(8):
         assert (await http.post("/v1/caches", json=CACHE, headers=bearer(ACME))).status_code == 201
     status, _, content = await seen(http, "POST", "/v1/caches", json={**CACHE, "name": "mine"})

@@ -10,12 +10,11 @@ import redis.asyncio
 
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.prefix_leases import MAX_LEASE_SECONDS
-from router.caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds, share_of
+from router.caches.bounds import GONE_SECONDS, MAX_TTL_SECONDS, CacheBounds
 from router.caches.named_caches import RECHECK_SECONDS, REST_SECONDS, NamedCaches
 from router.caches.record import CacheContent, CacheKind, CacheRecord, LeaseOutcome
 from router.caches.store import INDEX_KEY, PREFIX, content_key, record_key, tenant_index_key
 from router.errors import CacheGone, CachesFull, CachesUnavailable
-from router.tenants.caller import Caller, Limits, Tenant
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"of the whole cluster")
@@ -242,14 +241,6 @@ async def test_what_is_kept_of_a_tenants_caches_goes_by_itself(routers: Open, re
     await routers().create(record(), CONTENT)
     async with raw(redis_url) as redis:
         assert 0 < await redis.ttl(tenant_index_key("us")) <= MAX_TTL_SECONDS
-
-
-@pytest.mark.parametrize(
-    ("key_id", "lease_share", "share"), [(None, None, 1.0), ("1" * 12, None, 0.25), ("1" * 12, 0.6, 0.6)]
-)
-def test_a_tenants_share(key_id: str | None, lease_share: float | None, share: float) -> None:
-    tenant = Tenant(name="us", limits=Limits(lease_share=lease_share))
-    assert share_of(Caller(tenant=tenant, key_id=key_id)) == share
 
 
 def test_the_smallest_share_has_room_for_one() -> None:
