@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from router.answers.formats import CALL_BEGIN, CALL_END, PYTHON_TAG, ToolSyntax
 from router.answers.literals import is_special, literal, mark
-from router.answers.parameter_kinds import STRING_ONLY, kinds_of
+from router.answers.parameter_kinds import STRING_ONLY, followed, kinds_of
 from router.answers.schemas import argument_schema, arguments_schema
 from router.errors import InvalidRequest
 
@@ -114,32 +114,45 @@ def _xml_bodies(tools: Sequence[CallableTool]) -> tuple[list[str], Named]:
 
 def _xml_parameters(tool: CallableTool) -> tuple[str, Named]:
     schema = arguments_schema(tool.schema, tool.parameter, strict=tool.strict)
-    properties, required = schema.get("properties"), schema.get("required")
+    described = followed({key: schema[key] for key in schema if key != "type"}, schema)
+    described = described if isinstance(described, dict) else {}
+    properties, required = described.get("properties"), described.get("required")
     if not isinstance(properties, dict) or not properties:
-        return (_ANY_PARAMETER if schema.get("additionalProperties") is not False else ""), []
+        return (_ANY_PARAMETER if described.get("additionalProperties") is not False else ""), []
     rules: list[str] = []
     named: Named = []
     for number, (name, its_schema) in enumerate(properties.items()):
         if any(mark in name for mark in "<>\n"):
             raise InvalidRequest(f"a parameter cannot be called {name!r} here", parameter=tool.parameter)
-        value = _xml_value(its_schema)
+        value = _xml_value(its_schema, schema)
         if value is None:
             rule = f"{tool.rule}_{number}"
             value = rf'@{rule} "\n</parameter>\n"'
-            named.append({"name": rule, "json_schema": argument_schema(its_schema, schema)})
+            alone = argument_schema(_by_itself(its_schema, schema), schema)
+            named.append({"name": rule, "json_schema": alone})
         written = f"{literal(f'<parameter={name}>{chr(10)}')} {value}"
         is_required = isinstance(required, list) and name in required
         rules.append(written if is_required else f"({written})?")
     return " ".join(rules), named
 
 
-def _xml_value(schema: Any) -> str | None:
+def _xml_value(schema: Any, root: Any) -> str | None:
     """The rule of a value that is bare text; None of one that is JSON."""
-    kinds = kinds_of(schema)
+    kinds = kinds_of(schema, root)
     if kinds is not None and "string" not in kinds:
         return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum") if kinds == STRING_ONLY else None
+    schema = followed(schema, root)
+    if kinds != STRING_ONLY or not isinstance(schema, dict):
+        return "value"
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         return "value"
     ended = (literal(value + "\n</parameter>\n") for value in values)
     return f"({' | '.join(ended)})"
+
+
+def _by_itself(schema: Any, root: Any) -> Any:
+    """Without a reference to what does not come with it."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    comes_with_it = isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/"))
+    return schema if reference is None or comes_with_it else followed(schema, root)

@@ -1,42 +1,47 @@
 """Parameter kinds: the JSON types that a schema allows for a parameter, and bare text as one of these.
 
-Pure functions over a schema, which may be anything that a client has sent.
+Pure functions over a schema, which may be anything that a client has sent. They follow `$ref`, `allOf`,
+`anyOf` and `oneOf` within the same schema, for MAX_LOOKS at most.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 Kinds = frozenset[str] | None
 """JSON Schema's names of types; None where a schema does not say."""
 
 STRING_ONLY = frozenset({"string"})
 
-MAX_DEPTH = 4
-"""Of alternatives within alternatives; deeper ones are not looked at."""
+MAX_LOOKS = 256
+"""Schemas that are looked at to type one parameter. References may lead in circles, and fan out."""
 
 
-def kinds_of(schema: Any, depth: int = 0) -> Kinds:
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+def kinds_of(schema: Any, root: Any) -> Kinds:
+    """`root` is the schema that references in it are relative to."""
+    try:
+        return _Finder(root).kinds(schema)
+    except _TooMuch:
         return None
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return frozenset({declared})
-    if isinstance(declared, list):
-        return frozenset(kind for kind in declared if isinstance(kind, str))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(_kind(value) for value in values)
-    alternatives = schema.get("anyOf", schema.get("oneOf"))
-    if not isinstance(alternatives, list):
+
+
+def parameter_kinds(arguments: Any, name: str) -> Kinds:
+    """Of one parameter, by the schema of all arguments."""
+    finder = _Finder(arguments)
+    try:
+        return finder.kinds(finder.parameter(arguments, name))
+    except _TooMuch:
         return None
-    kinds: frozenset[str] = frozenset()
-    for alternative in alternatives:
-        its_kinds = kinds_of(alternative, depth + 1)
-        if its_kinds is None:
-            return None
-        kinds |= its_kinds
-    return kinds
+
+
+def followed(schema: Any, root: Any) -> Any:
+    """What the schema stands for, where it does nothing but refer to another one in `root`."""
+    try:
+        return _Finder(root).followed(schema)
+    except _TooMuch:
+        return schema
 
 
 def value_as_json(text: str, kinds: Kinds) -> str:
@@ -51,6 +56,119 @@ def value_as_json(text: str, kinds: Kinds) -> str:
     is_allowed = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
     is_kept = is_allowed or (kinds is not None and "string" not in kinds)
     return value if is_kept else json.dumps(text, ensure_ascii=False)
+
+
+class _TooMuch(Exception):
+    """MAX_LOOKS were not enough."""
+
+
+class _Finder:
+    """Looks through one schema, counting the looks. Raises _TooMuch."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._num_looks = 0
+
+    def kinds(self, schema: Any) -> Kinds:
+        schema = self.followed(schema)
+        if not isinstance(schema, Mapping):
+            return None
+        declared = schema.get("type")
+        if isinstance(declared, str):
+            return frozenset({declared})
+        if isinstance(declared, list):
+            return frozenset(kind for kind in declared if isinstance(kind, str))
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return frozenset(_kind(value) for value in values)
+        kinds: Kinds = None
+        for part in self._parts(schema):
+            kinds = _both(kinds, self.kinds(part))
+        for keyword in ("anyOf", "oneOf"):
+            kinds = _both(kinds, self._any_kinds(schema.get(keyword)))
+        return kinds
+
+    def parameter(self, arguments: Any, name: str) -> Any:
+        """Its schema; None where there is none."""
+        arguments = self.followed(arguments)
+        if not isinstance(arguments, Mapping):
+            return None
+        properties = arguments.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            return properties[name]
+        alternatives = (part for keyword in ("anyOf", "oneOf") for part in _listed(arguments.get(keyword)))
+        for part in chain(self._parts(arguments), alternatives):
+            found = self.parameter(part, name)
+            if found is not None:
+                return found
+        return arguments.get("additionalProperties")
+
+    def followed(self, schema: Any) -> Any:
+        self._look()
+        while isinstance(schema, Mapping) and not schema.keys() & _SAYING:
+            parts = list(islice(self._parts(schema), 2))
+            if len(parts) != 1:
+                break
+            self._look()
+            schema = parts[0]
+        return schema
+
+    def _parts(self, schema: Mapping[str, Any]) -> Iterator[Any]:
+        """All of them hold."""
+        if "$ref" in schema:
+            yield _referred(self._root, schema["$ref"])
+        yield from _listed(schema.get("allOf"))
+
+    def _any_kinds(self, alternatives: Any) -> Kinds:
+        """None if one of them does not say, or there are none."""
+        kinds: frozenset[str] = frozenset()
+        for alternative in _listed(alternatives):
+            its_kinds = self.kinds(alternative)
+            if its_kinds is None:
+                return None
+            kinds |= its_kinds
+        return kinds or None
+
+    def _look(self) -> None:
+        self._num_looks += 1
+        if self._num_looks > MAX_LOOKS:
+            raise _TooMuch
+
+
+_SAYING = frozenset({"type", "const", "enum", "anyOf", "oneOf", "properties"})
+"""Keywords that say something of a value's kind, beside references."""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(root: Any, reference: Any) -> Any:
+    """The place in the schema that a JSON pointer names; None for any other reference."""
+    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+        return None
+    found = root
+    for step in unquote(reference).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _both(one: Kinds, other: Kinds) -> Kinds:
+    """What two schemas allow that both hold."""
+    if one is None or other is None:
+        return other if one is None else one
+    wide_one, wide_other = _with_integers(one), _with_integers(other)
+    return (one & wide_other) | (other & wide_one)
+
+
+def _with_integers(kinds: frozenset[str]) -> frozenset[str]:
+    return kinds | {"integer"} if "number" in kinds else kinds
 
 
 def _kind(value: Any) -> str:

@@ -153,7 +153,7 @@ class AnswerParser:
             return rest
         prefix = blanks + mark
         if self._syntax is ToolSyntax.QWEN_XML:
-            return self._begin_call(XmlCall(self.num_calls, prefix, self._parameters_of), rest)
+            return self._begin_call(XmlCall(self.num_calls, prefix, self._schema_of), rest)
         return self._begin_call(JsonCall(self.num_calls, prefix, is_bare_tool=None), rest)
 
     def _bare(self, text: str, out: list[Part]) -> str:
@@ -209,10 +209,8 @@ class AnswerParser:
     def _is_tool(self, name: str) -> bool:
         return name in self._functions or not self._functions
 
-    def _parameters_of(self, name: str) -> Mapping[str, Any]:
-        schema = self._functions.get(name, {}).get("parameters")
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else {}
+    def _schema_of(self, name: str) -> Any:
+        return self._functions.get(name, {}).get("parameters")
 
     @cached_property
     def _functions(self) -> dict[str, Mapping[str, Any]]:

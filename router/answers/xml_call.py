@@ -10,10 +10,10 @@ later its object is closed, and what follows is text; where the answer ends, the
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from router.answers.parameter_kinds import STRING_ONLY, Kinds, kinds_of, value_as_json
+from router.answers.parameter_kinds import STRING_ONLY, Kinds, parameter_kinds, value_as_json
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.prompt.literals import num_begun
 
@@ -32,8 +32,8 @@ MAX_VALUE_CHARACTERS = 262_144
 _whole_name = re.compile(r"([^<>\n]{1,256})>")
 _begun_name = re.compile(r"[^<>\n]{0,256}")
 
-FindParameters = Callable[[str], Mapping[str, Any]]
-"""A tool's name → the schemas of its parameters by name; none of a tool that there is not."""
+FindSchema = Callable[[str], Any]
+"""A tool's name → the schema of its arguments; None of a tool that there is not."""
 
 State = Callable[[str, list[Part]], str]
 """Takes what it can of the text; returns what the next state is to see."""
@@ -45,13 +45,13 @@ class XmlCall:
     `prefix` is the text that led to the function, which remains text if this is no call.
     """
 
-    def __init__(self, position: int, prefix: str, find_parameters: FindParameters) -> None:
+    def __init__(self, position: int, prefix: str, find_schema: FindSchema) -> None:
         self.is_done = False
         self.is_announced = False
         self._position = position
         self._unsaid = prefix
-        self._find_parameters = find_parameters
-        self._parameters: Mapping[str, Any] = {}
+        self._find_schema = find_schema
+        self._schema: Any = None
         self._num_parameters = 0
         self._kinds: Kinds = None
         self._value: list[str] = []
@@ -117,7 +117,7 @@ class XmlCall:
         if match is None:
             return self._hold(text) if _begun_name.fullmatch(text) else self._refuse(text, out)
         self.is_announced = True
-        self._parameters = self._find_parameters(match[1])
+        self._schema = self._find_schema(match[1])
         out.append(CallStart(self._position, match[1]))
         self._say("{", out)
         self._state = self._between_parameters
@@ -138,7 +138,7 @@ class XmlCall:
         match = _whole_name.match(text)
         if match is None:
             return self._hold(text) if _begun_name.fullmatch(text) else self._close(text, out)
-        self._kinds = kinds_of(self._parameters.get(match[1]))
+        self._kinds = parameter_kinds(self._schema, match[1])
         separator = ", " if self._num_parameters else ""
         self._num_parameters += 1
         self._say(f'{separator}"{_escaped(match[1])}": ', out)

@@ -78,6 +78,41 @@ def test_a_required_call_is_one_of_a_tool_and_reads_back(answer: AnswerFormat) -
             assert set(arguments) <= set(function["parameters"]["properties"])
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "behind a reference"])
+def test_values_are_held_to_types_behind_references(wrapped: bool) -> None:
+    colour = {"enum": ["red", "12345"], "type": "string"}
+    described = {
+        "type": "object",
+        "properties": {
+            "colour": {"allOf": [{"$ref": "#/$defs/Colour"}]},
+            "size": {"$ref": "#/$defs/Size"},
+            "twin": {"$ref": "#/properties/size"},
+        },
+        "required": ["colour", "size", "twin"],
+        "additionalProperties": False,
+    }
+    definitions = {"Colour": colour, "Size": {"type": "integer"}, "All": described}
+    if wrapped:
+        schema = {"$ref": "#/$defs/All", "$defs": {**definitions, "All": {**described, "properties": {}}}}
+        schema["$defs"]["All"]["properties"] = {**described["properties"], "twin": {"$ref": "#/$defs/Size"}}
+    else:
+        schema = {**described, "$defs": definitions}
+    grammar = checked_grammar(
+        grammar_for(None, [tool("paint", schema, strict=True)], REQUIRED, XML), parameter=None
+    )
+
+    def written(*values: str) -> str:
+        names = ("colour", "size", "twin")
+        parameters = [
+            f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in zip(names, values, strict=True)
+        ]
+        return f"<tool_call>\n<function=paint>\n{''.join(parameters)}</function>\n</tool_call>"
+
+    assert follows(grammar, written("red", "7", "8"))
+    for values in (("green", "7", "8"), ("red", "seven", "8"), ("red", "7", "eight")):
+        assert not follows(grammar, written(*values))
+
+
 @pytest.mark.parametrize("answer", SYNTAXES)
 def test_how_many_calls_there_may_be(answer: AnswerFormat) -> None:
     assert answer.tools is not None

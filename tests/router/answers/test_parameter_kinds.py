@@ -1,0 +1,118 @@
+"""Types of parameters: what stands behind references and combinations counts, and costs a bounded time."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from router.answers.formats import AnswerFormat, ToolSyntax
+from router.answers.parameter_kinds import Kinds, kinds_of, parameter_kinds
+from router.answers.parts import CallArguments
+from tests.router.answers.spoken import parts_of
+
+QWEN_XML = AnswerFormat(ToolSyntax.QWEN_XML)
+
+DEFINITIONS: dict[str, Any] = {
+    "Name": {"type": "string"},
+    "Colour": {"enum": ["red", "12345"], "title": "Colour", "type": "string"},
+    "Size": {"enum": [1, 2]},
+    "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "Alias": {"$ref": "#/$defs/Colour"},
+    "a/b~c d": {"type": "boolean"},
+    "Tree": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Tree"}}]},
+    "Circle": {"$ref": "#/$defs/Circle"},
+    "Knot": {"anyOf": [{"$ref": "#/$defs/Knot"}, {"$ref": "#/$defs/Name"}]},
+    "Arguments": {"type": "object", "properties": {"code": {"$ref": "#/$defs/Name"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kinds"),
+    [
+        ({"$ref": "#/$defs/Colour"}, {"string"}),
+        ({"$ref": "#/$defs/Alias", "default": "red", "description": "A colour."}, {"string"}),
+        ({"allOf": [{"$ref": "#/$defs/Colour"}], "default": "red"}, {"string"}),
+        ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}], "default": None}, {"string", "null"}),
+        ({"oneOf": [{"$ref": "#/$defs/Name"}, {"$ref": "#/$defs/Point"}]}, {"string", "object"}),
+        ({"$ref": "#/$defs/Size"}, {"integer"}),
+        ({"$ref": "#/$defs/Point"}, {"object"}),
+        ({"$ref": "#/$defs/a~1b~0c%20d"}, {"boolean"}),
+        ({"$ref": "#/$defs/Tree"}, {"string", "array"}),
+        ({"$ref": "#/$defs/Tree/anyOf/0"}, {"string"}),
+        ({"$ref": "#"}, {"object"}),
+        ({"allOf": [{"type": "number"}, {"enum": [1, 2]}]}, {"integer"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"anyOf": [{"type": "string"}]}]}, {"string"}),
+        ({"allOf": [{"minLength": 3}, {"$ref": "#/$defs/Name"}]}, {"string"}),
+        # Nothing is known of these.
+        ({"$ref": "#/$defs/Nowhere"}, None),
+        ({"$ref": "https://example.com/schema.json"}, None),
+        ({"$ref": 7}, None),
+        ({"$ref": "#/$defs/Circle"}, None),
+        ({"$ref": "#/$defs/Knot"}, None),
+        ({"allOf": "no list"}, None),
+        ({"anyOf": [{"$ref": "#/$defs/Name"}, {}]}, None),
+    ],
+)
+def test_references_and_combinations_are_followed(schema: Any, kinds: Any) -> None:
+    root = {"type": "object", "$defs": DEFINITIONS, "properties": {"p": schema}}
+    expected = None if kinds is None else frozenset(kinds)
+    assert kinds_of(schema, root) == expected
+    assert parameter_kinds(root, "p") == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"$ref": "#/$defs/Arguments"},
+        {"allOf": [{"$ref": "#/$defs/Arguments"}, {"properties": {"other": {"type": "integer"}}}]},
+        {"type": "object", "anyOf": [{"properties": {}}, {"$ref": "#/$defs/Arguments"}]},
+        {"type": "object", "additionalProperties": {"$ref": "#/$defs/Name"}},
+    ],
+)
+def test_parameters_are_found_wherever_they_are_described(arguments: dict[str, Any]) -> None:
+    assert parameter_kinds({**arguments, "$defs": DEFINITIONS}, "code") == frozenset({"string"})
+
+
+def test_a_value_of_a_referred_type_is_typed_by_it() -> None:
+    schema = {
+        "type": "object",
+        "$defs": DEFINITIONS,
+        "properties": {
+            "colour": {"$ref": "#/$defs/Colour"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]},
+            "old": {"allOf": [{"$ref": "#/$defs/Name"}]},
+            "size": {"$ref": "#/$defs/Size"},
+        },
+    }
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
+    values = {"colour": "12345", "maybe": "7", "old": "true", "size": "2"}
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    text = f"<tool_call>\n<function=paint>\n{written}</function>\n</tool_call>"
+    parts = parts_of(QWEN_XML, [text], tools=tools)
+    said = "".join(part.text for part in parts if isinstance(part, CallArguments))
+    assert json.loads(said) == {"colour": "12345", "maybe": "7", "old": "true", "size": 2}
+
+
+def _fanning() -> dict[str, Any]:
+    names = [f"d{number}" for number in range(60)]
+    return {
+        name: {"anyOf": [{"$ref": f"#/$defs/{after}"} for after in names[number + 1 :]] * 20 or [{}]}
+        for number, name in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize(
+    "definitions",
+    [
+        _fanning(),
+        {"d0": {"allOf": [{"$ref": "#/$defs/d0"}] * 50_000}},
+        {"d0": {"properties": {}, "anyOf": [{"$ref": "#/$defs/d0"}] * 50_000}},
+    ],
+)
+def test_references_that_fan_out_or_lead_in_circles_cost_little(definitions: dict[str, Any]) -> None:
+    root = {"$defs": definitions, "$ref": "#/$defs/d0", "properties": {"p": {"$ref": "#/$defs/d0"}}}
+    begun = time.perf_counter()
+    kinds: list[Kinds] = [kinds_of({"$ref": "#/$defs/d0"}, root), parameter_kinds(root, "q")]
+    assert kinds == [None, None]
+    assert time.perf_counter() - begun < 0.5
