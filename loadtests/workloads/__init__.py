@@ -11,6 +11,7 @@ from loadtests.workloads.documents import documents
 from loadtests.workloads.generators import (
     agentic,
     b2b,
+    coding_agents,
     key_per_request,
     multi_turn,
     one_key,
@@ -43,6 +44,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
     "agentic": agentic,
+    "coding-agents": coding_agents,
     "same-head": same_head,
     "one-large-tenant": one_large_tenant,
     "one-key": one_key,
@@ -75,6 +77,7 @@ __all__ = [
     "agentic",
     "b2b",
     "chat",
+    "coding_agents",
     "cross_user",
     "documents",
     "first_requests",

@@ -229,6 +229,42 @@ def agentic(
     return builder.build()
 
 
+def coding_agents(
+    *,
+    seed: int,
+    qps: float = 0.08,
+    num_sessions: int = 125,
+    mean_turns: int = 40,
+    tools_tokens: int = 15_000,
+    mean_context_tokens: int = 35_000,
+    mean_turn_tokens: int = 1200,
+    mean_output_tokens: int = 400,
+    tool_seconds: float = 8.0,
+    most_tokens: int = 200_000,
+    block_tokens: int = 128,
+) -> Workload:
+    """Long sessions of coding agents: about 40 turns, seconds apart, and prompts of 80,000 tokens on average.
+
+    All sessions share instructions and tools, and each has files of its own. A turn appends what a tool
+    returned, from a line to a whole file. A session ends when its next prompt would exceed `most_tokens`.
+    """
+    rng = random.Random(seed)
+    builder = Builder("coding-agents", block_tokens)
+    for number, start in enumerate(poisson(rng, qps, num_sessions)):
+        user, arrival = f"user-{number}", start
+        segments: list[Segment] = [("tools", tools_tokens)]
+        segments.append((f"files-{number}", lognormal(rng, mean_context_tokens)))
+        for turn in range(around(rng, mean_turns)):
+            segments.append((f"result-{number}-{turn}", lognormal(rng, mean_turn_tokens, 1.2)))
+            if sum(num_tokens for _, num_tokens in segments) > most_tokens:
+                break
+            num_output = lognormal(rng, mean_output_tokens, 1.2)
+            builder.add(arrival, segments, num_output, user=user, key=f"session-{number}")
+            segments.append((f"answer-{number}-{turn}", num_output))
+            arrival += rng.expovariate(1 / tool_seconds)
+    return builder.build()
+
+
 def same_head(*, seed: int, qps: float = 10.0, num_requests: int = 1000, num_groups: int = 40) -> Workload:
     """Every prompt begins with the same 256 tokens; what tells the tenants apart comes after."""
     return _tenants("same-head", seed, qps, num_requests, [1.0] * num_groups, head_tokens=HEAD_TOKENS)

@@ -1,5 +1,6 @@
 import math
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from loadtests.workloads import (
     Workload,
     agentic,
     b2b,
+    coding_agents,
     first_requests,
     first_seconds,
     ideal_hits,
@@ -159,7 +161,11 @@ def test_questions_of_the_zipf_load_are_fresh_and_its_tenants_unequal() -> None:
 
 
 def test_a_later_turn_extends_the_earlier_one() -> None:
-    for workload in (multi_turn(seed=1), agentic(seed=1, num_sessions=8)):
+    for workload in (
+        multi_turn(seed=1),
+        agentic(seed=1, num_sessions=8),
+        coding_agents(seed=1, num_sessions=4),
+    ):
         last: dict[str, TraceRequest] = {}
         for request in workload.requests:
             earlier = last.get(request.session)
@@ -180,6 +186,17 @@ def test_an_agents_sessions_share_9000_tokens_and_no_key() -> None:
     assert len({request.prefix_ids[:num_shared] for request in workload.requests}) == 1
     assert len({request.prefix_ids[: num_shared + 1] for request in workload.requests}) == 8
     assert max(request.num_input_tokens for request in workload.requests) <= 120_000
+
+
+def test_coding_agents_have_long_prompts_of_which_next_to_nothing_is_new() -> None:
+    workload = coding_agents(seed=1, num_sessions=20)
+    sizes = sorted(request.num_input_tokens for request in workload.requests)
+    assert sizes[len(sizes) // 2] > 70_000 and sizes[-1] <= 200_000
+    sessions = Counter(request.session for request in workload.requests)
+    assert all(num_turns <= 46 for num_turns in sessions.values())
+    assert sum(num_turns >= 30 for num_turns in sessions.values()) > 15
+    assert len({request.prefix_ids[: 15_000 // workload.block_tokens] for request in workload.requests}) == 1
+    assert ideal_hits(workload).token_hit_rate > 0.95
 
 
 def test_the_adversarial_loads_are_what_they_say() -> None:
