@@ -69,7 +69,8 @@ class AnswerParser:
         self._skips_blanks = self._is_reasoning
         self._call: JsonCall | XmlCall | None = None
         self._num_ended_calls = 0
-        self._state: State = self._answer if answer_format.reasoning is None else self._begin
+        self._has_begun = answer_format.reasoning is None
+        self._state: State = self._answer if self._has_begun else self._begin
 
     @property
     def num_calls(self) -> int:
@@ -82,8 +83,22 @@ class AnswerParser:
         after it was fed."""
         return self._is_reasoning
 
+    def reason(self, text: str, out: list[Part], *, is_last: bool = False) -> str:
+        """Takes what comes before the answer, and appends its parts. Returns the text from the answer's first
+        character on, which is to be fed; with `is_last` also what might have led to reasoning."""
+        if self._has_begun:
+            return text
+        text, self._held = self._held + text, ""
+        while text and not self._has_begun:
+            text = self._state(text, out)
+        if is_last and not self._has_begun and not self._is_reasoning:
+            self._begin_answer()
+            text, self._held = self._held, ""
+        return text
+
     def feed(self, text: str) -> list[Part]:
         out: list[Part] = []
+        text = self.reason(text, out)
         for start in range(0, len(text), PIECE_CHARACTERS):
             rest = self._held + text[start : start + PIECE_CHARACTERS]
             self._held = ""
@@ -116,7 +131,10 @@ class AnswerParser:
                 text = begun[len(self._reasoning.begin) :]
             elif self._reasoning.begin.startswith(begun):
                 return self._hold(text)
-        self._state = self._reason if self._is_reasoning else self._answer
+        if self._is_reasoning:
+            self._state = self._reason
+        else:
+            self._begin_answer()
         return text
 
     def _reason(self, text: str, out: list[Part]) -> str:
@@ -124,11 +142,21 @@ class AnswerParser:
         if found is None:
             return ""
         self._is_reasoning = False
-        self._skips_blanks = True
-        self._state = self._answer
+        self._state = self._between
         return found[2]
 
+    def _between(self, text: str, out: list[Part]) -> str:
+        """The blanks behind reasoning are nobody's."""
+        text = text.lstrip()
+        if text:
+            self._begin_answer()
+        return text
+
     # --- the answer ---
+
+    def _begin_answer(self) -> None:
+        self._has_begun = True
+        self._state = self._answer
 
     def _answer(self, text: str, out: list[Part]) -> str:
         if self._syntax is None:

@@ -17,6 +17,7 @@ from replicas.protocol.images import named_media
 from replicas.protocol.prefix_leases import MAX_LEASES, PrefixLease
 from router.answers.parser import AnswerParser
 from router.answers.parts import Part
+from router.answers.stop_strings import StopStrings
 from router.api.answer_usage import AnswerUsage
 from router.api.chat_history import Turn, tenant_label
 from router.api.choice_output import ChoiceOutput
@@ -223,15 +224,13 @@ def _output(
     if request.skip_special_tokens is False:
         shown = shown.union(model.tokenizer.special_tokens)
     shows_stop = bool(request.include_stop_str_in_output)
+    strings = stop_strings(request.stop)
+    stops = StopStrings(strings, min_tokens=sampling.min_tokens, is_shown=shows_stop) if strings else None
     return ChoiceOutput(
-        model.tokenizer.new_detokenizer(
-            stop_strings(request.stop),
-            min_tokens=sampling.min_tokens,
-            shown=shown,
-            shows_stop=shows_stop,
-        ),
+        model.tokenizer.new_detokenizer(shown),
         silent,
         wishes.new_parser(),
+        stops,
         one_call=wishes.one_call,
         is_silent=wishes.is_silent,
         is_kept=wishes.is_kept,

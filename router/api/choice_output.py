@@ -10,6 +10,7 @@ from typing import NamedTuple
 from replicas.protocol.frames import FinishReason, TokenDelta, TokenLogprobs
 from router.answers.parser import AnswerParser
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Reasoning, Text
+from router.answers.stop_strings import StopStrings
 from router.prompt.detokenizer import Detokenizer
 
 TOOL_CALLS = "tool_calls"
@@ -46,16 +47,17 @@ class _Run:
 
 
 class ChoiceOutput:
-    """Feed it the choice's deltas. Without a parser all of the text is the answer's. With `one_call` it ends
-    before what would follow its first tool call, and with `is_silent` it says nothing at all: only the prompt
-    matters. The token that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of
-    which `text`, `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay
-    empty.
+    """Feed it the choice's deltas. Without a parser all of the text is the answer's. `stops` count in the
+    answer, from its first character on, and never in reasoning. With `one_call` it ends before what would
+    follow its first tool call, and with `is_silent` it says nothing at all: only the prompt matters. The
+    token that ends it stands for nothing, unless it `shows_stop`. If it is kept, `said` (of which `text`,
+    `reasoning` and `calls` are parts) and `token_ids` have all of it in the end; else they stay empty.
     """
 
     __slots__ = (
         "_detokenizer",
         "_has_called",
+        "_has_cut_call",
         "_held",
         "_is_kept",
         "_is_plain",
@@ -67,6 +69,7 @@ class ChoiceOutput:
         "_shows_stop",
         "_silent_token_ids",
         "_stopped",
+        "_stops",
         "finish_reason",
         "logprobs",
         "num_reasoning_tokens",
@@ -80,6 +83,7 @@ class ChoiceOutput:
         detokenizer: Detokenizer,
         silent_token_ids: frozenset[int],
         parser: AnswerParser | None = None,
+        stops: StopStrings | None = None,
         *,
         one_call: bool = False,
         is_silent: bool = False,
@@ -89,14 +93,16 @@ class ChoiceOutput:
         self._detokenizer = detokenizer
         self._silent_token_ids = silent_token_ids
         self._parser = parser
+        self._stops = stops
         self._one_call = one_call
         self._is_silent = is_silent
         self._is_kept = is_kept
-        self._is_plain = parser is None and not is_silent and not detokenizer.has_stop_strings
+        self._is_plain = parser is None and stops is None and not is_silent
         self._shows_stop = shows_stop
         self._held: list[int] = []
         self._runs: list[_Run] = []
         self._has_called = False
+        self._has_cut_call = False
         self._num_calls = 0
         self._stopped = False
         self.token_ids: list[int] = []
@@ -135,12 +141,12 @@ class ChoiceOutput:
     @property
     def stop_string(self) -> str | None:
         """The one that ended it, if one did."""
-        return self._detokenizer.stop_string
+        return None if self._stops is None else self._stops.found
 
     @property
     def may_stop_early(self) -> bool:
         """Its text may end it before the engine does."""
-        return self._detokenizer.has_stop_strings or self._one_call
+        return self._stops is not None or self._one_call
 
     @property
     def num_said_tokens(self) -> int:
@@ -194,35 +200,38 @@ class ChoiceOutput:
         if finish is not None and not self._stopped:
             parts = [*parts, *self._last_parts()]
             self.finish_reason = finish.value
-        if self._detokenizer.stop_string is not None and not self._stopped:
+        if self.stop_string is not None and not self._stopped:
             self._stopped = True
             if finish is None and self._parser is not None:
-                parts = [*parts, *self._parser.finish()]
+                parts = [*parts, *self._closing_parts()]
         if self._stopped:
             self.finish_reason = FinishReason.STOP.value
         if self._is_silent and self.finish_reason is not None:
             self.finish_reason = FinishReason.LENGTH.value
         parts = self._took(parts)
-        if self.finish_reason == FinishReason.STOP.value and self._num_calls:
+        if self.finish_reason == FinishReason.STOP.value and self._num_calls and not self._has_cut_call:
             self.finish_reason = TOOL_CALLS
         return parts
 
     def _parts_of(self, token_ids: Sequence[int]) -> Sequence[Part]:
-        parser = self._parser
+        parser, stops, add = self._parser, self._stops, self._detokenizer.add
         if parser is None:
-            return _said(self._detokenizer.add(token_ids))
+            return _said(
+                add(token_ids) if stops is None else "".join([stops.add(add((i,))) for i in token_ids])
+            )
         parts: list[Part] = []
         for token_id in token_ids:  # one by one, since those of reasoning are counted
             was_reasoning = parser.is_reasoning
-            parts += self._parsed(self._detokenizer.add((token_id,)))
+            answer = parser.reason(add((token_id,)), parts)
+            parts += self._parsed(answer if stops is None else stops.add(answer))
             self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
         return parts
 
-    def _parsed(self, text: str) -> Sequence[Part]:
+    def _parsed(self, answer: str) -> Sequence[Part]:
         assert self._parser is not None
-        if not text or self._stopped:
+        if not answer or self._stopped:
             return ()
-        parts = self._parser.feed(text)
+        parts = self._parser.feed(answer)
         if self._one_call:
             for number, part in enumerate(parts):
                 if self._has_called:
@@ -232,10 +241,21 @@ class ChoiceOutput:
         return parts
 
     def _last_parts(self) -> Sequence[Part]:
+        parts: list[Part] = []
         text = self._detokenizer.finish()
+        if self._parser is not None:
+            text = self._parser.reason(text, parts, is_last=True)
+        if self._stops is not None:
+            text = self._stops.add(text) + self._stops.finish()
         if self._parser is None:
             return _said(text)
-        return [*self._parsed(text), *self._parser.finish()]
+        return [*parts, *self._parsed(text), *self._closing_parts()]
+
+    def _closing_parts(self) -> Sequence[Part]:
+        assert self._parser is not None
+        parts = self._parser.finish()
+        self._has_cut_call = self.stop_string is not None and any(type(part) is CallEnd for part in parts)
+        return parts
 
     def _took(self, parts: Sequence[Part]) -> Sequence[Part]:
         if self._is_silent:

@@ -176,7 +176,7 @@ def said_thought(model: ServedModel, told: Told, digest: bytes, tools: Tools) ->
         answer_format, wants_calls=wants_calls, starts_in_reasoning=told.starts_in_reasoning, tools=tools
     )
     shown = frozenset[str]() if parser is None else answer_format.marks(wants_calls=wants_calls)
-    detokenizer = model.tokenizer.new_detokenizer(shown=shown)
+    detokenizer = model.tokenizer.new_detokenizer(shown)
     text = detokenizer.add(token_ids) + detokenizer.finish()
     parts: list[Part] = [Text(text)] if parser is None else [*parser.feed(text), *parser.finish()]
     calls: list[dict[str, str]] = []

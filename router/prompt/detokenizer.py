@@ -1,10 +1,9 @@
-"""Detokenizer: one choice's token ids → text, as they come, with stop strings.
+"""Detokenizer: one choice's token ids → text, as they come.
 
-Owns what is not yet safe to say: an unfinished character, the possible beginning of a stop string.
-Why a generation ended is for its caller.
+Owns what is not yet safe to say: an unfinished character. Why a generation ended is for its caller.
 
-The text that comes out, joined, is what decoding all tokens at once would give, cut before the first
-stop string, however the tokens were grouped on their way here.
+The text that comes out, joined, is what decoding all tokens at once would give, however the tokens were
+grouped on their way here.
 """
 
 import codecs
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import tokenizers
-
-from router.prompt.literals import num_begun
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
@@ -37,91 +34,27 @@ class TokenBytes:
         return tuple(shown)
 
 
-class _Pieces(Protocol):
-    """Turns tokens into finished characters."""
+class Detokenizer(Protocol):
+    """`add` what the engine made; `finish` when the engine is done."""
 
-    def feed(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-class Detokenizer:
-    """`add` what the engine made; stop when `stop_string` is set; `finish` when the engine is done.
-
-    `token_bytes` says what each token of a byte-level vocabulary shows; with any other, `hidden` ones show
-    nothing. The stop string that ended it is part of the text where it `shows_stop`.
-    """
-
-    __slots__ = ("_held", "_min_tokens", "_num_tokens", "_pieces", "_shows_stop", "_stop", "stop_string")
-
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        token_bytes: tuple[bytes, ...] | None,
-        stop: Sequence[str] = (),
-        *,
-        min_tokens: int = 0,
-        hidden: frozenset[int] = frozenset(),
-        shows_stop: bool = False,
-    ) -> None:
-        assert all(stop), "a stop string is never empty"
-        self._pieces: _Pieces = (
-            _WindowPieces(tokenizer, hidden) if token_bytes is None else _BytePieces(token_bytes)
-        )
-        self._stop = tuple(stop)
-        self._held = ""
-        self._min_tokens = min_tokens
-        self._shows_stop = shows_stop
-        self._num_tokens = 0
-        self.stop_string: str | None = None
-
-    @property
-    def has_stop_strings(self) -> bool:
-        return bool(self._stop)
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """The text that is now certain. Text of the first `min_tokens` tokens never stops anything."""
-        if not self._stop:
-            return self._pieces.feed(token_ids)
-        if self._num_tokens >= self._min_tokens:
-            return self._release(self._pieces.feed(token_ids))
-        text = ""
-        for token_id in token_ids:
-            self._num_tokens += 1
-            piece = self._pieces.feed((token_id,))
-            text += piece if self._num_tokens <= self._min_tokens else self._release(piece)
-        return text
+    def add(self, token_ids: Sequence[int], /) -> str:
+        """The text that is now certain."""
+        ...
 
     def finish(self) -> str:
         """What was held back, when nothing follows any more."""
-        if self.stop_string is not None:
-            return ""
-        text = self._release(self._pieces.finish())
-        held, self._held = self._held, ""
-        return text if self.stop_string is not None else text + held
-
-    def _release(self, piece: str) -> str:
-        if not piece or self.stop_string is not None:
-            return ""
-        text = self._held + piece
-        found = _first_stop(text, self._stop)
-        if found is not None:
-            start, self.stop_string = found
-            self._held = ""
-            return text[: start + len(self.stop_string)] if self._shows_stop else text[:start]
-        num_held = num_begun(text, self._stop)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        ...
 
 
-def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """The stop string that is complete first (the longer one, if two end together) and its start."""
-    found: tuple[int, int, str] | None = None
-    for candidate in stop:
-        start = text.find(candidate)
-        if start >= 0 and (found is None or (start + len(candidate), start) < found[:2]):
-            found = (start + len(candidate), start, candidate)
-    return None if found is None else (found[1], found[2])
+def new_detokenizer(
+    tokenizer: tokenizers.Tokenizer,
+    token_bytes: tuple[bytes, ...] | None,
+    *,
+    hidden: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """`token_bytes` says what each token of a byte-level vocabulary shows; with any other, `hidden` ones show
+    nothing."""
+    return _WindowPieces(tokenizer, hidden) if token_bytes is None else _BytePieces(token_bytes)
 
 
 class _BytePieces:
@@ -133,7 +66,7 @@ class _BytePieces:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._token_bytes = token_bytes
 
-    def feed(self, token_ids: Sequence[int]) -> str:
+    def add(self, token_ids: Sequence[int]) -> str:
         token_bytes = self._token_bytes
         if len(token_ids) == 1 and token_ids[0] < len(token_bytes):
             return self._decode(token_bytes[token_ids[0]])
@@ -156,8 +89,8 @@ class _WindowPieces:
         self._end_said = 0
         """Tokens at the window's start whose text is out already; they give the others their context."""
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        return "".join([self._feed_one(token_id) for token_id in token_ids if token_id not in self._hidden])
+    def add(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._add_one(token_id) for token_id in token_ids if token_id not in self._hidden])
 
     def finish(self) -> str:
         text = self._new_text()
@@ -165,7 +98,7 @@ class _WindowPieces:
         self._end_said = 0
         return text
 
-    def _feed_one(self, token_id: int) -> str:
+    def _add_one(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._new_text()
         num_waiting = len(self._window) - self._end_said

@@ -25,7 +25,7 @@ import fastokens
 import tokenizers
 
 from replicas.protocol.status import TokenizerBundle
-from router.prompt.detokenizer import Detokenizer, TokenBytes, token_bytes_of
+from router.prompt.detokenizer import Detokenizer, TokenBytes, new_detokenizer, token_bytes_of
 from router.prompt.literals import longest_of
 from router.prompt.quoting import unquote
 from router.prompt.segments import SegmentCache
@@ -245,24 +245,10 @@ class Tokenizer:
         """The vocabulary's own spelling of each token."""
         return [self._reference.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def new_detokenizer(
-        self,
-        stop: Sequence[str] = (),
-        *,
-        min_tokens: int = 0,
-        shown: frozenset[str] = frozenset(),
-        shows_stop: bool = False,
-    ) -> Detokenizer:
+    def new_detokenizer(self, shown: frozenset[str] = frozenset()) -> Detokenizer:
         """Special tokens stand for nothing, but those to be `shown`, which stand for their names."""
         token_bytes, hidden = self._showing(shown)
-        return Detokenizer(
-            self._reference,
-            token_bytes,
-            stop,
-            min_tokens=min_tokens,
-            hidden=hidden,
-            shows_stop=shows_stop,
-        )
+        return new_detokenizer(self._reference, token_bytes, hidden=hidden)
 
     def _showing(self, shown: frozenset[str]) -> _Showing:
         """A model's answers show the same few tokens each time, so there are few tables to remember."""

@@ -1,15 +1,16 @@
 """Reasoning and tool calls on their way from tokens to a chat's answer."""
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from replicas.protocol.frames import FinishReason
+from replicas.protocol.frames import FinishReason, PromptUsage, RequestKey, TokenDelta
 from tests.router.http_server import HttpServer, http_server
-from tests.router.scripted_dispatch import says
+from tests.router.scripted_dispatch import Script, says
 from tests.router.thinking_model import MODEL, catalog, token_ids
 
 THINKS = "<think>\nShe wants the weather.\n</think>\n\n"
@@ -134,6 +135,83 @@ async def test_stop_strings_end_text_around_calls(server: HttpServer, http: http
     assert choice["message"]["content"] == "One. "
     assert choice["finish_reason"] == "stop"
     assert server.dispatcher.aborted == [0]
+
+
+async def streamed(http: httpx.AsyncClient, **fields: Any) -> tuple[str, str, str | None]:
+    """Reasoning, content, and why it ended."""
+    answer = await http.post("/v1/chat/completions", json=ASKED | fields | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    reasoning, content, end = "", "", None
+    for frame in answer.text.split("\n\n")[:-2]:
+        (choice,) = json.loads(frame.removeprefix("data: "))["choices"]
+        reasoning += choice["delta"].get("reasoning_content") or ""
+        content += choice["delta"].get("content") or ""
+        end = choice["finish_reason"] or end
+    return reasoning, content, end
+
+
+STOPPED_ANSWERS = (
+    # what is said behind the reasoning, the stop strings, the text that is answered, whether they end it
+    ("It rains.\n\nA lot.", ["\n\n"], "It rains.", True),
+    ("It rains.", ["\n\n"], "It rains.", False),
+    ("It rains.", ["wants", "</think>", "ther.\n</think>\n\nIt", "\n\nIt"], "It rains.", False),
+    ("She rains.", ["She"], "", True),
+    ("   \n It rains.\n", [" ", "\n"], "It", True),
+    ("\n", ["\n"], "", False),
+    ("", ["\n\n", "wants"], "", False),
+    ("Use <think> here", ["<think"], "Use ", True),
+)
+
+
+@pytest.mark.parametrize(("said", "stop", "answered", "ends"), STOPPED_ANSWERS)
+@pytest.mark.parametrize("with_tools", [False, True])
+async def test_stop_strings_count_from_the_answers_first_character(
+    server: HttpServer,
+    http: httpx.AsyncClient,
+    said: str,
+    stop: list[str],
+    answered: str,
+    ends: bool,
+    with_tools: bool,
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + said))
+    fields = {"stop": stop, **({"tools": TOOLS} if with_tools else {})}
+    (choice,) = (await whole(http, **fields))["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == "She wants the weather."
+    assert message["content"] == answered
+    assert (choice["matched_stop"] in stop) == ends
+    assert bool(server.dispatcher.aborted) == ends
+    expected = ("She wants the weather.", answered, choice["finish_reason"])
+    assert await streamed(http, **fields) == expected
+    server.dispatcher.script = as_one_delta(token_ids(THINKS + said))
+    assert await streamed(http, **fields) == expected
+
+
+def as_one_delta(ids: Sequence[int]) -> Script:
+    usage = PromptUsage(10, 0, 0, 0)
+    delta = TokenDelta(RequestKey(1, 0), tuple(ids), finish_reason=FinishReason.STOP, usage=usage)
+    return lambda generation: [[delta]]
+
+
+async def test_reasoning_that_is_cut_off_says_all_of_itself_whatever_the_stop_strings(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    thinks = "<think>\nOne. Two. STO"
+    server.dispatcher.script = says(token_ids(thinks, end=False), finish=FinishReason.LENGTH)
+    (choice,) = (await whole(http, stop=["Two", "STOP", "STO"]))["choices"]
+    assert choice["message"]["reasoning_content"] == "One. Two. STO"
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
+
+
+async def test_a_stop_string_counts_in_a_call_and_one_that_it_cuts_is_not_to_be_run(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + CALL))
+    for stop, reason in (("</tool_call>", "tool_calls"), ("Århus", "stop"), ("weather.", "tool_calls")):
+        (choice,) = (await whole(http, tools=TOOLS, stop=stop))["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+        assert choice["finish_reason"] == reason
 
 
 async def test_a_large_body_is_answered_alike(server: HttpServer, http: httpx.AsyncClient) -> None:

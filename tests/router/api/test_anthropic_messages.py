@@ -185,6 +185,17 @@ async def test_why_an_answer_ends(server: HttpServer, http: httpx.AsyncClient) -
     assert answer["content"] == [{"type": "text", "text": "The "}]
 
 
+async def test_stop_sequences_count_from_the_answers_first_character(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + "It rains.\n\nA lot."))
+    asked: dict[str, Any] = {"thinking": {"type": "adaptive"}, "stop_sequences": ["\n\n", "weather"]}
+    for answer in (await whole(http, **asked), joined(await events(http, **asked))):
+        thinking, text = answer["content"]
+        assert (thinking["thinking"], text["text"]) == ("She wants the weather.", "It rains.")
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "\n\n")
+
+
 async def test_an_answer_that_is_begun_goes_on_from_there(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:

@@ -216,6 +216,16 @@ async def test_what_is_generated_follows_the_configuration(
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
 
 
+async def test_stop_sequences_count_from_the_answers_first_character(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(THINKS + "It rains.\n\nA lot."))
+    config = {"stopSequences": ["\n\n", "weather"], "thinkingConfig": {"includeThoughts": True}}
+    expected = ["It rains.", "She wants the weather.", [], "STOP"]
+    assert plain(await whole(http, generationConfig=config)) == [expected]
+    assert joined(await events(http, generationConfig=config)) == [expected]
+
+
 async def test_tokens_are_counted_as_generating_counts_them(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:

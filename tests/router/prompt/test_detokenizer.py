@@ -1,4 +1,4 @@
-"""Detokenizer: the text of a stream is that of the whole, cut before the first stop string."""
+"""Detokenizer: the text of a stream is that of the whole."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models
 
-from router.prompt.detokenizer import Detokenizer
+from router.prompt.detokenizer import Detokenizer, new_detokenizer
 from router.prompt.tokenizer import Tokenizer
 from tests.router import tiny_model
 
@@ -23,21 +23,12 @@ def _stream(detokenizer: Detokenizer, tokens: Sequence[int], sizes: Sequence[int
     said: list[str] = []
     start = 0
     for size in sizes:
-        if start >= len(tokens) or detokenizer.stop_string is not None:
+        if start >= len(tokens):
             break
         said.append(detokenizer.add(tokens[start : start + size]))
         start += size
     said.append(detokenizer.finish())
     return said
-
-
-def _first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """The oracle: read character by character until a stop string is complete."""
-    for end in range(1, len(text) + 1):
-        found = [candidate for candidate in stop if text[:end].endswith(candidate)]
-        if found:
-            return end - len(max(found, key=len))
-    return None
 
 
 @given(token_ids, cuts)
@@ -54,43 +45,6 @@ def test_no_piece_ever_holds_a_broken_character(text: str, sizes: list[int]) -> 
     assert sum(piece.count("\ufffd") for piece in said) == text.count("\ufffd")
 
 
-@given(
-    st.text("abc ", max_size=40),
-    st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1, max_size=4),
-    cuts,
-)
-def test_text_ends_before_the_first_complete_stop_string(
-    text: str, stop: list[str], sizes: list[int]
-) -> None:
-    tokens = REFERENCE.encode(text, add_special_tokens=False).ids
-    detokenizer = TOKENIZER.new_detokenizer(stop)
-    said = "".join(_stream(detokenizer, tokens, sizes))
-    assert said == text[: _first_stop(text, stop)]
-    assert (detokenizer.stop_string is None) == (_first_stop(text, stop) is None)
-
-
-def test_of_several_stop_strings_the_one_that_is_complete_first_counts_in_whatever_batches() -> None:
-    tokens = REFERENCE.encode("x abcab", add_special_tokens=False).ids
-    for sizes in ([1] * 10, [10]):
-        detokenizer = TOKENIZER.new_detokenizer(["abcab", "c", "bc"])
-        assert "".join(_stream(detokenizer, tokens, sizes)) == "x a"
-        assert detokenizer.stop_string == "bc"
-
-
-def test_the_possible_beginning_of_a_stop_string_is_held_back_until_it_is_none() -> None:
-    detokenizer = TOKENIZER.new_detokenizer(["END"])
-    said = [detokenizer.add(REFERENCE.encode(letter).ids) for letter in ("x", "E", "N", "x", "E")]
-    assert said == ["x", "", "", "ENx", ""]
-    assert detokenizer.finish() == "E"
-
-
-def test_a_stop_string_within_the_first_min_tokens_does_not_stop() -> None:
-    tokens = [REFERENCE.token_to_id(letter) for letter in "abab"]
-    detokenizer = TOKENIZER.new_detokenizer(["ab"], min_tokens=2)
-    assert "".join(_stream(detokenizer, tokens, [1] * 5)) == "ab"
-    assert detokenizer.stop_string == "ab"
-
-
 def test_special_tokens_and_ids_beyond_the_vocabulary_stand_for_nothing() -> None:
     hello = REFERENCE.encode("Hello").ids
     detokenizer = TOKENIZER.new_detokenizer()
@@ -102,9 +56,9 @@ def test_special_tokens_that_are_to_be_shown_stand_for_their_names() -> None:
     hello = REFERENCE.encode("Hello").ids
     shown = frozenset({"<|im_start|>", "<|no_such_token|>"})
     for _ in range(2):
-        detokenizer = TOKENIZER.new_detokenizer(["end|> Hello"], shown=shown)
+        detokenizer = TOKENIZER.new_detokenizer(shown)
         assert detokenizer.add([0, 1, *hello, 2, VOCAB_SIZE + 5]) == "<|im_start|>Hello"
-        assert TOKENIZER.new_detokenizer(shown=frozenset({"none"})).add([0, 1, *hello]) == "Hello"
+        assert TOKENIZER.new_detokenizer(frozenset({"none"})).add([0, 1, *hello]) == "Hello"
         assert TOKENIZER.new_detokenizer().add([0, 1, *hello]) == "Hello"
 
 
@@ -131,7 +85,7 @@ def _tokens_of(tokenizer: Reference, words: Sequence[str]) -> list[int]:
 def test_decoders_of_another_kind_stream_as_they_decode(words: list[str]) -> None:
     tokenizer = _sentencepiece_like()
     tokens = _tokens_of(tokenizer, words)
-    detokenizer = Detokenizer(tokenizer, None)
+    detokenizer = new_detokenizer(tokenizer, None)
     said = _stream(detokenizer, tokens, [1] * (len(tokens) + 1))
     assert "".join(said) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert not any("\ufffd" in piece for piece in said)
@@ -144,7 +98,7 @@ def test_other_decoders_show_and_hide_special_tokens_as_well(words: list[str]) -
     tokenizer.add_tokens(["<shown>"])
     tokens = _tokens_of(tokenizer, words)
     hidden = tokenizer.token_to_id("<hidden>")
-    detokenizer = Detokenizer(tokenizer, None, hidden=frozenset({hidden}))
+    detokenizer = new_detokenizer(tokenizer, None, hidden=frozenset({hidden}))
     said = _stream(detokenizer, tokens, [1] * (len(tokens) + 1))
     assert "".join(said) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert "".join(said).count("<shown>") == words.count("<shown>")
