@@ -138,6 +138,10 @@ _IDS = re.compile(
     r"|\b[0-9a-fA-F]{8,}\b|\b\d{9,}\b"
 )
 _NUMBERS = re.compile(r"\d+(?:[.,]\d+)*")
+_decoder = json.JSONDecoder()
+_OPENS = re.compile(r"[\[{]")
+MOST_OPENED = 64
+"""How many times JSON is looked for in a text that has none there."""
 
 
 def habit_of(
@@ -158,6 +162,8 @@ def habit_of(
         return Habit.HISTORY_CUT
     if _is_image(earlier, steps) and _is_image(later, steps):
         return Habit.IMAGE_CHANGED
+    if not _is_argument(steps) and _have_other_key_order(earlier, later, steps):
+        return Habit.KEY_ORDER
     if isinstance(old, str) and isinstance(new, str):
         volatile = _volatile(old, new)
         if volatile is not None:
@@ -268,6 +274,40 @@ def _tools(body: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _sorted(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
+
+
+def _have_other_key_order(earlier: Mapping[str, Any], later: Mapping[str, Any], steps: _Steps) -> bool:
+    """Whether the text at this place, or its turn, is the same in both but for the order of keys: those of
+    the body itself, and of JSON within texts."""
+    for end in dict.fromkeys((len(steps), min(2, len(steps)))):
+        pair = [value_at(body, steps[:end]) for body in (earlier, later)]
+        if json.dumps(pair[0]) != json.dumps(pair[1]) and _sorted(_read(pair[0])) == _sorted(_read(pair[1])):
+            return json.dumps(_read(pair[0])) != json.dumps(_read(pair[1]))
+    return False
+
+
+def _read(value: Any) -> Any:
+    """With the JSON that stands in texts read."""
+    if isinstance(value, str):
+        return _pieces(value)
+    if isinstance(value, dict):
+        return {name: _read(item) for name, item in value.items()}
+    return [_read(item) for item in value] if isinstance(value, list) else value
+
+
+def _pieces(text: str) -> list[Any]:
+    """The JSON of a text, and what stands around it."""
+    pieces: list[Any] = []
+    start = at = num_opened = 0
+    while num_opened < MOST_OPENED and (opens := _OPENS.search(text, at)):
+        try:
+            found, end = _decoder.raw_decode(text, opens.start())
+        except (ValueError, RecursionError):
+            num_opened, at = num_opened + 1, opens.end()
+            continue
+        pieces += [text[start : opens.start()], found]
+        start = at = end
+    return [*pieces, text[start:]]
 
 
 def _said(turn: Any) -> str:

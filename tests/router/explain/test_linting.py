@@ -94,6 +94,55 @@ def test_what_is_lost_is_what_the_unbroken_prompt_would_have_read(way: str) -> N
     assert 0.8 * could <= found.num_lost_tokens <= could + GRAM
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("around", ["", "Found 3 records {of 5}:\n"])
+def test_a_result_whose_keys_come_in_another_order_is_told_to_have_them_sorted(
+    dialect: str, around: str
+) -> None:
+    rng = Random(f"{dialect} {around}")
+    prompt = broken("argument", dialect, rng, num_turns=4)
+    records = [{name: text(rng, 9) for name in ("place", "weather", "wind", "sky")} for _ in range(3)]
+    rewritten = [dict(reversed(record.items())) for record in records]
+    words = [around + json.dumps(each) for each in (records, rewritten)]
+    bodies = json.loads(json.dumps([prompt.before, prompt.before]))
+    for body, result in zip(bodies, words, strict=True):
+        assert _set_result(body, result)
+    (_, found) = _found(bodies)
+    assert found is not None
+    assert found.habit is Habit.KEY_ORDER, found.place
+    assert "sort" in ADVICE[found.habit]
+
+
+def _set_result(body: Any, result: str) -> bool:
+    """The first result of a tool that a body has; text where it stands as one, JSON where that is an object."""
+    for value in body.values() if isinstance(body, dict) else body:
+        if isinstance(value, dict | list) and _set_result(value, result):
+            return True
+    if not isinstance(body, dict):
+        return False
+    for name, is_one in (
+        ("content", body.get("role") == "tool" or body.get("type") == "tool_result"),
+        ("output", body.get("type") == "function_call_output"),
+        ("response", "response" in body),
+    ):
+        if is_one:
+            body[name] = {"output": json.loads(result[result.index("[") :])} if name == "response" else result
+            return True
+    return False
+
+
+def test_json_that_is_written_otherwise_or_says_something_else_is_no_other_order() -> None:
+    prompt = broken("argument", "chat", Random(8), num_turns=4)
+    record = {name: text(Random(8), 9) for name in ("place", "weather", "wind")}
+    other = {**dict(reversed(record.items())), "wind": "none at all, and that all day"}
+    for words in (json.dumps(record, indent=3), json.dumps(other), "[" * 5000):
+        bodies = json.loads(json.dumps([prompt.before, prompt.before]))
+        for body, result in zip(bodies, (json.dumps(record), words), strict=True):
+            assert _set_result(body, result)
+        (_, found) = _found(bodies)
+        assert found is not None and found.habit in (Habit.HISTORY_EDITED, Habit.RESULT_TRIMMED)
+
+
 def test_conversations_that_go_on_break_nothing() -> None:
     for seed in range(8):
         made = conversation(Random(seed), num_tools=3, num_turns=6)
