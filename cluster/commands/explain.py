@@ -22,14 +22,6 @@ _HEADER = ("REPLICA", "RANK", "OVERLAP", "REQUESTS", "PENDING", "WAIT", "PREFILL
 
 _TIERS = ("DEVICE", "HOST", "DISK", "MOVE")
 
-_REASONS = {
-    "only_replica": "no other replica is ready",
-    "overlap": "no replica holds more of the prompt",
-    "home": "it is the first of the bucket's affinity order",
-    "spill": "its home, and the replicas that hold more of the prompt, are too busy",
-    "policy": "a baseline policy chooses it",
-}
-
 
 def explain(arguments: argparse.Namespace, url: str, say: Callable[[str], None]) -> int:
     """The command. Raises ClusterError."""
@@ -79,7 +71,7 @@ def render(explained: Mapping[str, Any]) -> str:
     rows += [_row(candidate, has_tiers=has_tiers) for candidate in candidates]
     sentences = [tiers["sentence"] for candidate in candidates if (tiers := candidate.get("tiers"))]
     decision = explained["decision"]
-    reason = _REASONS.get(decision["reason"], decision["reason"])
+    cached = decision["overlap_tokens"]
     size = f"{num_tokens} tokens, {num_tokens // block_size} full blocks of {block_size}"
     lines = [
         f"{explained['model']}{adapter}: {size}",
@@ -88,7 +80,7 @@ def render(explained: Mapping[str, Any]) -> str:
         *align(rows),
         "",
         *(f"{sentence}." for sentence in sentences if sentence),
-        f"It would go to {decision['replica']} with {decision['overlap_tokens']} tokens cached: {reason}.",
+        f"It would go to {decision['replica']} with {cached} tokens cached: {decision['because']}.",
     ]
     return "\n".join(lines)
 

@@ -198,7 +198,8 @@ DECISIONS = (
     Panel(
         title="Decisions by reason",
         description="overlap: no replica holds more of the prompt. home: the bucket's first replica, for "
-        "prompts that none holds. spill: away from both, because both were busy. policy: a baseline decides.",
+        "prompts that none holds. spill: away from both, because both cost more: they were busy, or room in "
+        "their caches was dear. policy: a baseline decides.",
         unit="reqps",
         is_stacked=True,
         queries=(Query(rate("router_decisions_total", "MODEL", "reason"), "{{reason}}"),),
@@ -213,7 +214,7 @@ DECISIONS = (
     ),
     Panel(
         title="Spill",
-        description="Share of requests that were sent away from home and cache because of load. A little is "
+        description="Share of requests that were sent away from home and cache, which cost more. A little is "
         "the price of balance; a lot means copies of prefixes everywhere: the fleet is too small.",
         unit="percentunit",
         limits=((0.2, "orange"), (0.5, "red")),

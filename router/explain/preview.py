@@ -4,13 +4,31 @@ Owns the shape that the explain route answers with. Decides nothing itself: it w
 the router's own code has made.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from replicas.protocol.keys import blocks_per_stride, indexed_positions
 from replicas.protocol.ways import moves
 from router.generation import Generation
-from router.routing.decision import Candidate, Decision
+from router.routing.decision import Candidate, Decision, DecisionReason
 from router.routing.table import Preview
+
+_BECAUSE: Mapping[DecisionReason, str] = {
+    DecisionReason.ONLY_REPLICA: "no other replica ready",
+    DecisionReason.OVERLAP: "none with more of the prompt",
+    DecisionReason.HOME: "first of the bucket's affinity order",
+    DecisionReason.SPILL: "cheaper than its home and than those with more of the prompt",
+    DecisionReason.POLICY: "chosen by a baseline policy",
+}
+
+_TERMS: Mapping[str, str] = {
+    "wait_seconds": "its queue is longer",
+    "move_seconds": "bringing KV to its device takes longer",
+    "prefill_seconds": "it computes more slowly",
+    "delay_seconds": "the prompt delays more requests",
+    "room_seconds": "its cache is fuller, so room costs more",
+}
+"""What makes a replica dearer than the one that was chosen, by the term of its cost."""
 
 
 def explanation(
@@ -30,6 +48,7 @@ def explanation(
         "decision": {
             "replica": decision.replica_id,
             "reason": decision.reason.value,
+            "because": because(decision),
             "overlap_tokens": decision.overlap_tokens,
         },
         "candidates": candidates_by_cost(decision),
@@ -38,6 +57,24 @@ def explanation(
             for position in positions
         ],
     }
+
+
+def because(decision: Decision) -> str:
+    """Why it goes there. Of a spill: what decided against the one with most of the prompt, or the home."""
+    if decision.reason is not DecisionReason.SPILL:
+        return _BECAUSE[decision.reason]
+    chosen = next((each for each in decision.candidates if each.replica_id == decision.replica_id), None)
+    if chosen is None:
+        return _BECAUSE[decision.reason]
+    others = [each for each in decision.candidates if each is not chosen]
+    passed = min(others, key=lambda each: (-each.overlap_tokens, each.rank))
+    role = "its home" if passed.overlap_tokens <= chosen.overlap_tokens else "which has more of the prompt"
+    if passed.cost.seconds <= chosen.cost.seconds:
+        return f"not to {passed.replica_id}, {role}: it has more requests, and costs about as much"
+    own, other = chosen.cost, passed.cost
+    term = max(_TERMS, key=lambda name: getattr(other, name) - getattr(own, name))
+    here, there = (_milliseconds(getattr(cost, term)) for cost in (own, other))
+    return f"not to {passed.replica_id}, {role}: {_TERMS[term]} ({there}, {here} at {chosen.replica_id})"
 
 
 def candidates_by_cost(decision: Decision) -> list[dict[str, Any]]:

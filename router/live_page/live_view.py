@@ -12,7 +12,7 @@ from typing import Any
 from replicas.protocol.events import Tier
 from replicas.protocol.frames import LoadSnapshot
 from replicas.protocol.status import Epoch, ReplicaId
-from router.explain.preview import candidates_by_cost
+from router.explain.preview import because, candidates_by_cost
 from router.live_page.live import user_name
 from router.observation.chain_tree import ChainNode, Root
 from router.observation.recent import NUM_SLOTS, SLOT_SECONDS, Origins, RecentDecision, Slot
@@ -213,6 +213,7 @@ def explained_data(recent: RecentDecision) -> dict[str, Any]:
         "ended_ms": _milliseconds(recent.ended_seconds),
         "output_tokens": recent.num_output_tokens,
         "rank": None if decision is None else decision.rank,
+        "because": None if decision is None else because(decision),
         "candidates": [] if decision is None else candidates_by_cost(decision),
         "findings": [{"kind": one.cause.value, "text": one.text} for one in recent.findings()],
     }

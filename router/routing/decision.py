@@ -45,7 +45,7 @@ class DecisionReason(enum.StrEnum):
     HOME = "home"
     """The bucket's first replica."""
     SPILL = "spill"
-    """Away from home and from the cache, because both were too busy."""
+    """Away from home and from the cache, since both cost more: in time, or by the price of room."""
     POLICY = "policy"
     """A baseline policy said so."""
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from cluster.commands.explain import render
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import MoveSpeeds, Reach
-from router.explain.preview import candidates_by_cost
+from router.explain.preview import because, candidates_by_cost
 from router.routing.cost import cost_of
 from router.routing.decision import Candidate, Decision, DecisionReason
 from router.routing.load import ReplicaLoad
@@ -114,6 +114,7 @@ def rendered(decision: Decision) -> str:
             "decision": {
                 "replica": decision.replica_id,
                 "reason": decision.reason.value,
+                "because": because(decision),
                 "overlap_tokens": decision.overlap_tokens,
             },
             "candidates": candidates_by_cost(decision),

@@ -4,14 +4,6 @@ import { bar, cell, clock, count, element, isInUse, keyed, labelled, millisecond
 
 const MOST_ROWS = 60;
 
-const REASONS = {
-  only_replica: "no other replica was ready",
-  overlap: "no replica held more of the prompt",
-  home: "first of the bucket's affinity order",
-  spill: "its home, and the replicas that held more of the prompt, were too busy",
-  policy: "chosen by a baseline policy",
-};
-
 const REMARKS = {
   never_cached: "not seen before",
   below_a_block: "less than a block",
@@ -157,7 +149,7 @@ function explained(decision) {
   const list = element("dl", {});
   for (const [name, value] of facts) list.append(element("div", {}, element("dt", {}, name), element("dd", {}, String(value))));
   const parts = [];
-  if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${REASONS[decision.reason] ?? decision.reason}.`));
+  if (decision.replica !== null) parts.push(element("p", { class: "because" }, `Sent to ${decision.replica}: ${decision.because}.`));
   const tiers = tiersOf(decision);
   if (tiers !== null) parts.push(element("p", {}, `Cached tokens: ${tiers.textContent}.`));
   const images = imagesOf(decision);

@@ -114,7 +114,7 @@ def test_a_result_whose_keys_come_in_another_order_is_told_to_have_them_sorted(
 
 
 def _set_result(body: Any, result: str) -> bool:
-    """The first result of a tool that a body has; text where it stands as one, JSON where that is an object."""
+    """The first result of a tool: a text, or JSON where a dialect has an object there."""
     for value in body.values() if isinstance(body, dict) else body:
         if isinstance(value, dict | list) and _set_result(value, result):
             return True
