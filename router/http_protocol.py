@@ -8,11 +8,15 @@ is read (`router/api/http.py`), idle time between requests by uvicorn.
 A client that has ended its side may have left, or may wait for its answer: only writing tells. So until
 the answer begins it is sent `100 Continue` now and then, which clients skip; the system of one that has left
 resets the connection.
+
+HTTP/1 is all that is spoken: an offer to go on in another protocol, which Java's client makes with every
+request, is passed over (RFC 9110, 7.8), and a tunnel is refused.
 """
 
 import asyncio
 from typing import Any, ClassVar
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -204,9 +208,35 @@ class ClientProtocol(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._framing += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except (HttpParserError, HttpParserUpgrade):
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._framing and self._awaits_head and self._deadline is None:
             self._start_deadline()
+
+    def _parse(self, data: bytes) -> None:
+        """The parser takes what follows the head of an offer for the other protocol, no longer for a body. So
+        another parser reads that head, without the offer, and goes on from there. Raises HttpParserError;
+        HttpParserUpgrade for a tunnel."""
+        rest: bytes | memoryview = data
+        while rest and not self.transport.is_closing():
+            try:
+                self.parser.feed_data(rest)
+                return
+            except HttpParserUpgrade as offer:
+                rest = memoryview(rest)[offer.args[0] :]
+            head = self._head_without_offer()
+            self.parser = HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(head)
+
+    def _head_without_offer(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        headers = (b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(headers))
 
     def on_message_begin(self) -> None:
         self._start_deadline()
@@ -214,6 +244,8 @@ class ClientProtocol(HttpToolsProtocol):
         self.scope["extensions"] = self._extensions
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stop_deadline()
         self._framing = 0
         self._awaits_head = False
@@ -222,6 +254,7 @@ class ClientProtocol(HttpToolsProtocol):
                 self._abort(Ended.TOO_MANY_QUEUED)
             return
         super().on_headers_complete()
+        self.headers = []  # trailers are none of the request's
         if self._is_leaving:
             self.cycle.keep_alive = False
         if 0 < len(self.pipeline) <= READ_AHEAD:
@@ -235,6 +268,8 @@ class ClientProtocol(HttpToolsProtocol):
         self._framing = max(0, self._framing - CHUNK_HEAD_BYTES)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._framing = 0
         self._awaits_head = True
         self._stop_deadline()
