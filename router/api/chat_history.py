@@ -4,7 +4,7 @@ Owns the store of one router process, and when it is used; when other routers ar
 for one that is not known here; and what is known of how long tools take between two turns. A prompt that goes
 on from remembered tokens may be longer than the one that its template writes (reasoning stays in it), so it
 gives way where an answer would have no room. An answer is remembered as its client can send it back: not one
-that a stop string or the router cut short, nor one that broke off before it said anything or in a call.
+that a stop string or the router cut short, nor one that broke off before it said anything.
 """
 
 import enum
@@ -310,7 +310,4 @@ def _moved(keeps: Sequence[Keep], plain: EncodedPrompt, tail: EncodedTail, token
 def _can_be_sent_back(output: ChoiceOutput, *, has_text: bool, has_calls: bool) -> bool:
     if output.was_stopped or not output.token_ids:
         return False
-    if output.finish_reason == LENGTH:
-        return not has_calls and has_text
-    is_whole = output.finish_reason in (STOP, TOOL_CALLS)
-    return is_whole and (has_calls or has_text)
+    return output.finish_reason in (STOP, TOOL_CALLS, LENGTH) and (has_calls or has_text)

@@ -3,9 +3,10 @@
 Owns the sentences about what is no JSON, of the wrong type or out of range. Every error names its field.
 """
 
+import json
 import math
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -92,6 +93,26 @@ def wrong_type(parameter: str, expected: str) -> InvalidRequest:
     return InvalidRequest(
         f"Invalid type for '{parameter}': expected {expected}.", parameter=parameter, code="invalid_type"
     )
+
+
+def read_arguments(arguments: Any) -> dict[str, Any] | str | None:
+    """Of a call in a conversation: an object, or the text of what is no object. The model has said it so, and
+    its client sends it back. None for what no model says."""
+    if arguments is None:
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
+    if isinstance(arguments, list):
+        return json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return None
+    try:
+        read: Any = json.loads(arguments or "null")
+    except (ValueError, RecursionError):
+        return arguments
+    if read is None:
+        return {}
+    return read if isinstance(read, dict) else arguments
 
 
 def check_range(parameter: str, value: float | None, low: float, high: float) -> None:

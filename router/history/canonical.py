@@ -142,15 +142,13 @@ def _call(call: Any) -> list[Any]:
 
 def _arguments(arguments: Any) -> Any:
     """The object that they are; what is no JSON stays as it is."""
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    source = arguments.strip()
-    try:
-        return _decode(source) if source else {}
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return source
+    if isinstance(arguments, str):
+        source = arguments.strip()
+        try:
+            arguments = _decode(source) if source else None
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            return source
+    return {} if arguments is None else arguments
 
 
 def _written(value: Any) -> bytes:

@@ -3,6 +3,9 @@
 Owns the change from one to the other. A template that reads parts alone shows nothing of a text, and says
 nothing of it: the model would be asked an empty question. vLLM looks for this in the template's syntax tree
 (vllm/renderers/hf.py); here the template is tried out.
+
+It owns the same for the arguments of calls. Those that are no JSON object are a text, as when a model's
+answer was cut off. A template that walks over arguments refuses a text, which would end the conversation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +18,30 @@ Messages = Sequence[Mapping[str, Any]]
 _SAID = ("kvasir-one", "kvasir-two", "kvasir-three")
 _ROLES = ("user", "assistant", "user")
 
+ARGUMENTS_TEXT = "arguments"
+"""The parameter under which a template that walks over arguments shows a text of them."""
+
 
 class ContentForm(msgspec.Struct, frozen=True):
     """What a template reads. Contents with images are parts, whatever that be."""
 
     reads_text: bool = True
     reads_parts: bool = False
+    walks_arguments: bool = False
+    """It shows the arguments of calls one by one, and nothing of arguments that are a text."""
 
     def of_messages(self, messages: Messages) -> Messages:
         """The same, as this template reads them."""
-        if self.reads_text:
-            return messages
-        return [
-            {**message, "content": _parts(message["content"])}
-            if isinstance(message.get("content"), str)
-            else message
-            for message in messages
-        ]
+        if not self.reads_text:
+            messages = [
+                {**message, "content": _parts(message["content"])}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
+        if self.walks_arguments:
+            messages = [_with_objects(message) for message in messages]
+        return messages
 
 
 def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
@@ -41,9 +51,44 @@ def find_content_form(show: Callable[[Messages], str]) -> ContentForm:
         [{"role": role, "content": _parts(said)} for role, said in zip(_ROLES, _SAID, strict=True)]
     )
     reads_parts = bool(_num_said(as_parts)) and not _is_data(as_parts)
-    return ContentForm(
+    form = ContentForm(
         reads_text=not reads_parts or _num_said(as_text) >= _num_said(as_parts), reads_parts=reads_parts
     )
+    return msgspec.structs.replace(form, walks_arguments=_walks_arguments(show, form))
+
+
+def _walks_arguments(show: Callable[[Messages], str], form: ContentForm) -> bool:
+    said = _SAID[1]
+    as_text, as_object = (show(form.of_messages(_calling(arguments))) for arguments in (said, {"said": said}))
+    return said in as_object and said not in as_text
+
+
+def _calling(arguments: Any) -> Messages:
+    """A conversation whose answer calls a tool. Its id has a form that every template takes."""
+    function = {"name": "say", "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00001", "name": "say", "content": "Said."},
+        {"role": "user", "content": "Thanks."},
+    ]
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(_has_text(call) for call in calls):
+        return message
+    return {**message, "tool_calls": [_with_object(call) if _has_text(call) else call for call in calls]}
+
+
+def _has_text(call: Mapping[str, Any]) -> bool:
+    return isinstance(call["function"]["arguments"], str)
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": {ARGUMENTS_TEXT: function["arguments"]}}}
 
 
 def _parts(text: str) -> list[dict[str, str]]:

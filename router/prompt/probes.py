@@ -44,6 +44,8 @@ _ANSWER = {"role": "assistant", "content": "Hi.\n"}
 _THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi.", "reasoning_content": "hm"}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _CALLING_WITH_TEXT = {"role": "assistant", "content": "Let me see.", "tool_calls": [_CALL, _CALL]}
+_CUT_CALL = {**_CALL, "function": {"name": "get_weather", "arguments": '{"city": "Århus\n'}}
+_CUT = {"role": "assistant", "content": "", "tool_calls": [_CUT_CALL]}
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": '{"sky": "blå"}'}
 _UNICODE = {"role": "user", "content": "日本語 👩‍👩‍👧 é \u2028 \x00 \t tab\r\n"}
 _EMPTY = {"role": "user", "content": ""}
@@ -57,6 +59,7 @@ _CONVERSATIONS: Sequence[Sequence[Mapping[str, Any]]] = (
     (_HELLO, _ANSWER, _HELLO, _THOUGHT, _NAMED),
     (_SYSTEM, _HELLO, _CALLING, _RESULT),
     (_HELLO, _CALLING_WITH_TEXT, _RESULT, _RESULT, _ANSWER, _HELLO),
+    (_HELLO, _CUT, _RESULT, _HELLO),
     (_DEVELOPER, _EMPTY),
     (_SYSTEM, _SYSTEM, _HELLO, _HELLO, _ANSWER),
     (_SYSTEM,),

@@ -195,12 +195,8 @@ class _CompiledTemplate:
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
 
     def _read(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        form = self.trial.content_form
-        return (
-            variables
-            if form.reads_text
-            else {**variables, "messages": form.of_messages(variables["messages"])}
-        )
+        messages = self.trial.content_form.of_messages(variables["messages"])
+        return variables if messages is variables["messages"] else {**variables, "messages": messages}
 
 
 def _refused(message: str | None) -> TemplateError:

@@ -125,6 +125,34 @@ QWEN_35 = (
 {%- endif %}"""
 )
 
+QWEN_3_CODER = (
+    _QWEN_TOOLS.replace("CALL_SHAPE", r"'<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>'")
+    + r"""
+{%- for message in messages %}
+    {%- set content = message.content or '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' + content | trim }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}
+            {%- if tool_call.arguments is defined %}
+                {%- for args_name, args_value in tool_call.arguments|items %}
+                    {{- '<parameter=' + args_name + '>\n' }}
+                    {%- set args_value = args_value | tojson | safe if args_value is mapping
+                        or (args_value is sequence and args_value is not string) else args_value | string %}
+                    {{- args_value + '\n</parameter>\n' }}
+                {%- endfor %}
+            {%- endif %}
+            {{- '</function>\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}"""
+    + _QWEN_RESULTS
+    + r"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+)
+
 HERMES = (
     r"""{{- bos_token }}"""
     + _QWEN_TOOLS.replace(
@@ -203,6 +231,27 @@ GLM_45 = r"""
 {%- endif %}
 {%- for message in messages %}{{- '<|' + message.role + '|>\n' + message.content }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\n<think></think>' }}{%- endif %}"""
+
+_WALKED = r"""
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {%- if call.function %}{%- set call = call.function %}{%- endif %}
+        {{- '\n<tool_call>' + call.name + '\n' }}
+        {%- set _args = call.arguments %}
+        {%- for k, v in _args.items() %}
+            {{- 'KEY' }}{{- v | tojson(ensure_ascii=False) if v is not string else v }}{{- 'END\n' }}
+        {%- endfor %}
+        {{- '</tool_call>' }}
+    {%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"""
+
+GLM_46 = _WALKED.replace("'KEY'", "'<arg_key>' + k + '</arg_key>\\n<arg_value>'").replace(
+    "END", "</arg_value>"
+)
+
+MINIMAX_M2 = _WALKED.replace("'KEY'", """'<parameter name="' + k + '">'""").replace("END", "</parameter>")
 
 PLAIN = r"""
 {%- for message in messages %}{{- '[' + message.role + '] ' + message.content + '\n' }}{%- endfor %}"""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from router.api.anthropic.caching import Marks, Place, mark_seconds
 from router.api.images import Images, content_of
+from router.api.json_body import read_arguments
 from router.errors import InvalidRequest
 
 Piece = TypeVar("Piece")
@@ -154,12 +155,12 @@ class Turns:
                     self._mark(here, block)
 
     def _call(self, path: str, here: str, block: Mapping[str, Any]) -> None:
-        call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
+        call_id, name, arguments = block.get("id"), block.get("name"), read_arguments(block.get("input", 0))
         for field, value in (("id", call_id), ("name", name)):
             if not isinstance(value, str) or not value:
                 raise _missing(f"{here}.{field}")
         assert isinstance(call_id, str) and isinstance(name, str)
-        if not isinstance(arguments, dict):
+        if arguments is None:
             raise _wrong(f"{here}.input", "an object")
         if call_id in self._calls:
             raise InvalidRequest("`tool_use` ids must be unique", parameter=here)

@@ -28,7 +28,7 @@ from router.api.gemini.fields import (
 from router.api.gemini.names import FieldsReader
 from router.api.gemini.schemas import json_schema
 from router.api.images import Images, content_of
-from router.api.json_body import check_range, check_salt, unsupported
+from router.api.json_body import check_range, check_salt, read_arguments, unsupported, wrong_type
 from router.api.openai.caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
 from router.errors import InvalidRequest, about_model
@@ -209,18 +209,21 @@ class _Messages:
             self._messages.append(last)
         for number, part in enumerate(parts):
             if part.function_call is not None:
-                last.setdefault("tool_calls", []).append(self._call(part.function_call))
+                last.setdefault("tool_calls", []).append(self._call(part.function_call, f"{path}[{number}]"))
             elif part.thought:
                 text = _text(part, f"{path}[{number}]")
                 last["reasoning_content"] = last.get("reasoning_content", "") + text
             else:
                 last["content"] += _text(part, f"{path}[{number}]")
 
-    def _call(self, call: FunctionCall) -> dict[str, Any]:
+    def _call(self, call: FunctionCall, path: str) -> dict[str, Any]:
         call_id = call.id or f"call_{self._num_calls}"
         self._num_calls += 1
         self._unanswered.setdefault(call.name, deque()).append(call_id)
-        function = {"name": call.name, "arguments": call.args or {}}
+        arguments = read_arguments(call.args)
+        if arguments is None:
+            raise wrong_type(f"{path}.functionCall.args", "an object")
+        function = {"name": call.name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
     def _add_question(self, parts: Sequence[Part], path: str) -> None:

@@ -13,7 +13,7 @@ from router.api.openai.caching import PromptCacheOptions
 class FunctionCall(Struct, rename="camel", kw_only=True):
     name: str
     id: str | None = None
-    args: dict[str, Any] | None = None
+    args: Any = None
 
 
 class FunctionResponse(Struct, rename="camel", kw_only=True):

@@ -4,12 +4,11 @@ Owns the forms that a message may have, the older ones of functions among them, 
 through which a prompt is to stay cached. Pure.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from router.api.images import Images, content_of
-from router.api.json_body import missing, unsupported, wrong_type
+from router.api.json_body import missing, read_arguments, unsupported, wrong_type
 from router.api.openai.caching import check_breakpoint
 from router.errors import InvalidRequest
 from router.prompt.images import SentImage
@@ -201,22 +200,10 @@ def _function(path: str, function: Any) -> dict[str, Any]:
         raise missing(f"{path}.name")
     if not isinstance(name, str):
         raise wrong_type(f"{path}.name", "text")
-    if arguments is None:
-        arguments = {}
-    elif isinstance(arguments, str):
-        arguments = read_arguments(arguments)
-    elif not isinstance(arguments, dict):
+    read = read_arguments(arguments)
+    if read is None:
         raise wrong_type(f"{path}.arguments", "text")
-    return {"name": name, "arguments": arguments}
-
-
-def read_arguments(arguments: str) -> Any:
-    """What is no JSON object stays the text that it is: the model has said it."""
-    try:
-        read = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return read if isinstance(read, dict) else arguments
+    return {"name": name, "arguments": read}
 
 
 def _text_of(path: str, value: Any) -> str:

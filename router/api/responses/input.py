@@ -11,9 +11,9 @@ from typing import Any
 
 from router.api.body_weight import MOST_BYTES
 from router.api.images import Images, content_of
-from router.api.json_body import missing, unsupported, wrong_type
+from router.api.json_body import missing, read_arguments, unsupported, wrong_type
 from router.api.openai.caching import check_breakpoint
-from router.api.openai.messages import ROLES_WITH_IMAGES, pieces_of, read_arguments
+from router.api.openai.messages import ROLES_WITH_IMAGES, pieces_of
 from router.errors import InvalidRequest
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -118,7 +118,11 @@ class Conversation:
         if is_custom:
             arguments: Any = {"input": _text(f"{path}.input", item.get("input"))}
         else:
-            arguments = read_arguments(_text(f"{path}.arguments", item.get("arguments")))
+            if "arguments" not in item:
+                raise missing(f"{path}.arguments")
+            arguments = read_arguments(item["arguments"])
+            if arguments is None:
+                raise wrong_type(f"{path}.arguments", "text")
         function = {"name": name, "arguments": arguments}
         answer = self._answer or self._begin_answer()
         answer.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})

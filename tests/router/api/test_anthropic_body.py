@@ -295,7 +295,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "messages.1.content.1: `tool_use` ids must be unique",
     ),
     (
-        {"messages": [*HELLO, {"role": "assistant", "content": [CALL | {"input": "x"}]}]},
+        {"messages": [*HELLO, {"role": "assistant", "content": [CALL | {"input": 7}]}]},
         "messages.1.content.0.input: Input should be an object",
     ),
     (

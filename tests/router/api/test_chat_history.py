@@ -152,7 +152,6 @@ async def test_each_choice_is_remembered(server: HttpServer, http: httpx.AsyncCl
         ("<think>Hm</think>One. Two.", FinishReason.STOP, {"stop": "Two"}),
         ("<think>Hm</think>" + CALL + CALL, FinishReason.STOP, {"parallel_tool_calls": False}),
         ("<think>Hm", FinishReason.LENGTH, {}),
-        ("<think>Hm</think>" + CALL[:-20], FinishReason.LENGTH, {}),
         ("<think>Hm</think>Fine.", FinishReason.STOP, {"ignore_eos": True}),
         ("<think>Hm</think>Fine.", FinishReason.STOP, {"add_generation_prompt": False}),
     ],

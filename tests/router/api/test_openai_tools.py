@@ -177,7 +177,7 @@ def test_functions_of_old_are_calls_and_their_results() -> None:
             "missing_required_parameter",
         ),
         (
-            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": []}}]}],
+            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 7}}]}],
             "messages[0].tool_calls[0].function.arguments",
             "invalid_type",
         ),

@@ -13,7 +13,7 @@ from replicas.protocol.status import TokenizerBundle
 from router.prompt.content_form import ContentForm
 from router.prompt.engines import TooMuchWork
 from router.prompt.template import ChatTemplate, TemplateError, TemplateTrial
-from tests.router import tiny_model
+from tests.router import chat_templates, tiny_model
 
 HELLO = [{"role": "user", "content": "Hello <b>&</b> 'you'"}]
 TOOLS = [
@@ -53,6 +53,9 @@ REFUSES_TEXT = """{%- for message in messages %}
 
 COMPARES = "{% for m in messages %}{% if m.content > '' %}{{ m.content }}{% endif %}{% endfor %}"
 """One engine compares a list with a text and the other refuses; but no template of text is given a list."""
+
+WALKING = ("QWEN_3_CODER", "QWEN_35", "GLM_46", "MINIMAX_M2")
+"""Templates that show the arguments of calls one by one."""
 
 CALLS_METHODS = "{% for m in messages %}{{ m['content'].replace('b', 'c').strip() }}{% endfor %}"
 
@@ -125,12 +128,25 @@ def test_all_that_is_said_is_shown_whichever_form_a_template_reads(source: str) 
         ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", ContentForm()),
         ("{{ raise_exception('never') }}", ContentForm()),
         ("constant", ContentForm()),
+        (TOOL_CALLS, ContentForm()),
+        *((getattr(chat_templates, name), ContentForm(walks_arguments=True)) for name in WALKING),
+        *((getattr(chat_templates, name), ContentForm()) for name in ("QWEN_25", "HERMES", "LLAMA_31")),
     ],
 )
 def test_it_is_tried_out_which_form_a_template_reads(source: str, form: ContentForm) -> None:
     trial = _template(source).verdict.trials["default"]
     assert trial.content_form == form
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(trial), type=TemplateTrial) == trial
+
+
+@pytest.mark.parametrize("name", WALKING)
+def test_a_template_that_walks_over_arguments_shows_what_is_no_object(name: str) -> None:
+    template = _template(getattr(chat_templates, name))
+    function = {"name": "get", "arguments": '{"a": "b'}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    assert '{"a": "b' in template.render(messages)
+    if template.engine == "minijinja":
+        assert template.render_bounded(messages) == template.render(messages)
 
 
 def test_a_template_that_calls_what_a_list_has_not_is_tried_out_to_the_end() -> None:

@@ -1,0 +1,178 @@
+"""Conversations with calls whose arguments are no JSON object go on by every dialect, with every template.
+
+Models write such calls: cut off by their length, with quotes that are not escaped, as a list.
+"""
+
+import functools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from replicas.protocol.frames import FinishReason
+from router.api.chat_history import Outcome
+from router.prompt.catalog import ModelCatalog
+from router.responses.record import ResponseBounds
+from router.responses.response_store import ResponseStore
+from tests.router import chat_templates, tiny_model
+from tests.router.http_server import HttpServer, http_server
+from tests.router.scripted_dispatch import says
+
+MODEL = tiny_model.MODEL
+TEMPLATES = {
+    name: getattr(chat_templates, name)
+    for name in ("QWEN_3", "QWEN_3_CODER", "QWEN_35", "GLM_46", "MINIMAX_M2", "HERMES", "LLAMA_31")
+}
+TEXTS = {
+    "cut": '{"city": "Aarh',
+    "quotes": '{"city": "the "best" of all"}',
+    "list": '["Aarhus"]',
+    "null": "null",
+    "two objects": '{"city": "Aarhus"}{"city": "Rome"}',
+}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+QUESTION = "Is it warm?"
+
+
+@functools.cache
+def catalog(template: str) -> ModelCatalog:
+    made = ModelCatalog(tiny_model.SECRET)
+    made.add(tiny_model.card(context_length=4096), tiny_model.bundle(TEMPLATES[template]))
+    return made
+
+
+@pytest.fixture(params=TEMPLATES)
+def template(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+async def server(template: str) -> AsyncIterator[HttpServer]:
+    responses = ResponseStore(None, ResponseBounds(num_bytes=2**20))
+    async with http_server(catalog=catalog(template), responses=responses) as running:
+        yield running
+    await responses.close()
+
+
+def _chat(arguments: Any) -> tuple[str, dict[str, Any]]:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "That is no JSON."},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    return "/v1/chat/completions", {"model": MODEL, "messages": messages, "tools": tools}
+
+
+def _responses(arguments: Any) -> tuple[str, dict[str, Any]]:
+    items = [
+        {"role": "user", "content": QUESTION},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c1", "output": "That is no JSON."},
+    ]
+    tools = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    return "/v1/responses", {"model": MODEL, "input": items, "tools": tools}
+
+
+def _messages(arguments: Any) -> tuple[str, dict[str, Any]]:
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "That is no JSON.", "is_error": True}
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "weather", "input_schema": SCHEMA}]
+    return "/v1/messages", {"model": MODEL, "max_tokens": 64, "messages": messages, "tools": tools}
+
+
+def _gemini(arguments: Any) -> tuple[str, dict[str, Any]]:
+    response = {"name": "weather", "response": {"error": "That is no JSON."}}
+    contents = [
+        {"role": "user", "parts": [{"text": QUESTION}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "weather", "args": arguments}}]},
+        {"role": "user", "parts": [{"functionResponse": response}]},
+    ]
+    tools = [{"functionDeclarations": [{"name": "weather", "parametersJsonSchema": SCHEMA}]}]
+    return f"/v1beta/models/{MODEL}:generateContent", {"contents": contents, "tools": tools}
+
+
+DIALECTS = {"chat": _chat, "responses": _responses, "messages": _messages, "gemini": _gemini}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_arguments_that_are_no_object_are_shown_as_they_are(
+    server: HttpServer, http: httpx.AsyncClient, template: str, dialect: str
+) -> None:
+    tokenizer = catalog(template).get(MODEL).tokenizer
+    for text in TEXTS.values():
+        forms = [text, [text], None] if text == TEXTS["list"] else [text]
+        for arguments in forms:
+            path, body = DIALECTS[dialect](arguments)
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, (arguments, answer.text)
+            prompt = tokenizer.decode(server.dispatcher.generations[-1].token_ids)
+            assert QUESTION in prompt
+            shown = arguments if isinstance(arguments, str) and text != "null" else ""
+            assert shown in prompt or json.dumps(shown)[1:-1] in prompt
+
+
+@pytest.mark.parametrize(
+    ("dialect", "parameter"),
+    [
+        ("chat", "messages[1].tool_calls[0].function.arguments"),
+        ("responses", "input[1].arguments"),
+        ("messages", "messages.1.content.0.input"),
+        ("gemini", "contents[1].parts[0].functionCall.args"),
+    ],
+)
+@pytest.mark.parametrize("template", ["QWEN_35"], indirect=True)
+async def test_arguments_that_no_model_writes_are_refused(
+    server: HttpServer, http: httpx.AsyncClient, dialect: str, parameter: str
+) -> None:
+    for arguments in (7, True):
+        path, body = DIALECTS[dialect](arguments)
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 400
+        assert parameter in answer.text
+
+
+@pytest.mark.parametrize("template", ["QWEN_35", "QWEN_3"], indirect=True)
+@pytest.mark.parametrize("way", ["chat", "responses", "responses by id"])
+async def test_an_answer_cut_in_a_call_is_gone_on_from(
+    server: HttpServer, http: httpx.AsyncClient, template: str, way: str
+) -> None:
+    begun = {
+        "QWEN_35": "<tool_call>\n<function=weather>\n<parameter=city>\nthe best",
+        "QWEN_3": '<tool_call>\n{"name": "weather", "arguments": {"city": "the best',
+    }
+    text = "hm</think>" * (template == "QWEN_35") + begun[template]
+    output = catalog(template).get(MODEL).tokenizer.encode(text)
+    server.dispatcher.script = says(output, finish=FinishReason.LENGTH)
+    path, body = DIALECTS[way.split()[0]]("{}")
+    history = body.get("messages") or body["input"]
+    del history[1:]
+    answer = (await http.post(path, json=body)).json()
+    first = server.dispatcher.generations[-1].token_ids
+    if way == "chat":
+        message = answer["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"]["arguments"] == '{"city": "the best'
+        history += [message, {"role": "tool", "tool_call_id": call["id"], "content": "No."}]
+    else:
+        (call,) = (item for item in answer["output"] if item["type"] == "function_call")
+        assert (call["arguments"], call["status"]) == ('{"city": "the best', "incomplete")
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "No."}
+        if way == "responses":
+            history += [*answer["output"], result]
+        else:
+            body = {**body, "input": [result], "previous_response_id": answer["id"]}
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    prompt = server.dispatcher.generations[-1].token_ids
+    assert list(prompt[: len(first) + len(output) + 1]) == [*first, *output, tiny_model.END_OF_TURN]
+    assert server.context.history.num_prompts[Outcome.DRIFTED] == 1
