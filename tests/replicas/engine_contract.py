@@ -18,7 +18,6 @@ from replicas.protocol.frames import (
     PromptUsage,
     RefusalCode,
     RequestKey,
-    TokenLogprobs,
 )
 from tests.replicas.builders import ANOTHER_ROOT, OTHER_ROOT, ROOT
 from tests.replicas.cross_user_contract import CrossUserContract
@@ -149,7 +148,10 @@ class EngineContract(CrossUserContract):
         chosen_only = run.generate(prompt_of(run.engine, 20), max_tokens=1, num_logprobs=0)
         (logprobs,) = [delta.logprobs for delta in run.deltas[chosen_only]]
         assert logprobs is not None
-        assert logprobs[0] == TokenLogprobs(entries[0].token_id, entries[0].logprob)
+        assert logprobs[0].token_id == entries[0].token_id
+        # Asked again, most of the prompt is cached. A smaller batch rounds otherwise, in bfloat16 by 0.03.
+        assert logprobs[0].logprob == pytest.approx(entries[0].logprob, abs=0.05)
+        assert logprobs[0].top == ()
 
     @pytest.mark.parametrize("extra", [-1, 0, 1])
     def test_usage_of_a_miss_and_of_a_hit_around_a_block_boundary(self, run: EngineRun, extra: int) -> None:
