@@ -43,6 +43,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", action="store_true", help="only what needs the machine to itself")
     parser.addoption("--failed-to", metavar="FILE", help="where to list the files of tests that have failed")
+    parser.addoption("--counts-to", metavar="FILE", help="where to write how many tests passed, failed, …")
     parser.addoption("--only-files", metavar="FILE", help="only tests of the files that this one lists")
 
 
@@ -57,6 +58,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts = config.getoption("--counts-to")
+    if counts:
+        parts, _ = terminalreporter.build_summary_stats_line()
+        Path(counts).write_text(", ".join(text for text, _ in parts) + "\n")
     file = config.getoption("--failed-to")
     if not file:
         return

@@ -106,3 +106,12 @@ def test_the_files_of_tests_that_failed_are_listed_and_run_again_alone(tmp_path:
             "folder/test_c.py::test_c",
         }
         assert passed == expected
+
+
+def test_the_counts_of_the_closing_line_are_written_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(MARKS)
+    (tmp_path / "test_a.py").write_text(FILE + "\n@pytest.mark.skip\ndef test_skipped(): ...\n")
+    run(tmp_path, "-n", "2", "--counts-to", "counts")
+    assert (tmp_path / "counts").read_text().startswith("6 passed, 1 skipped")
+    run(tmp_path, "--alone", "--counts-to", "counts")
+    assert (tmp_path / "counts").read_text().startswith("1 passed, 7 deselected")

