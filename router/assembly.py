@@ -120,7 +120,7 @@ class Router:
             published=_open_published(config, secret),
             caches=_open_caches(config, secret),
             responses=_open_responses(config, secret),
-            usage=_open_usage(config),
+            usage=_open_usage(config, secret),
             history_exchange=_open_history(config, common_secret if has_common_secret else None),
             recorder=_open_recorder(config),
             tracing=self._tracing,
@@ -364,12 +364,14 @@ def _open_exchange(config: RouterConfig, context: ApiContext) -> RateExchange | 
     return RateExchange(config.redis_url, context.rates.limits, context.clock)
 
 
-def _open_usage(config: RouterConfig) -> UsageStore | None:
+def _open_usage(config: RouterConfig, secret: ClusterSecret | None) -> UsageStore | None:
     try:
         ratios = RatioTable(config.usage_ratios)
     except ValueError as error:
         raise SettingsError(f"setting usage_ratios: {error}") from error
-    return UsageStore(config.redis_url, config.usage_hours, ratios) if config.usage_hours else None
+    if not config.usage_hours:
+        return None
+    return UsageStore(config.redis_url, config.usage_hours, ratios, secret=secret)
 
 
 def _open_recorder(config: RouterConfig) -> BodyRecorder | None:

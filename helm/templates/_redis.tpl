@@ -1,16 +1,17 @@
 {{/* Who the built-in Redis lets in: dict user → password. Routers read, take ids of replicas that are gone from
-the list, and keep named caches, responses, answers' tokens and what was used; replicas write what is Kvasir's; Ray keeps its state, and reads nothing of ours; no user may change the
-server, or empty it. */}}
+the list, and keep named caches, responses, answers' tokens and what was used; replicas write what is Kvasir's; Ray
+keeps its state, and reads nothing of ours. Routers and replicas have the commands that they use and no others: no user
+may change the server, empty it, or run scripts, which would stop it, and only Ray may list the names of keys. */}}
 {{- define "kvasir.redisAccess" -}}
 user default off
 {{- with .router }}
-user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +@read +@connection +@transaction +srem -@dangerous +info (resetchannels ~kvasir-caches:* ~kvasir-responses:* +@read +set +del +zadd +zrem +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +@read +set +hset +sadd +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +@read +xadd +expire +time) (resetchannels ~kvasir-history:* +@read +set +del +incrby +zadd +zrem +sadd +srem +pexpire)
+user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +ping +select +client|setinfo +time +watch +unwatch +multi +exec +smembers +scard +sscan +smismember +srem +hmget +exists +xinfo|stream +xread +xrevrange (resetchannels ~kvasir-caches:* ~kvasir-responses:* +get +mget +set +del +zadd +zrem +zrangebyscore +zrevrangebyscore +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +set +hset +hgetall +sadd +smembers +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +xadd +xrange +xread +expire) (resetchannels ~kvasir-history:* +get +mget +set +del +incrby +zadd +zrem +zrange +zrangebyscore +sadd +srem +smembers +pexpire)
 {{- end }}
 {{- with .replica }}
-user replica on >{{ . }} resetchannels ~kvasir:* +@read +@write +@connection +@transaction +eval +evalsha +script|load -@dangerous +info
+user replica on >{{ . }} resetchannels ~kvasir:* +ping +select +client|setinfo +info +watch +unwatch +multi +exec +get +set +incrby +del +unlink +type +rename +pexpire +sadd +srem +smembers +sismember +scard +hget +hmget +hset +xadd +xlen +xtrim +xinfo|stream +memory|usage
 {{- end }}
 {{- with .ray }}
-user ray on >{{ . }} resetchannels ~RAY* ~DUMMY +@all -@admin -@dangerous +info +keys
+user ray on >{{ . }} resetchannels ~RAY* ~DUMMY +@all -@admin -@dangerous -@scripting +info +keys
 {{- end }}
 {{- end -}}
 

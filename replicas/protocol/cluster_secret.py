@@ -24,6 +24,7 @@ class Purpose(Enum):
     API_KEYS = b"encryption of tenants and API keys"
     STORIES = b"encryption of explanations between routers"
     HISTORY = b"encryption of answers' tokens between routers"
+    TENANT_TAGS = b"digests of tenants in the names of Redis' keys"
 
 
 def derive(secret: bytes, purpose: Purpose) -> bytes:

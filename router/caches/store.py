@@ -6,16 +6,16 @@ by itself; and sorted sets by expiry, which count them::
     kvasir-caches:record:ID     sealed CacheRecord; known for a day after the cache is gone
     kvasir-caches:content:ID    sealed CacheContent, until the cache expires
     kvasir-caches:index         {created in ms}:ID:{bytes} → expiry in ms
-    kvasir-caches:of:TENANT     the same of one tenant's, for a day after the last was made or extended
+    kvasir-caches:of:TAG        the same of one tenant's, for a day after the last was made or extended
 
-What cannot be opened is as good as missing, and counted. Changes go by WATCH: of two at a time one sees the
-other's, so that nothing is deleted and extended. All methods raise RedisError or OSError; how long they may
-take is the caller's to say.
+TAG is of `tenant_tags.py`. What cannot be opened is as good as missing, and counted. Changes go by WATCH: of
+two at a time one sees the other's, so that nothing is deleted and extended. All methods raise RedisError or
+OSError; how long they may take is the caller's to say.
 """
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from replicas.protocol.cluster_secret import ClusterSecret
 from router.caches.bounds import MAX_TTL_SECONDS, CacheBounds
 from router.caches.record import CacheContent, CacheRecord, is_cache_id
 from router.caches.sealing import CacheSeal, NotOurs
+from router.tenants.tenant_tags import TenantTags
 
 PREFIX = "kvasir-caches:"
 INDEX_KEY = PREFIX + "index"
@@ -53,6 +54,7 @@ class CacheStore:
         self._redis = plain_redis(redis_url)
         self._secret = secret
         self._bounds = bounds
+        self._tags = TenantTags(secret)
         self._sealing: CacheSeal | None = None
         self.num_not_ours = 0
 
@@ -61,24 +63,26 @@ class CacheStore:
 
     async def add(self, record: CacheRecord, content: CacheContent, now: float, share: float) -> None:
         """`share` is what its tenant may have of all that there may be. Raises StoreFull."""
-        seal, own_index = await self._seal(), tenant_index_key(record.tenant)
+        seal, own_indexes = await self._seal(), self._own_indexes(record.tenant)
         records, contents = record_key(record.cache_id), content_key(record.cache_id)
         sealed = seal.seal(records, _encode(record)), seal.seal(contents, _encode(content))
         for _ in range(MAX_TRIES):
             async with self._redis.pipeline(transaction=True) as pipeline:
                 await pipeline.watch(INDEX_KEY)
-                for key, bounds, whose in (
-                    (own_index, self._bounds.of_share(share), "this tenant"),
-                    (INDEX_KEY, self._bounds, "all tenants together"),
+                for keys, bounds, whose in (
+                    (own_indexes, self._bounds.of_share(share), "this tenant"),
+                    ([INDEX_KEY], self._bounds, "all tenants together"),
                 ):
-                    members = await _answer(pipeline.zrangebyscore(key, int(now * 1000), "+inf"))
+                    members: set[bytes] = set()
+                    for key in keys:
+                        members |= {*await _answer(pipeline.zrangebyscore(key, int(now * 1000), "+inf"))}
                     _check_room(record, members, bounds, whose)
                 pipeline.multi()  # type: ignore[no-untyped-call]
-                for key in (INDEX_KEY, own_index):
+                for key in (INDEX_KEY, *own_indexes):
                     pipeline.zremrangebyscore(key, "-inf", int(now * 1000))
                 pipeline.set(records, sealed[0], px=_ms(record.known_seconds(now)))
                 pipeline.set(contents, sealed[1], px=_ms(record.seconds_left(now)))
-                _list(pipeline, record)
+                _list(pipeline, record, own_indexes[0])
                 try:
                     await pipeline.execute()
                     return
@@ -128,17 +132,21 @@ class CacheStore:
                 pipeline.set(records, sealed, px=_ms(changed.known_seconds(now)))
                 if changed.is_gone(now):
                     pipeline.delete(contents)
-                    for key in (INDEX_KEY, tenant_index_key(changed.tenant)):
+                    for key in (INDEX_KEY, *self._own_indexes(changed.tenant)):
                         pipeline.zrem(key, _member(changed))
                 else:
                     pipeline.pexpire(contents, _ms(changed.seconds_left(now)))
-                    _list(pipeline, changed)
+                    _list(pipeline, changed, self._own_indexes(changed.tenant)[0])
                 try:
                     await pipeline.execute()
                     return changed
                 except WatchError:
                     continue
         raise RedisConnectionError("this cache is being changed too often at once")
+
+    def _own_indexes(self, tenant: str) -> list[str]:
+        """The one that is written first."""
+        return [tenant_index_key(tag) for tag in self._tags.all_of(tenant)]
 
     async def _seal(self) -> CacheSeal:
         if self._sealing is None:
@@ -161,7 +169,7 @@ class CacheStore:
         return opened
 
 
-def _check_room(record: CacheRecord, members: list[bytes], bounds: CacheBounds, whose: str) -> None:
+def _check_room(record: CacheRecord, members: Iterable[bytes], bounds: CacheBounds, whose: str) -> None:
     entries = _entries(members)
     if len(entries) >= bounds.num_caches:
         raise StoreFull(f"There are as many named caches as {whose} may have.")
@@ -170,8 +178,7 @@ def _check_room(record: CacheRecord, members: list[bytes], bounds: CacheBounds, 
         raise StoreFull(f"The named caches of {whose} have as many bytes as they may have.")
 
 
-def _list(pipeline: Any, record: CacheRecord) -> None:
-    own_index = tenant_index_key(record.tenant)
+def _list(pipeline: Any, record: CacheRecord, own_index: str) -> None:
     for key in (INDEX_KEY, own_index):
         pipeline.zadd(key, {_member(record): int(record.expires * 1000)})
     pipeline.pexpire(own_index, _ms(MAX_TTL_SECONDS))  # no cache in it lives longer
@@ -185,15 +192,15 @@ def content_key(cache_id: str) -> str:
     return f"{PREFIX}content:{cache_id}"
 
 
-def tenant_index_key(tenant: str) -> str:
-    return f"{PREFIX}of:{tenant}"
+def tenant_index_key(tag: str) -> str:
+    return f"{PREFIX}of:{tag}"
 
 
 def _member(record: CacheRecord) -> str:
     return f"{int(record.created * 1000)}:{record.cache_id}:{record.num_bytes}"
 
 
-def _entries(members: list[bytes]) -> list[Entry]:
+def _entries(members: Iterable[bytes]) -> list[Entry]:
     """What is none of ours is passed over."""
     entries: list[Entry] = []
     for member in members:

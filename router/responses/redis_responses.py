@@ -3,12 +3,12 @@
 Owns the keys. Each response is one text, which Redis forgets by itself; a sorted set for each tenant counts
 them, the oldest first::
 
-    kvasir-responses:{tenant}:record:ID   sealed StoredResponse, until it is too old
-    kvasir-responses:{tenant}:index       ID:{bytes} → created in ms
+    kvasir-responses:{TAG}:record:ID   sealed StoredResponse, until it is too old
+    kvasir-responses:{TAG}:index       ID:{bytes} → created in ms, until the newest is too old
 
-Bounds are seen to after every few writes of each router, so that they are exceeded by those few at most. What
-cannot be opened is as good as missing, and counted. All methods raise RedisError or OSError; how long they
-may take is the caller's to say.
+TAG is of `tenant_tags.py`. Bounds are seen to after every few writes of each router, so that they are
+exceeded by those few at most. What cannot be opened is as good as missing, and counted. All methods raise
+RedisError or OSError; how long they may take is the caller's to say.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from replicas.process.plain_redis import plain_redis
 from replicas.protocol.cluster_secret import ClusterSecret
 from router.caches.sealing import CacheSeal, NotOurs
 from router.responses.record import ResponseBounds, StoredResponse, is_response_id
+from router.tenants.tenant_tags import TenantTags
 
 PREFIX = "kvasir-responses:"
 SHARE_BEFORE_TRIM = 32
@@ -36,6 +37,7 @@ class RedisResponses:
         self._redis = plain_redis(redis_url)
         self._secret = secret
         self._bounds = bounds
+        self._tags = TenantTags(secret)
         self._sealing: CacheSeal | None = None
         self._written_bytes: Counter[str] = Counter()
         self._written: Counter[str] = Counter()
@@ -50,10 +52,12 @@ class RedisResponses:
         left = record.created + bounds.seconds - now
         if left <= 0:
             return
-        key = record_key(tenant, record.response_id)
+        tag = self._tags.of(tenant)
+        key, index = record_key(tag, record.response_id), index_key(tag)
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.set(key, seal.seal(key, _encode(record)), px=math.ceil(left * 1000))
-            pipeline.zadd(index_key(tenant), {_member(record): int(record.created * 1000)})
+            pipeline.zadd(index, {_member(record): int(record.created * 1000)})
+            pipeline.pexpire(index, math.ceil(bounds.seconds * 1000))
             await pipeline.execute()
         self._written[tenant] += 1
         self._written_bytes[tenant] += record.num_bytes
@@ -64,24 +68,25 @@ class RedisResponses:
             await self._trim(tenant, now)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        key = record_key(tenant, response_id)
-        sealed = await _answer(self._redis.get(key))
-        if sealed is None:
-            return None
-        seal = await self._seal()
-        try:
-            return _decode(seal.open(key, sealed))
-        except (NotOurs, ValueError, msgspec.MsgspecError):
-            self.num_not_ours += 1
-            return None
+        keys = self._record_keys(tenant, response_id)
+        for key, sealed in zip(keys, await _answer(self._redis.mget(keys)), strict=True):
+            if sealed is None:
+                continue
+            seal = await self._seal()
+            try:
+                return _decode(seal.open(key, sealed))
+            except (NotOurs, ValueError, msgspec.MsgspecError):
+                self.num_not_ours += 1
+        return None
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Its entry in the index goes when it is the oldest."""
-        return bool(await _answer(self._redis.delete(record_key(tenant, response_id))))
+        return bool(await _answer(self._redis.delete(*self._record_keys(tenant, response_id))))
 
     async def _trim(self, tenant: str, now: float) -> None:
         """Forget what is too old, and of the rest the oldest until no more is there than may be."""
-        bounds, index = self._bounds, index_key(tenant)
+        bounds, tag = self._bounds, self._tags.of(tenant)
+        index = index_key(tag)
         oldest = int((now - bounds.seconds) * 1000)
         async with self._redis.pipeline(transaction=True) as pipeline:
             pipeline.zremrangebyscore(index, "-inf", oldest)
@@ -99,10 +104,13 @@ class RedisResponses:
                 for member in gone:
                     response_id = member.decode("ascii", "replace").partition(":")[0]
                     if is_response_id(response_id):
-                        pipeline.delete(record_key(tenant, response_id))
+                        pipeline.delete(record_key(tag, response_id))
                 pipeline.zrem(index, *gone)
                 await pipeline.execute()
         self._written[tenant] = self._written_bytes[tenant] = 0
+
+    def _record_keys(self, tenant: str, response_id: str) -> list[str]:
+        return [record_key(tag, response_id) for tag in self._tags.all_of(tenant)]
 
     async def _seal(self) -> CacheSeal:
         if self._sealing is None:
@@ -110,12 +118,12 @@ class RedisResponses:
         return self._sealing
 
 
-def record_key(tenant: str, response_id: str) -> str:
-    return f"{PREFIX}{{{tenant}}}:record:{response_id}"
+def record_key(tag: str, response_id: str) -> str:
+    return f"{PREFIX}{{{tag}}}:record:{response_id}"
 
 
-def index_key(tenant: str) -> str:
-    return f"{PREFIX}{{{tenant}}}:index"
+def index_key(tag: str) -> str:
+    return f"{PREFIX}{{{tag}}}:index"
 
 
 def _member(record: StoredResponse) -> str:

@@ -3,16 +3,18 @@
 Owns the keys, and how much there is. What a tenant's routers write is a log, counted in bytes; a sorted set
 has where in it each record begins, the oldest first::
 
-    kvasir-history:{tenant}:record:KEY   sealed Told, until it was not used for some time
-    kvasir-history:{tenant}:log          KEY → the byte at which its record begins
-    kvasir-history:{tenant}:end          how many bytes have been written
-    kvasir-history:tenants               names of those that have a log
+    kvasir-history:{TAG}:record:KEY   sealed Told, until it was not used for some time
+    kvasir-history:{TAG}:log          KEY → the byte at which its record begins
+    kvasir-history:{TAG}:end          how many bytes have been written
+    kvasir-history:tenants            tags of those that have a log
 
-A tenant holds what lies between the oldest that is there and the end. From time to time a router adds up what
-all hold, and where that is too much those that hold most let go of their oldest, until they hold as much as
-each other. To let go twice is to let go once, so routers need not agree on who does it; between two times
-there may be too much by what they have written since, a 64th for each. What cannot be opened is as good as
-missing, and counted. All methods raise RedisError or OSError; how long they may take is the caller's to say.
+TAG is a tenant's, of `tenant_tags.py`, under the secret in force: under another one no conversation has the
+same KEY. A tenant holds what lies between the oldest that is there and the end. From time to time a router
+adds up what all hold, and where that is too much those that hold most let go of their oldest, until they hold
+as much as each other. To let go twice is to let go once, so routers need not agree on who does it; between
+two times there may be too much by what they have written since, a 64th for each. What cannot be opened is as
+good as missing, and counted. All methods raise RedisError or OSError; how long they may take is the caller's
+to say.
 """
 
 import asyncio
@@ -28,6 +30,7 @@ from replicas.protocol.cluster_secret import ClusterSecret, Purpose
 from router.caches.sealing import CacheSeal, NotOurs
 from router.history.canonical import ConversationKey
 from router.history.retracing import Told
+from router.tenants.tenant_tags import TenantTags
 
 PREFIX = "kvasir-history:"
 TENANTS_KEY = PREFIX + "tenants"
@@ -79,6 +82,7 @@ class RedisHistory:
         self._redis = plain_redis(redis_url)
         self._secret = secret
         self.bounds = bounds
+        self._tags = TenantTags(secret)
         self._sealing: CacheSeal | None = None
         self._num_unseen: int | None = None
         self._ends: dict[str, int] = {}
@@ -96,7 +100,8 @@ class RedisHistory:
         await _answer(self._redis.ping())
 
     async def read(self, tenant: str, keys: Sequence[ConversationKey]) -> list[Told | None]:
-        names = [record_key(tenant, key) for key in keys]
+        tag = self._tags.of(tenant)
+        names = [record_key(tag, key) for key in keys]
         values = await _answer(self._redis.mget(names))
         seal = await self._seal()
         return [
@@ -107,26 +112,27 @@ class RedisHistory:
     async def write(self, tellings: Sequence[Telling]) -> bool:
         """Whether what was written before is there still; no, if Redis was emptied meanwhile."""
         seal, kept_ms = await self._seal(), self.bounds.kept_ms
-        sealed = [seal.seal(record_key(each.tenant, each.key), _encode(each.told)) for each in tellings]
+        tags = [self._tags.of(each.tenant) for each in tellings]
+        names = [record_key(tag, each.key) for tag, each in zip(tags, tellings, strict=True)]
+        sealed = [seal.seal(name, _encode(each.told)) for name, each in zip(names, tellings, strict=True)]
         sizes = [len(value) + RECORD_BYTES for value in sealed]
         totals: dict[str, int] = {}
-        for each, size in zip(tellings, sizes, strict=True):
-            totals[each.tenant] = totals.get(each.tenant, 0) + size
+        for tag, size in zip(tags, sizes, strict=True):
+            totals[tag] = totals.get(tag, 0) + size
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for tenant, total in totals.items():
-                pipeline.incrby(end_key(tenant), total)
+            for tag, total in totals.items():
+                pipeline.incrby(end_key(tag), total)
             ends = await pipeline.execute()
         is_intact = all(
-            end - totals[tenant] >= self._ends.get(tenant, 0)
-            for tenant, end in zip(totals, ends, strict=True)
+            end - totals[tag] >= self._ends.get(tag, 0) for tag, end in zip(totals, ends, strict=True)
         )
         self._ends |= zip(totals, ends, strict=True)
-        begins = {tenant: end - totals[tenant] for tenant, end in zip(totals, ends, strict=True)}
+        begins = {tag: end - totals[tag] for tag, end in zip(totals, ends, strict=True)}
         async with self._redis.pipeline(transaction=True) as pipeline:
-            for each, value, size in zip(tellings, sealed, sizes, strict=True):
-                pipeline.set(record_key(each.tenant, each.key), value, px=kept_ms)
-                pipeline.zadd(log_key(each.tenant), {each.key.hex(): begins[each.tenant]})
-                begins[each.tenant] += size
+            for tag, name, each, value, size in zip(tags, names, tellings, sealed, sizes, strict=True):
+                pipeline.set(name, value, px=kept_ms)
+                pipeline.zadd(log_key(tag), {each.key.hex(): begins[tag]})
+                begins[tag] += size
             pipeline.sadd(TENANTS_KEY, *totals)
             for key in (TENANTS_KEY, *map(log_key, totals), *map(end_key, totals)):
                 pipeline.pexpire(key, 2 * kept_ms)  # they outlive every record
@@ -142,46 +148,46 @@ class RedisHistory:
 
     async def survey(self) -> None:
         """See how much there is, and let go of what is too much."""
-        names = [name.decode("utf-8", "replace") for name in await _answer(self._redis.smembers(TENANTS_KEY))]
+        tags = [tag.decode("utf-8", "replace") for tag in await _answer(self._redis.smembers(TENANTS_KEY))]
         held: dict[str, tuple[int, int]] = {}
-        for first in range(0, len(names), TENANTS_PER_READ):
-            held |= await self._held(names[first : first + TENANTS_PER_READ])
+        for first in range(0, len(tags), TENANTS_PER_READ):
+            held |= await self._held(tags[first : first + TENANTS_PER_READ])
         level = level_of((size for size, _ in held.values()), self.bounds.num_bytes)
-        for tenant, (size, end) in held.items():
+        for tag, (size, end) in held.items():
             if size > level:
-                await self._let_go(tenant, end - level)
+                await self._let_go(tag, end - level)
         self.num_bytes = sum(min(level, size) for size, _ in held.values())
         self._num_unseen = 0
 
-    async def _held(self, tenants: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """By tenants: what they hold, and where their logs end."""
+    async def _held(self, tags: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """By tenants' tags: what they hold, and where their logs end."""
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for tenant in tenants:
-                pipeline.get(end_key(tenant))
-                pipeline.zrange(log_key(tenant), 0, 0, withscores=True)
+            for tag in tags:
+                pipeline.get(end_key(tag))
+                pipeline.zrange(log_key(tag), 0, 0, withscores=True)
             answers: list[Any] = await pipeline.execute()
         held: dict[str, tuple[int, int]] = {}
-        for tenant, end, oldest in zip(tenants, answers[::2], answers[1::2], strict=True):
+        for tag, end, oldest in zip(tags, answers[::2], answers[1::2], strict=True):
             if end is not None and end.isdigit() and oldest and math.isfinite(oldest[0][1]):
-                held[tenant] = (max(0, int(end) - int(oldest[0][1])), int(end))
-        gone = [tenant for tenant in tenants if tenant not in held]
+                held[tag] = (max(0, int(end) - int(oldest[0][1])), int(end))
+        gone = [tag for tag in tags if tag not in held]
         if gone:
             await _answer(self._redis.srem(TENANTS_KEY, *gone))
         return held
 
-    async def _let_go(self, tenant: str, before: int) -> None:
+    async def _let_go(self, tag: str, before: int) -> None:
         """Of all records that begin before that byte."""
         while True:
             found = await _answer(
                 self._redis.zrangebyscore(
-                    log_key(tenant), "-inf", f"({before}", start=0, num=RECORDS_PER_DELETION
+                    log_key(tag), "-inf", f"({before}", start=0, num=RECORDS_PER_DELETION
                 )
             )
             if not found:
                 return
             async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.delete(*[f"{PREFIX}{{{tenant}}}:record:{_text(member)}" for member in found])
-                pipeline.zrem(log_key(tenant), *found)
+                pipeline.delete(*[f"{PREFIX}{{{tag}}}:record:{_text(member)}" for member in found])
+                pipeline.zrem(log_key(tag), *found)
                 await pipeline.execute()
             self.num_let_go += len(found)
 
@@ -212,16 +218,16 @@ def level_of(sizes: Iterable[int], room: int) -> int:
     return ordered[-1] if ordered else room
 
 
-def record_key(tenant: str, key: ConversationKey) -> str:
-    return f"{PREFIX}{{{tenant}}}:record:{key.hex()}"
+def record_key(tag: str, key: ConversationKey) -> str:
+    return f"{PREFIX}{{{tag}}}:record:{key.hex()}"
 
 
-def log_key(tenant: str) -> str:
-    return f"{PREFIX}{{{tenant}}}:log"
+def log_key(tag: str) -> str:
+    return f"{PREFIX}{{{tag}}}:log"
 
 
-def end_key(tenant: str) -> str:
-    return f"{PREFIX}{{{tenant}}}:end"
+def end_key(tag: str) -> str:
+    return f"{PREFIX}{{{tag}}}:end"
 
 
 def _text(member: bytes) -> str:

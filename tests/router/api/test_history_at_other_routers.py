@@ -210,7 +210,7 @@ async def test_routers_without_a_secret_in_common_find_nothing(routers: Routers)
     other = await routers.open("b", secret=ClusterSecret(b"of another cluster.."))
     await said(routers.https["b"], [ASKED, answer, THEN])
     assert outcomes(other) == {Outcome.UNKNOWN: 1}
-    assert routers.exchange("b").statistics().num_wrong == 1
+    assert routers.exchange("b").statistics().num_looks["missing"] == 1
 
 
 def shown(prompt: Sequence[int]) -> str:

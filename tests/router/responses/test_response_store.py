@@ -15,9 +15,11 @@ from router.responses.memory import ENTRY_BYTES, ResponseMemory
 from router.responses.record import ResponseBounds, StoredResponse
 from router.responses.redis_responses import PREFIX, RedisResponses, index_key, record_key
 from router.responses.response_store import ResponseStore
+from router.tenants.tenant_tags import TenantTags
 from tests.redis_server import RedisServer
 
 SECRET = ClusterSecret(b"of the whole cluster")
+TAG = TenantTags(SECRET).of("us")
 NOON = 1_800_000_000.0
 OTHER_SECRET = ClusterSecret(b"of another cluster..")
 
@@ -108,9 +110,9 @@ async def test_nothing_of_it_can_be_read_or_made_without_the_secret(routers: Ope
     with pytest.raises(ResponseGone):
         await stranger.find(made.response_id, "us")
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
-        sealed = await client.get(record_key("us", made.response_id))
+        sealed = await client.get(record_key(TAG, made.response_id))
         assert made.items not in sealed
-        await client.set(record_key("us", other.response_id), sealed)
+        await client.set(record_key(TAG, other.response_id), sealed)
     with pytest.raises(ResponseGone):
         await store.find(other.response_id, "us")
     assert store.statistics().num_not_ours > 0
@@ -126,13 +128,13 @@ async def test_the_oldest_go_when_there_are_too_many_or_too_large_ones(
         store.keep(response(number, at=times.wall()))
     await written(store)
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
-        assert await client.zcard(index_key("us")) == 8
+        assert await client.zcard(index_key(TAG)) == 8
         assert len([key async for key in client.scan_iter(PREFIX + "*:record:*")]) == 8
         for number in range(20, 24):
             times.passed += 1
             store.keep(response(number, size=5000, at=times.wall()))
         await written(store)
-        assert await client.zcard(index_key("us")) == 3
+        assert await client.zcard(index_key(TAG)) == 3
     assert await store.find(response(23).response_id, "us")
     with pytest.raises(ResponseGone):
         await store.find(response(20).response_id, "us")
@@ -146,8 +148,8 @@ async def test_what_is_too_old_is_gone(routers: Open, times: Times, redis_url: s
     if in_redis:
         await written(store)
         async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
-            assert 0 < await client.pttl(record_key("us", made.response_id)) <= 60_000
-            await client.pexpire(record_key("us", made.response_id), 1)
+            assert 0 < await client.pttl(record_key(TAG, made.response_id)) <= 60_000
+            await client.pexpire(record_key(TAG, made.response_id), 1)
         await asyncio.sleep(0.01)
     else:
         assert await store.find(made.response_id, "us")

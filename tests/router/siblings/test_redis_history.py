@@ -23,8 +23,10 @@ from router.siblings.redis_history import (
     log_key,
     record_key,
 )
+from router.tenants.tenant_tags import TenantTags
 
 SECRET = ClusterSecret(b"of the whole cluster")
+TAG = TenantTags(SECRET).of("us")
 SAID = b"toks" * 100
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,7 +58,14 @@ async def client(redis_url: str) -> AsyncIterator["redis.asyncio.Redis"]:
 
 
 async def num_records(client: "redis.asyncio.Redis", tenant: str) -> int:
-    return len([name async for name in client.scan_iter(f"{PREFIX}{{{tenant}}}:record:*", count=1000)])
+    return len(
+        [
+            name
+            async for name in client.scan_iter(
+                f"{PREFIX}{{{TenantTags(SECRET).of(tenant)}}}:record:*", count=1000
+            )
+        ]
+    )
 
 
 async def test_what_one_writes_another_reads_and_nobody_without_the_secret(
@@ -68,15 +77,15 @@ async def test_what_one_writes_another_reads_and_nobody_without_the_secret(
     found = await other.read("us", [key(1), key(3)])
     assert found[0] is not None and found[0].said == SAID and found[1] is None
     assert await other.read("them", [key(1)]) == [None]
-    assert await stranger.read("us", [key(1)]) == [None] and stranger.num_not_ours == 1
-    sealed = await client.get(record_key("us", key(1)))
+    assert await stranger.read("us", [key(1)]) == [None]
+    sealed = await client.get(record_key(TAG, key(1)))
     assert SAID not in sealed
-    await client.set(record_key("us", key(3)), sealed)  # moved
+    await client.set(record_key(TAG, key(3)), sealed)  # moved
     assert await other.read("us", [key(3)]) == [None] and other.num_not_ours == 1
-    await client.delete(record_key("us", key(3)))
+    await client.delete(record_key(TAG, key(3)))
     async for name in client.scan_iter(PREFIX + "*"):
         assert 0 < await client.pttl(name) <= 2 * 90_000
-    assert 0 < await client.pttl(record_key("us", key(1))) <= 90_000
+    assert 0 < await client.pttl(record_key(TAG, key(1))) <= 90_000
     for each in (one, other, stranger):
         await each.close()
 
@@ -94,7 +103,7 @@ async def test_ten_thousand_conversations_stay_within_the_bound(
         taken = (await client.info("memory"))["used_memory_dataset"] - before
         assert taken <= bounds.num_bytes * (1 + 2 / SHARE_BEFORE_SURVEY) + 100_000
     assert routers[0].num_let_go + routers[1].num_let_go > 8000
-    assert await client.zcard(log_key("us")) == await num_records(client, "us") > 500
+    assert await client.zcard(log_key(TAG)) == await num_records(client, "us") > 500
     assert (await routers[0].read("us", [key(9999)])) != [None]
     assert (await routers[0].read("us", [key(0)])) == [None]
     assert 0 < routers[1].num_bytes <= bounds.num_bytes * (1 + 1 / SHARE_BEFORE_SURVEY) + 50 * 1000
@@ -123,7 +132,7 @@ async def test_who_is_gone_counts_for_nothing_and_what_is_no_number_harms_nobody
     await client.set(end_key("endless"), "1")
     await client.zadd(log_key("endless"), {"x": "-inf"})
     await written(history, [telling(1)])
-    assert await client.smembers(TENANTS_KEY) == {b"us", b"\xff"}
+    assert await client.smembers(TENANTS_KEY) == {TAG.encode(), b"\xff"}
     await history.close()
 
 
@@ -136,7 +145,7 @@ async def test_written_twice_is_there_once_and_as_if_new(
         await written(history, [telling(number) for number in range(first, first + 50)])
         await written(history, [telling(1)])
     assert await history.read("us", [key(1)]) != [None]
-    assert await num_records(client, "us") == await client.zcard(log_key("us"))
+    assert await num_records(client, "us") == await client.zcard(log_key(TAG))
     await history.close()
 
 

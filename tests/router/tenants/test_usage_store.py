@@ -15,6 +15,7 @@ from router.tenants.amounts import Amount, num_prompt_tokens
 from router.tenants.caller import Caller, Tenant
 from router.tenants.ledger import Ledger
 from router.tenants.redis_usage import PREFIX, RedisUsage, amounts_key
+from router.tenants.tenant_tags import TenantTags
 from router.tenants.usage_store import UsageStore
 from router.tenants.usage_sums import Group, TooManyGroups, UsageQuery
 from tests.redis_server import RedisServer
@@ -171,7 +172,7 @@ async def test_an_old_write_that_comes_late_changes_nothing(redis_url: str) -> N
     late = usage._redis.pipeline(transaction=True)
     await late.watch(PREFIX + "writer:w")
     late.multi()  # type: ignore[no-untyped-call]
-    late.hset(amounts_key(HOUR, "acme"), "w:1:0123456789ab:m", b"\x91\x01")
+    late.hset(amounts_key(HOUR, TenantTags(None).of("acme")), "w:1:0123456789ab:m", b"\x91\x01")
     await usage.write([new])
     with pytest.raises(redis.exceptions.WatchError):
         await late.execute()
@@ -185,13 +186,13 @@ async def test_an_old_write_that_comes_late_changes_nothing(redis_url: str) -> N
 async def test_keys_of_others_do_no_harm(routers: Open, redis_url: str) -> None:
     store = routers()
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:
-        await client.set(amounts_key(HOUR, "acme"), "no hash")
+        await client.set(amounts_key(HOUR, TenantTags(None).of("acme")), "no hash")
         ask(store)
         ask(store, "other")
         await store.write()
         assert store.statistics().num_unwritten == 1
-        await client.delete(amounts_key(HOUR, "acme"))
-        await client.hset(amounts_key(HOUR, "acme"), "x", "y")
+        await client.delete(amounts_key(HOUR, TenantTags(None).of("acme")))
+        await client.hset(amounts_key(HOUR, TenantTags(None).of("acme")), "x", "y")
     await store.write()
     assert await requests(store) == await requests(routers()) == {"acme": 1, "other": 1}
 
