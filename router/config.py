@@ -260,8 +260,8 @@ class RouterConfig:
     drain_seconds: int = setting(30, help="maximum wait for running requests on SIGTERM")
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        help="host names that a router on loopback accepts besides localhost and its addresses, "
-        "for a proxy on the same machine that passes on the name that clients used",
+        help="host names that clients may call the router by, on whichever address, besides localhost and "
+        "the address itself; without any a router on loopback accepts no others, one on another address all",
     )
     cors_origins: tuple[str, ...] = setting(
         (),

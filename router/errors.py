@@ -57,6 +57,8 @@ class HeadFault(enum.StrEnum):
     """What in its head had a request refused before its body was read, for those who count."""
 
     HOST = "host"
+    REPEATED = "repeated"
+    """One that says who asks, or whom, came twice."""
     ORIGIN = "origin"
     CONTENT_TYPE = "content_type"
     CONTENT_ENCODING = "content_encoding"

@@ -1,7 +1,9 @@
 """Door: what is refused by a request's head alone, on every route, before anything of its body is read.
 
-Owns three rules. On a loopback address the router answers to loopback's names only: a page whose name was
-pointed here (DNS rebinding) calls it by that name. What browsers post for pages of other origins is refused;
+Owns four rules. On a loopback address the router answers to loopback's names only, and where names are set to
+those as well, on any other address too: a page whose name was pointed here (DNS rebinding) calls it by that
+name. A header that says who asks, or whom, comes once: of two, what stands in front may have read the other
+one. What browsers post for pages of other origins is refused;
 under a public name not if it says that it is JSON, which a browser sends for them only where something in
 front of the router has allowed it, or the router does (`cross_origin.py`). And a body is JSON, as it is or as
 gzip: what is encoded otherwise or of another type is not guessed at. Who may see what is decided in
@@ -17,18 +19,25 @@ from router.api.error_shapes import error_shape
 from router.api.http import Header, client_request_id, send_whole
 from router.api.http_error import HttpError
 from router.api.inflating import GZIP
-from router.api.origins import calls_loopback, host_name, is_of_other_origin, means_loopback
+from router.api.origins import (
+    calls_address,
+    calls_loopback,
+    host_name,
+    is_of_other_origin,
+    means_loopback,
+)
 from router.errors import HeadFault
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _JSON_TYPES = (b"application/json", b"text/json")
-_JUDGED = frozenset((b"host", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding"))
+_SINGLE = frozenset((b"host", b"authorization", b"x-api-key", b"x-goog-api-key", b"x-kvasir-cache-group"))
+_JUDGED = _SINGLE | {b"origin", b"sec-fetch-site", b"content-type", b"content-encoding"}
 _MOST_SHOWN = 100
 
 
 class Door:
-    """ASGI middleware of a whole listener. `host` is what that listens on; `allowed_hosts` are names besides
-    loopback's, for a proxy on this machine that passes its own on.
+    """ASGI middleware of a whole listener. `host` is what that listens on, None for a Unix socket, which no
+    browser opens; `allowed_hosts` are the names that clients call the router by, besides loopback's.
     `count` hears of each refusal, and `new_id` makes an id out of its beginning."""
 
     def __init__(
@@ -43,7 +52,8 @@ class Door:
     ) -> None:
         self._app = app
         self._is_on_loopback = host is not None and means_loopback(host.lower())
-        self._allowed_names = frozenset(name.lower() for name in allowed_hosts)
+        self._allowed_names = frozenset(host_name(name.encode()) or name for name in allowed_hosts)
+        self._has_names = self._is_on_loopback or (host is not None and bool(allowed_hosts))
         self._cross_origin = cross_origin
         self._count = count
         self._new_id = new_id
@@ -69,14 +79,17 @@ class Door:
 
     def _fault_of(self, scope: Scope, *, is_allowed: bool) -> HeadFault | None:
         """`is_allowed` says that it comes from a page whose origin may call the API."""
-        head = _judged(scope)
+        head, repeated = _judged(scope)
+        if repeated is not None:
+            return HeadFault.REPEATED
         host = head.get(b"host")
         is_public = not self._is_on_loopback
         # Browsers always send a Host; what sends none is a probe of HTTP/1.0.
-        if not is_public and host is not None and not calls_loopback(host):
-            if host_name(host) not in self._allowed_names:
+        if self._has_names and host is not None and not calls_loopback(host):
+            if host_name(host) in self._allowed_names:
+                is_public = True
+            elif not _calls_own_address(host, scope):
                 return HeadFault.HOST
-            is_public = True
         if scope["method"] in _SAFE_METHODS:
             return None
         content_type = head.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -90,13 +103,26 @@ class Door:
         return None
 
 
-def _judged(scope: Scope) -> dict[bytes, bytes]:
-    """The headers that matter here. One that comes twice is a list, which none of them may be."""
+def _judged(scope: Scope) -> tuple[dict[bytes, bytes], bytes | None]:
+    """The headers that matter here, and which of those that come once comes again. Another one that does is a
+    list, which none of them may be."""
     head: dict[bytes, bytes] = {}
+    repeated = None
     for name, value in scope["headers"]:
         if name in _JUDGED:
-            head[name] = value if name not in head else b"%b, %b" % (head[name], value)
-    return head
+            if name not in head:
+                head[name] = value
+            elif name in _SINGLE:
+                repeated = name
+            else:
+                head[name] = b"%b, %b" % (head[name], value)
+    return head, repeated
+
+
+def _calls_own_address(host: bytes, scope: Scope) -> bool:
+    """Whether it names the address that it came to, as probes of a pod do. No name was pointed there."""
+    server = scope.get("server")
+    return server is not None and calls_address(host, server[0])
 
 
 def _is_json(content_type: bytes) -> bool:
@@ -107,7 +133,7 @@ def _is_json(content_type: bytes) -> bool:
 
 def _refusal(fault: HeadFault, scope: Scope) -> tuple[HttpError, list[Header]]:
     """The error, and headers of its own."""
-    head = _judged(scope)
+    head, repeated = _judged(scope)
 
     def shown(name: bytes) -> str:
         return head.get(name, b"").decode("latin-1")[:_MOST_SHOWN]
@@ -115,11 +141,15 @@ def _refusal(fault: HeadFault, scope: Scope) -> tuple[HttpError, list[Header]]:
     match fault:
         case HeadFault.HOST:
             message = (
-                "This router listens on loopback and answers to localhost, 127.0.0.1 and [::1], not to"
-                f" '{shown(b'host')}'. Where a proxy on its machine passes on another name, name that in"
-                " allowed_hosts (--allowed-hosts, KVASIR_ROUTER_ALLOWED_HOSTS)."
+                f"This router does not answer to '{shown(b'host')}'. It answers to localhost, 127.0.0.1 and"
+                " [::1]; other names that clients call it by, through a proxy or not, stand in allowed_hosts"
+                " (--allowed-hosts, KVASIR_ROUTER_ALLOWED_HOSTS)."
             )
             return HttpError(403, message, "permission_error", None, "host_not_allowed"), []
+        case HeadFault.REPEATED:
+            name = (repeated or b"").decode()
+            message = f"The header '{name}' comes twice. Send it once."
+            return HttpError(400, message, "invalid_request_error", None, "repeated_header"), []
         case HeadFault.ORIGIN:
             message = (
                 "This was sent by a browser for a page of another origin"

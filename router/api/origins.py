@@ -38,11 +38,25 @@ def means_loopback(name: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     try:
-        parsed = ipaddress.ip_address(address)
+        return _plain_address(address).is_loopback
     except ValueError:
         return False
+
+
+def calls_address(host: bytes, address: str) -> bool:
+    """Whether a Host header names this address."""
+    name = host_name(host)
+    try:
+        return name is not None and _plain_address(name) == _plain_address(address)
+    except ValueError:
+        return False
+
+
+def _plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """As IPv4 where it is that. Raises ValueError."""
+    parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_loopback
+    return mapped or parsed
 
 
 def is_of_other_origin(site: bytes | None, origin: bytes | None, host: bytes | None) -> bool:

@@ -200,7 +200,8 @@ class RouterMetrics(Collector):
         self._refused = number(
             "counter",
             "router_refused_requests_total",
-            "Requests refused for their headers: host, origin, content type or encoding, or the API key",
+            "Requests refused for their headers: host, origin, content type or encoding, one that comes "
+            "twice, or the API key",
             "fault",
         )
         for fault in (*HeadFault, *KeyFault):

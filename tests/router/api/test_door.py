@@ -4,15 +4,17 @@ import asyncio
 import gzip
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import httpx
 import pytest
 
+from router.api.origins import calls_address
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.quiet_fleet import QuietFleet
 from tests.router.scripted_dispatch import says
+from tests.router.tenants.some_keys import ACME, bearer, some_keys
 
 BODY = json.dumps({"model": tiny_model.MODEL, "prompt": "Hello"}).encode()
 JSON = {"content-type": "application/json"}
@@ -28,10 +30,11 @@ GETS = ["/", "/health", "/ready", "/metrics", "/v1/models", "/live/state", "/now
 
 
 async def status_of(
-    server: HttpServer, headers: Mapping[str, str], path: str = "/tokenize"
+    server: HttpServer, headers: Mapping[str, str] | Sequence[tuple[str, str]], path: str = "/tokenize"
 ) -> tuple[int, str]:
     """Of a post, with nothing in its head but this: its status and error code."""
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in pairs)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(
         f"POST {path} HTTP/1.1\r\n{head}content-length: {len(BODY)}\r\n\r\n".encode("latin-1") + BODY
@@ -99,6 +102,51 @@ async def test_a_proxy_on_this_machine_may_pass_on_a_name_that_is_allowed() -> N
 async def test_a_router_that_others_reach_has_any_name(host: str) -> None:
     async with http_server(host=host, open=True) as server:
         assert (await status_of(server, {"host": "kvasir-router.llm.svc", **JSON}))[0] == 200
+
+
+async def test_where_names_are_allowed_no_other_is_answered_on_any_address() -> None:
+    settings: dict[str, object] = {
+        "host": "0.0.0.0",
+        "open": True,
+        "allowed_hosts": "LLM.example,[2001:db8::1]",
+    }
+    async with http_server(QuietFleet(), **settings) as server:
+        for host in ("llm.example", "llm.EXAMPLE:8000", "localhost", "127.0.0.1:8000", "[2001:DB8::1]:80"):
+            assert await status_of(server, {"host": host, **JSON}) == (200, "")
+        for host in ("evil.example", "llm.example.evil.example", "192.0.2.1", "", "llm.example, x"):
+            assert await status_of(server, {"host": host, **JSON}) == (403, "host_not_allowed")
+        for path in POSTS:
+            assert (await status_of(server, {"host": "evil.example", **JSON}, path))[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "is_own"),
+    [
+        ("10.1.2.3", "10.1.2.3:8001", True),
+        ("::ffff:10.1.2.3", "10.1.2.3", True),
+        ("2001:db8::7", "[2001:DB8:0::7]:8001", True),
+        ("10.1.2.3", "10.1.2.4", False),
+        ("10.1.2.3", "llm.example", False),
+        ("llm.example", "llm.example", False),
+    ],
+)
+def test_a_router_knows_the_address_that_it_was_reached_at(address: str, host: str, is_own: bool) -> None:
+    assert calls_address(host.encode(), address) is is_own
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(
+    "name", ["authorization", "x-api-key", "x-goog-api-key", "x-kvasir-cache-group", "host"]
+)
+async def test_a_header_that_says_who_asks_or_whom_comes_once(name: str, is_gated: bool) -> None:
+    async with http_server(keys=some_keys() if is_gated else None) as server:
+        head = [("host", "localhost"), *bearer(ACME).items(), *JSON.items()]
+        value = dict(head).get(name, ACME)
+        for twice in ([(name, value), *head, (name, value)], [*head, (name, "x"), (name.title(), value)]):
+            assert await status_of(server, twice) == (400, "repeated_header")
+        assert await status_of(server, [("x-other", "1"), *head, ("x-other", "1")]) == (200, "")
+        assert refused(server)["repeated"] == 2
+        assert server.dispatcher.generations == []
 
 
 FOREIGN = [
