@@ -195,6 +195,14 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="listen on another --host than loopback although there are no keys",
     )
     parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin, such as https://chat.example.org, call the API from their visitors' "
+        "browsers; repeatable; * lets every page",
+    )
+    parser.add_argument(
         "--policy", default="kvasir", metavar="NAME", help="routing policy (default: %(default)s)"
     )
     parser.add_argument(

@@ -13,7 +13,7 @@ from replicas.process.settings import (
     secret_setting,
     setting,
 )
-from router.api.origins import means_loopback
+from router.api.origins import may_be_origin, means_loopback
 
 ENVIRONMENT_PREFIX = "KVASIR_ROUTER_"
 FROM_ZERO = (
@@ -348,6 +348,12 @@ class RouterConfig:
             raise SettingsError("setting replica_tls_name must not be empty")
         if self.admin_access not in ADMIN_ACCESS:
             raise SettingsError(f"setting admin_access must be one of {', '.join(ADMIN_ACCESS)}")
+        for origin in self.cors_origins:
+            if not may_be_origin(origin):
+                raise SettingsError(
+                    f"setting cors_origins takes origins as browsers name them (https://chat.example.org), "
+                    f"or *, not {origin!r}"
+                )
         check_secret_settings(self.secret, self.secret_file)
         check_log_settings(self.log_format, self.log_level)
         check_trace_settings(self.otlp_endpoint, self.trace_sample_ratio)

@@ -20,7 +20,7 @@ from cluster.sizes import in_words
 from replicas.config import ReplicaConfig
 from replicas.loadable import files_complaint
 from replicas.process.settings import SettingsError, build
-from router.api.origins import means_loopback
+from router.api.origins import may_be_origin, means_loopback
 from router.routing.policies import POLICIES
 
 
@@ -63,6 +63,7 @@ def options_from(
         redis_url=environment.get("REDIS_URL") or None,
         keys_file=_keys_file(arguments),
         is_open=arguments.open,
+        cors_origins=_cors_origins(arguments),
         environment=environment,
     )
 
@@ -81,6 +82,18 @@ def _keys_file(arguments: argparse.Namespace) -> str | None:
     path = Path(arguments.keys).expanduser().absolute()
     KeyFileStore(path).read()
     return str(path)
+
+
+def _cors_origins(arguments: argparse.Namespace) -> list[str]:
+    """Raises ClusterError."""
+    origins: list[str] = arguments.cors_origin
+    for origin in origins:
+        if not may_be_origin(origin):
+            raise ClusterError(
+                f"--cors-origin takes an origin as browsers name it, such as https://chat.example.org, or *,"
+                f" not {origin}"
+            )
+    return origins
 
 
 def _memory_bytes() -> int:

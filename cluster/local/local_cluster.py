@@ -62,6 +62,7 @@ class LocalOptions:
     environment: Mapping[str, str]
     keys_file: str | None = None
     is_open: bool = False
+    cors_origins: Sequence[str] = ()
 
 
 class LocalCluster:
@@ -167,6 +168,8 @@ class LocalCluster:
             command += ["--keys-file", self._options.keys_file]
         elif self._options.is_open:
             command += ["--open", "true"]
+        if self._options.cors_origins:
+            command += ["--cors-origins", ",".join(self._options.cors_origins)]
         command += _shared_settings(self._options.replica)
         # Everybody on the machine can read a command line, and the URL may have a password.
         environment = {**self._options.environment, "KVASIR_ROUTER_REDIS_URL": redis_url}

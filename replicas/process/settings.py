@@ -125,8 +125,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         if origin is Mapping:
             return _to_mapping(value)
         if origin is tuple:
-            items = value.split(",") if isinstance(value, str) else value
-            return tuple(_convert(name, item, arguments[0]) for item in items)
+            return tuple(_convert(name, item, arguments[0]) for item in _to_list(value))
         if kind is bool:
             return _to_bool(value)
         if kind in (int, float) and not isinstance(value, bool):
@@ -138,6 +137,20 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     except (TypeError, ValueError):
         pass
     raise SettingsError(f"setting {name} cannot be {value!r}; it takes {_kind_name(kind)}")
+
+
+def _to_list(value: Any) -> Sequence[Any]:
+    """A,B,C, or YAML's own form in brackets."""
+    if isinstance(value, str):
+        try:
+            if not value.lstrip().startswith("["):
+                return [item.strip() for item in value.split(",") if item.strip()]
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(value) from error
+    if not isinstance(value, list | tuple):
+        raise TypeError(value)
+    return value
 
 
 def _to_mapping(value: Any) -> dict[str, Any]:
@@ -171,7 +184,7 @@ def _kind_name(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if typing.get_origin(kind) is Mapping:
         return "NAME=VALUE,NAME=VALUE"
-    return names.get(kind, "a list")
+    return names.get(kind, "a list: A,B,C")
 
 
 def _help_text(field: "dataclasses.Field[Any]") -> str:

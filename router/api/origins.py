@@ -11,6 +11,11 @@ _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,
 
 _LONGEST_HOST = 255
 
+EVERY_ORIGIN = "*"
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s/?#@,:\[\]\"'*]+)(?::\d{1,5})?/?", re.IGNORECASE
+)
+
 _OWN_SITES = (b"same-origin", b"none")
 """What browsers say where no other page is behind a request: `none` is a typed address or a bookmark."""
 
@@ -57,6 +62,11 @@ def _plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return mapped or parsed
+
+
+def may_be_origin(text: str) -> bool:
+    """Whether browsers name pages of some origin so, or it stands for every origin."""
+    return text == EVERY_ORIGIN or _ORIGIN.fullmatch(text) is not None
 
 
 def is_of_other_origin(site: bytes | None, origin: bytes | None, host: bytes | None) -> bool:

@@ -14,6 +14,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 CHAT = {"model": "toy_model", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
 
 
+PAGE = "https://chat.example.org"
+CORS = ("--cors-origin", "http://localhost:3000", "--cors-origin", PAGE)
+
+
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KvasirCommand, str]]:
     """A cluster with keys, and one of them."""
@@ -21,7 +25,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KvasirComm
     command = KvasirCommand(folder / "run")
     file = folder / "keys.yaml"
     key = command.run("keys", "create", "--file", str(file), "--tenant", "acme").stdout.strip()
-    with command.up("--replicas", "1", "--keys", os.path.relpath(file)):
+    with command.up("--replicas", "1", "--keys", os.path.relpath(file), *CORS):
         yield command, key
 
 
@@ -42,6 +46,15 @@ def test_the_api_asks_for_a_key_and_the_page_has_a_port_of_its_own(keyed: tuple[
     for path in ("/metrics", "/live/state"):
         url = command.state().router_url + path
         assert httpx.get(url, headers={"authorization": f"Bearer {key}"}).status_code in (403, 404)
+
+
+def test_pages_of_the_origins_that_were_named_may_call_the_api(keyed: tuple[KvasirCommand, str]) -> None:
+    url = f"{keyed[0].state().router_url}/v1/chat/completions"
+    for page in (PAGE, "http://localhost:3000", "https://evil.example.org"):
+        asks = {"origin": page, "access-control-request-method": "POST"}
+        answer = httpx.options(url, headers=asks, trust_env=False, timeout=60)
+        allowed = answer.headers.get("access-control-allow-origin")
+        assert allowed == (None if "evil" in page else page)
 
 
 def test_keys_are_made_and_revoked_while_it_runs(keyed: tuple[KvasirCommand, str]) -> None:
@@ -76,6 +89,7 @@ def test_the_commands_know_the_key(keyed: tuple[KvasirCommand, str]) -> None:
         ),
         (("--keys", "/nowhere.yaml"), "there is no file /nowhere.yaml"),
         (("--keys", "/dev/null"), "/dev/null is wrong: it is empty"),
+        (("--cors-origin", "chat.example.org"), "--cors-origin takes an origin as browsers name it, such as"),
         (("--keys", "x", "--open"), "--open is for a cluster without --keys"),
     ],
 )

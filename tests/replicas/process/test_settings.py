@@ -54,7 +54,21 @@ def test_values_mean_the_same_as_text_and_as_themselves(
 ) -> None:
     typed = {"name": name, "count": count, "rate": rate, "loud": loud, "limit": limit, "words": list(words)}
     as_text = {key: ",".join(words) if key == "words" else str(value) for key, value in typed.items()}
-    assert build(Sample, typed) == build(Sample, as_text) == Sample(name, count, rate, loud, limit, words)
+    in_brackets = as_text | {"words": str(list(words))}
+    wanted = Sample(name, count, rate, loud, limit, words)
+    assert build(Sample, typed) == build(Sample, as_text) == build(Sample, in_brackets) == wanted
+
+
+@pytest.mark.parametrize("text", ["a,b", " a , b ", "a,b,", "[a, b]", "['a', \"b\"]", ["a", "b"], ("a", "b")])
+def test_a_list_comes_with_commas_or_as_yaml(text: object) -> None:
+    assert build(Sample, {"name": "n", "words": text}).words == ("a", "b")
+    assert build(Sample, {"name": "n", "words": ""}).words == ()
+
+
+@pytest.mark.parametrize("text", ["[a, b", "[a: b]", "[1]", "[*]", {"a": "b"}, 3])
+def test_what_is_no_list_of_texts_is_one_sentence(text: object) -> None:
+    with pytest.raises(SettingsError, match=r"setting words cannot be .*; it takes a list: A,B,C"):
+        build(Sample, {"name": "n", "words": text})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from replicas.process.settings import SettingsError, build
+from router.config import RouterConfig
 from tests.router import tiny_model
 from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
@@ -61,6 +63,41 @@ async def test_other_pages_and_other_routes_are_as_they_were(http: httpx.AsyncCl
             await http.get(path, headers={"origin": origin}),
         ):
             assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("text", [f"['{PAGE}']", f"{PAGE}, {OTHER}", f'["{OTHER}", "{PAGE}/"]'])
+async def test_a_list_however_it_is_written_lets_its_pages_in(text: str) -> None:
+    origins = build(RouterConfig, {"cors_origins": text}).cors_origins
+    async with (
+        http_server(cors_origins=origins) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+    ):
+        answer = await http.options(CHATS, headers={"origin": PAGE, **ASKS})
+        assert answer.headers["access-control-allow-origin"] == PAGE
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://a.example.org", "http://localhost:3000", "http://[::1]:3000/", "chrome-extension://abc"],
+)
+def test_what_browsers_call_an_origin_is_one(origin: str) -> None:
+    assert RouterConfig(cors_origins=(origin, "*")).cors_origins == (origin, "*")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "chat.example.org",
+        "https://*.example.org",
+        "https://a.org/chat",
+        "['https://a.org']",
+        "null",
+        "https://",
+    ],
+)
+def test_what_no_browser_calls_an_origin_is_refused_when_the_router_starts(origin: str) -> None:
+    with pytest.raises(SettingsError, match="cors_origins takes origins as browsers name them"):
+        RouterConfig(cors_origins=(origin,))
 
 
 async def test_every_origin_may_where_that_is_set_and_none_where_nothing_is() -> None:
