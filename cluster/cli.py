@@ -344,7 +344,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    state = running_cluster(arguments, "start one with ./kvasir up")
+    state = running_cluster(arguments)
 
     import json
 
@@ -370,7 +370,8 @@ def _chat(arguments: argparse.Namespace) -> int:
             directory = RunDirectory(arguments.run_dir)
             state = directory.read_state() if directory.owner() is not None else None
             if state is None:
-                print("No cluster runs here: starting one for this chat.", file=sys.stderr, flush=True)
+                sentence = f"No cluster runs in {directory.path}: starting one for this chat."
+                print(sentence, file=sys.stderr, flush=True)
                 state = stack.enter_context(own_cluster(directory))
             url = state.router_url
         timeout = httpx.Timeout(10.0, read=600.0)
@@ -430,7 +431,7 @@ def _where(arguments: argparse.Namespace) -> int:
 
     redis_url = arguments.redis_url
     if redis_url is None:
-        redis_url = running_cluster(arguments, "start one with ./kvasir up or give --redis-url").redis_url
+        redis_url = running_cluster(arguments, "give --redis-url").redis_url
     return where(arguments, lambda: page_url(arguments), redis_url, _say)
 
 

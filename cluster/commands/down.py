@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from cluster.errors import ClusterError, NotRunning, StartFailed
+from cluster.errors import ClusterError, StartFailed
 from cluster.local.processes import death_with_parent, kill_marked
 from cluster.local.run_directory import ClusterState, RunDirectory
 
@@ -21,7 +22,7 @@ PATIENCE_SECONDS = 20.0
 
 
 def take_down(directory: RunDirectory) -> str:
-    """Stop the cluster, or clear away what an earlier one left; says which. Raises NotRunning if neither."""
+    """Stop the cluster, or clear away what an earlier one left; says which, or that there was neither."""
     owner = directory.owner()
     state = directory.read_state()
     if owner is not None:
@@ -34,7 +35,7 @@ def take_down(directory: RunDirectory) -> str:
         return f"The cluster in {directory.path} is stopped."
     if num_leftovers or had_state:
         return f"Cleared away what was left of a cluster in {directory.path}: {num_leftovers} processes."
-    raise NotRunning(f"no cluster runs in {directory.path}")
+    return f"No cluster runs in {directory.path}."
 
 
 def _end(owner: int, directory: RunDirectory, patience_seconds: float) -> None:
@@ -43,10 +44,18 @@ def _end(owner: int, directory: RunDirectory, patience_seconds: float) -> None:
             os.kill(owner, number)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            if directory.owner() is None:
+            if directory.owner() is None and not _is_running(owner):
                 return
             time.sleep(0.05)
     raise ClusterError(f"process {owner} still holds {directory.path}, even after SIGKILL")
+
+
+def _is_running(pid: int) -> bool:
+    """A process that has ended and whose parent has not asked for its status is over, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
 
 
 @contextlib.contextmanager

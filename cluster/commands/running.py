@@ -9,12 +9,13 @@ from cluster.local.run_directory import ClusterState, RunDirectory
 KEY_PREFIX = "sk-kvasir-"
 
 
-def running_cluster(arguments: argparse.Namespace, remedy: str) -> ClusterState:
-    """The cluster that runs here. Raises NotRunning."""
+def running_cluster(arguments: argparse.Namespace, remedy: str = "") -> ClusterState:
+    """The cluster that runs here. Raises NotRunning, with what else the command takes: `remedy`."""
     directory = RunDirectory(arguments.run_dir)
     state = directory.read_state() if directory.owner() is not None else None
     if state is None:
-        raise NotRunning(f"no cluster runs in {directory.path}; {remedy}")
+        start = f"start one with {directory.command('up')}"
+        raise NotRunning(f"no cluster runs in {directory.path}; {' or '.join(filter(None, (start, remedy)))}")
     return state
 
 
@@ -22,7 +23,7 @@ def router_url(arguments: argparse.Namespace) -> str:
     """The router that was named, or that of the cluster that runs here. Raises NotRunning."""
     url: str | None = arguments.url
     if url is None:
-        url = running_cluster(arguments, "start one with ./kvasir up or give --url").router_url
+        url = running_cluster(arguments, "give --url").router_url
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -30,7 +31,7 @@ def page_url(arguments: argparse.Namespace) -> str:
     """Where explanations are: of several routers that run here, the first. Raises NotRunning."""
     if arguments.url is not None:
         return router_url(arguments)
-    return running_cluster(arguments, "start one with ./kvasir up or give --url").router_pages[0]
+    return running_cluster(arguments, "give --url").router_pages[0]
 
 
 def own_key(environment: Mapping[str, str]) -> str | None:

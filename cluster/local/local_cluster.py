@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from cluster.config import BackoffSpec, FleetSpec, PoolSpec
 from cluster.controller.views import FleetView
@@ -221,7 +220,7 @@ class LocalCluster:
             if self._options.num_routers > 1:
                 stage.append(f"{self._options.num_routers} routers on it")
         self._write(replace(self._state, ready=True))
-        self._say(summary(self._state, models[0], self._directory.targets_file, self._options.replica))
+        self._say(summary(self._state, models[0], self._directory, self._options.replica))
 
     def _on_view(self, view: FleetView) -> None:
         assert self._state is not None
@@ -375,7 +374,7 @@ def _models(pages: Sequence[str]) -> list[str]:
     return models
 
 
-def summary(state: ClusterState, model: str, targets_file: Path, replica: ReplicaConfig) -> str:
+def summary(state: ClusterState, model: str, directory: RunDirectory, replica: ReplicaConfig) -> str:
     """What runs where, and three lines to try."""
     lines = ["", f"router     {state.router_url}  pid {state.router_pid}"]
     lines += [f"page       {page}/  (the fleet, live, in a browser)" for page in state.router_pages]
@@ -391,13 +390,14 @@ def summary(state: ClusterState, model: str, targets_file: Path, replica: Replic
         if replica.disk_kv_bytes is not None:
             below += f" and {in_words(replica.disk_kv_bytes)} of disk in {replica.kv_folder}"
         lines += [f"KV         {below}, for each replica"]
-    lines += [f"metrics    {state.router_pages[0]}/metrics; for Prometheus (file_sd): {targets_file}"]
+    lines += [
+        f"metrics    {state.router_pages[0]}/metrics; for Prometheus (file_sd): {directory.targets_file}"
+    ]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     url = f"{state.router_url}/v1"
     if state.keys_file is None:
-        lines += [
-            "keys       none: all clients are one tenant; ./kvasir keys create makes one, for up --keys"
-        ]
+        make = "./kvasir keys create --file FILE --tenant NAME makes one, for up --keys FILE"
+        lines += [f"keys       none: all clients are one tenant; {make}"]
     else:
         lines += [
             f"keys       {state.keys_file}, followed; page and metrics ask for none, and are not on the API"
@@ -409,7 +409,7 @@ def summary(state: ClusterState, model: str, targets_file: Path, replica: Replic
         f"  curl {url}/chat/completions -H 'content-type: application/json'{key} -d '{body}'",
         f'  client = OpenAI(base_url="{url}", api_key="{shown}")',
         f'  client.chat.completions.create(model="{model}", messages=[…])',
-        "  ./kvasir chat" + (" --api-key KEY" if state.keys_file else ""),
+        "  " + directory.command("chat --api-key KEY" if state.keys_file else "chat"),
         "",
         "Ctrl-C ends all of it.",
     ]

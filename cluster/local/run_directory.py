@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,12 @@ class RunDirectory:
         """The replicas' KV on disk, which outlives the cluster: the next one in this directory finds it."""
         return self.path / "kv"
 
+    def command(self, words: str) -> str:
+        """`./kvasir` with `words`, to be typed in the checkout, about the cluster of this directory."""
+        if self.path.name == ".kvasir" and _is_checkout(self.path.parent):
+            return f"./kvasir {words}"
+        return f"./kvasir {words} --run-dir {shlex.quote(str(self.path))}"
+
     @property
     def _state_file(self) -> Path:
         return self.path / "cluster.json"
@@ -113,7 +120,7 @@ class RunDirectory:
                 owner = lock.read().strip() or "unknown"
                 raise AlreadyRunning(
                     f"a cluster already runs in {self.path} (process {owner}); "
-                    "stop it with ./kvasir down, or choose another --run-dir"
+                    f"stop it with {self.command('down')}, or choose another --run-dir"
                 )
             lock.truncate(0)
             lock.write(f"{os.getpid()}\n")
@@ -214,10 +221,14 @@ def _lock_within(descriptor: int, seconds: float) -> bool:
             time.sleep(0.02)
 
 
+def _is_checkout(directory: Path) -> bool:
+    return (directory / "kvasir").is_file() and (directory / "pyproject.toml").is_file()
+
+
 def default_run_directory(working_directory: Path, environment: Mapping[str, str]) -> Path:
     """`.kvasir` in the checkout that we are in, else in the user's state directory."""
     for directory in (working_directory, *working_directory.parents):
-        if (directory / "kvasir").is_file() and (directory / "pyproject.toml").is_file():
+        if _is_checkout(directory):
             return directory / ".kvasir"
     state = environment.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local/state") / "kvasir"

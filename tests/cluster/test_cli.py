@@ -78,12 +78,22 @@ def test_the_code_is_that_of_the_process() -> None:
     assert ran.returncode == 2
 
 
-@pytest.mark.parametrize("command", ["status", "down"])
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        ("status", ""),
+        ("usage", " or give --url"),
+        ("replay shared-prefix", " or give --url"),
+        ("where Hello", " or give --redis-url"),
+        ("keys list", " or say with --file which keys are meant"),
+    ],
+)
 def test_without_a_cluster_there_is_a_sentence_and_code_1(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "--run-dir", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"kvasir: no cluster runs in {tmp_path}")
+    assert main([*command.split(), "--run-dir", str(tmp_path)]) == 1
+    start = f"start one with ./kvasir up --run-dir {tmp_path}"
+    assert capsys.readouterr().err == f"kvasir: no cluster runs in {tmp_path}; {start}{remedy}\n"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["up", "--help"], ["status", "--run-dir", "/nonexistent"]])

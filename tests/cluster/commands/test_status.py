@@ -3,11 +3,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import redis
 
 from cluster.commands.status import as_plain, render
 from cluster.local.local_cluster import summary
-from cluster.local.run_directory import ClusterState, ReplicaEntry
+from cluster.local.run_directory import ClusterState, ReplicaEntry, RunDirectory
 from cluster.registry import Registry, read_registry
 from replicas.config import ReplicaConfig
 from replicas.protocol.frames import LoadSnapshot
@@ -129,6 +130,13 @@ def test_the_registry_is_read_from_redis_and_the_dead_are_left_out(redis_url: st
 def test_the_password_of_redis_is_not_shown() -> None:
     running = replace(state(), redis_url="redis://:secret@r/0")
     assert "redis://:***@r/0" in render(running, Registry({}))
-    assert "secret" not in summary(running, "toy", Path("targets.json"), ReplicaConfig()) + render(
-        running, Registry({})
-    )
+    said = summary(running, "toy", RunDirectory(Path("run")), ReplicaConfig())
+    assert "secret" not in said + render(running, Registry({}))
+
+
+@pytest.mark.parametrize(("keys_file", "chat"), [(None, "chat"), ("keys.yaml", "chat --api-key KEY")])
+def test_what_to_try_names_the_run_directory_and_the_port(keys_file: str | None, chat: str) -> None:
+    running = replace(state(), router_url="http://127.0.0.1:8123", keys_file=keys_file)
+    said = summary(running, "toy", RunDirectory(Path("/tmp/my run")), ReplicaConfig())
+    assert f"  ./kvasir {chat} --run-dir '/tmp/my run'\n" in said
+    assert "curl http://127.0.0.1:8123/v1/" in said

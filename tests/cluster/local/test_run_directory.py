@@ -168,3 +168,20 @@ def test_a_secret_that_was_not_written_whole_is_made_anew(directory: RunDirector
     directory.kv_directory.mkdir(parents=True)
     directory.secret_file.write_text(left)
     assert len(bytes.fromhex(begun_and_ended(directory))) == 32
+
+
+def test_a_command_names_the_directory_unless_it_is_the_one_of_the_checkout(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path / ".kvasir").command("chat") == f"./kvasir chat --run-dir {tmp_path}/.kvasir"
+    for name in ("kvasir", "pyproject.toml"):
+        (tmp_path / name).touch()
+    assert RunDirectory(tmp_path / ".kvasir").command("chat") == "./kvasir chat"
+    assert RunDirectory(tmp_path / "a b").command("chat") == f"./kvasir chat --run-dir '{tmp_path}/a b'"
+
+
+def test_who_finds_a_cluster_in_the_directory_reads_how_to_stop_that_one(directory: RunDirectory) -> None:
+    with (
+        directory.claim(),
+        pytest.raises(AlreadyRunning, match=f"stop it with ./kvasir down --run-dir {directory.path}, or"),
+        RunDirectory(directory.path).claim(),
+    ):
+        pass
