@@ -14,11 +14,9 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from replicas.grammars.constraint import ConstraintFailed
 from replicas.protocol.frames import SamplingParams
-from replicas.protocol.grammar_bounds import PARSER_LIMITS
+from replicas.protocol.grammar_bounds import PARSER_LIMITS, why_not_followed
 
 LIMITS = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
-
-_MAX_REASON_CHARACTERS = 300
 
 Masks = npt.NDArray[np.int32]
 """A row for each choice: a bit for each token of the vocabulary, the lowest first."""
@@ -38,8 +36,8 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def reason(inner: LLMatcher) -> str:
-    """The first line of what went wrong."""
-    return inner.get_error().partition("\n")[0][:_MAX_REASON_CHARACTERS]
+    """Why it goes no further."""
+    return why_not_followed(inner.get_error())
 
 
 class Matcher:

@@ -1,9 +1,10 @@
 """What bounds a grammar that an answer is held to: its length, and what following it may take.
 
 Owns the numbers, which are llguidance's `LLParserLimits` by name: a router refuses by the same ones as the
-engine that would follow the grammar.
+engine that would follow the grammar. Owns how both say why llguidance cannot follow one.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -22,3 +23,26 @@ PARSER_LIMITS: Mapping[str, int | bool] = MappingProxyType(
 )
 """With these the worst schemas and regular expressions known take a second or two to work out, some tens of
 milliseconds for each token, and 10 MiB."""
+
+_MAX_REASON_CHARACTERS = 300
+_MAX_PATTERN_CHARACTERS = 100
+_PLACE = re.compile(r"at \d+\(\d+\): ")
+
+
+def why_not_followed(error: str) -> str:
+    """llguidance's error on one line. Of a pattern it first says that there is an error, then shows the
+    pattern with a mark below, and gives the reason last.
+    """
+    first, _, rest = error.partition("\n")
+    if not first.endswith(":"):
+        return first[:_MAX_REASON_CHARACTERS]
+    lines = [line.strip() for line in rest.split("\n")]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")
+    if not reason:
+        return " ".join([first, *filter(None, lines)])[:_MAX_REASON_CHARACTERS]
+    place = _PLACE.match(first)
+    pattern = (
+        lines[0] if len(lines[0]) <= _MAX_PATTERN_CHARACTERS else f"{lines[0][:_MAX_PATTERN_CHARACTERS]}…"
+    )
+    what = first.rpartition(": ")[2]
+    return f"{place[0] if place else ''}{what} {reason[:_MAX_REASON_CHARACTERS]}, in {pattern}"

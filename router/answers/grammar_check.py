@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS, PARSER_LIMITS
+from replicas.protocol.grammar_bounds import MAX_GRAMMAR_CHARACTERS, PARSER_LIMITS, why_not_followed
 from router.answers.grammars import TOOL_PARAMETER
 from router.errors import InvalidRequest
 
@@ -28,7 +28,6 @@ and bears twice as many."""
 _RULE = re.compile(r"(?m)^\s*[?!]*[\w-]+(?:\[[^\n]*\]|\{[^\n]*\}|::\s*\w+)?(?:\.\d+)?\s*:(?!:)")
 _BRACKET = re.compile(r"[()\[\]]")
 _JSON_RULE = re.compile(r"%\s*json\b")
-_MAX_REASON_CHARACTERS = 300
 _NUM_BYTES = 256
 
 
@@ -134,7 +133,7 @@ def _problem(grammar: str, vocabulary: LLTokenizer) -> str | None:
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return matcher.get_error().partition("\n")[0][:_MAX_REASON_CHARACTERS] if matcher.is_error() else None
+    return why_not_followed(matcher.get_error()) if matcher.is_error() else None
 
 
 class _Bytes:

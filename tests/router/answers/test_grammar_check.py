@@ -97,6 +97,29 @@ def test_grammars_that_explode_are_refused_soon(name: str) -> None:
     assert caught.value.parameter == "structured_outputs"
 
 
+NO_PATTERNS = {
+    "a(?=b)": "look-around, including look-ahead and look-behind, is not supported",
+    r"(a)\1": "backreferences are not supported",
+    "a{9999999999999}": "decimal literal invalid",
+    r"\p{Foo}": "Unicode property not found",
+    "(a": "unclosed group",
+    "(?=" + "long" * 500 + ")": "look-around, including look-ahead and look-behind, is not supported",
+}
+
+
+@pytest.mark.parametrize("pattern", NO_PATTERNS)
+def test_the_refusal_of_a_pattern_says_why(pattern: str) -> None:
+    for output in (
+        schema_format({"type": "string", "pattern": pattern}),
+        OutputFormat(FormatKind.REGEX, text=pattern, parameter="regex"),
+        OutputFormat(FormatKind.GRAMMAR, text=f"start: /{pattern}/", parameter="grammar"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            checked(output)
+        assert f"{NO_PATTERNS[pattern]}, in {pattern[:50]}" in caught.value.message
+        assert len(caught.value.message) < 600 and "\n" not in caught.value.message
+
+
 @pytest.mark.parametrize(
     "regex", ["(a+)+b", "(a|aa){1000}", "(.*a){1,50}x", "(((a{1,100}){1,100}){1,100}){1,100}"]
 )
