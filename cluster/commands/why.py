@@ -15,7 +15,7 @@ import httpx
 from cluster.commands.chat import error_message
 from cluster.commands.usage import KEY_VARIABLE
 from cluster.errors import ClusterError
-from router.explain.causes import Cause, MissedSpan
+from router.explain.causes import Cause, MissedSpan, losses
 from router.observation.misses import sentence_of
 
 CHANGES = {
@@ -96,13 +96,18 @@ def _prompt(prompt: Mapping[str, Any]) -> Iterator[str]:
     tiers = {tier: count for tier, count in prompt["cached_tokens_by_tier"].items() if count}
     if cached and set(tiers) != {"device"}:
         yield "  " + ", ".join(f"{count:,} from {tier}" for tier, count in tiers.items())
-    for span in prompt["spans"]:
-        missed = MissedSpan(Cause(span["cause"]), span["start"], span["end"], span["replica"], span["at"])
+    spans = [
+        MissedSpan(Cause(span["cause"]), span["start"], span["end"], span["replica"], span["at"])
+        for span in prompt["spans"]
+    ]
+    for missed in spans:
         yield f"  tokens {missed.start + 1:,} to {missed.end:,} {sentence_of(missed, None)}"
     yield from _nearest(prompt)
     if prompt["lost_tokens"]:
         cost = "" if prompt["lost_ms"] is None else f", {prompt['lost_ms']:,.0f} ms of computation"
-        yield f"  lost: {prompt['lost_tokens']:,} tokens{cost}"
+        lost = losses(spans)
+        parts = ", ".join(f"{num:,} {cause}" for cause, num in lost.items()) if len(lost) > 1 else ""
+        yield f"  lost: {prompt['lost_tokens']:,} tokens{cost}{parts and f'; {parts}'}"
 
 
 def _nearest(prompt: Mapping[str, Any]) -> Iterator[str]:

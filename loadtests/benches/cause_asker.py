@@ -51,13 +51,16 @@ class Said:
         """Of scenes whose cause was named, and its place."""
         return min(self.causes[self.cause], self.num_places) / max(1, self.num_scenes)
 
-    def take(self, story: Story | None, replica: str | None = None, path: str | None = None) -> None:
-        """`replica` is the one that had the prompt, `path` what the client has changed."""
+    def take(
+        self, story: Story | None, replica: str | None = None, path: str | None = None, num_new: int = 0
+    ) -> None:
+        """`replica` is the one that had the prompt, `path` what the client has changed. Of the first
+        tokens up to `num_new` are new."""
         if story is None:
             self.causes["nothing"] += 1
             return
         self.causes[story["cause"]] += 1
-        is_there = self._is_placed(story, replica)
+        is_there = self._is_placed(story, replica, num_new)
         if path is not None:
             place = story["place"]
             is_there &= place is not None and path in (place["path"], place["kind"])
@@ -65,7 +68,7 @@ class Said:
         if not (is_there and story["cause"] == self.cause) and len(self.wrong) < MAX_SHOWN:
             self.wrong.append(json.dumps({"of": replica, **story}))
 
-    def _is_placed(self, story: Story, replica: str | None) -> bool:
+    def _is_placed(self, story: Story, replica: str | None, num_new: int) -> bool:
         num_tokens, cached = story["prompt_tokens"], story["cached_tokens"]
         reusable = max(0, num_tokens - 1) // self.block_size * self.block_size
         spans = story["spans"]
@@ -75,7 +78,8 @@ class Said:
             return bool(cached == reusable)
         if self.cause == "below_a_block":
             return [(span["cause"], span["end"]) for span in spans] == [("below_a_block", num_tokens)]
-        lost = [span for span in spans if span["start"] < reusable]
+        is_new = spans[0]["cause"] == "never_cached" and spans[0]["end"] <= num_new
+        lost = [span for span in spans[is_new:] if span["start"] < reusable]
         return all(
             span["cause"] == self.cause and (replica is None or span["replica"] == replica) for span in lost
         )

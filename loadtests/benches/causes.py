@@ -38,6 +38,9 @@ LARGE_BATCH = 50
 LEASE_SECONDS = 2
 NUM_BUSY = 12
 BUSY_TOKENS = 400
+NEW_TOKENS = 8
+"""What the other template begins with."""
+
 OTHER_MODEL = "other_model"
 OTHER_TEMPLATES = "templates"
 
@@ -246,7 +249,7 @@ def other_template(asker: Asker, cause: str, each: int) -> Said:
         time.sleep(1.0)
         asker.stack.wait_ready(1)
         for chat in chats:
-            said.take(asker.ask(chat), path="template")
+            said.take(asker.ask(chat), path="template", num_new=NEW_TOKENS)
     return said
 
 

@@ -9,6 +9,7 @@ ends, and again with its place where that comes later.
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from router.api.api_request import ApiRequest, Prompt
@@ -19,7 +20,8 @@ from router.explain.image_places import image_differs
 from router.explain.outline import NO_OUTLINE
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts, RememberedPrompt
-from router.explain.story import PromptStory, Story, packed, placed, prompt_story, with_nearest
+from router.explain.story import PromptStory, Story, packed, placed, prompt_story
+from router.explain.witness import Repeated
 from router.generation import Generation
 from router.observation.chain_tree import NamespaceName
 from router.prompt.catalog import ServedModel
@@ -102,15 +104,14 @@ class Telling:
         assert usage is not None
         known = self._prompts.get(prompt.first_index)
         nearest = None if known is None else known.nearest
-        is_changed = nearest is not None and nearest.is_changed
         found = self.stories.witness.misses(
             prompt.generation,
             prompt.decision,
             usage,
             decided_at=decided_at,
-            changed_at=nearest.diverges_at if nearest is not None and is_changed else None,
+            repeated=None if known is None else self._repeated(known),
         )
-        prompt.misses = found = with_nearest(found, nearest)
+        prompt.misses = found
         number = None if nearest is None else nearest.diverges_at
         if number is not None and number >= usage.num_cached_tokens:
             path = prompt.generation.image_path(number)
@@ -121,6 +122,14 @@ class Telling:
         if known.remembered is None:
             ids = (self.request_id, self.request.writer.answer_id) if prompt.first_index == 0 else ()
             known.remembered = self.stories.remembered.remember(known.facts, ids, self.arrived_at)
+
+    def _repeated(self, known: _Prompt) -> Repeated | None:
+        """What the nearest prompt has as well, where this one may have lost that."""
+        nearest = known.nearest
+        if nearest is None or not (nearest.is_changed or nearest.num_common_tokens is None):
+            return None
+        cause = Cause.PREFIX_CHANGED if nearest.is_changed else Cause.OTHER_NAMESPACE
+        return Repeated(cause, partial(self.stories.remembered.repeats, known.facts, nearest))
 
     def stories_so_far(self) -> list[PromptStory]:
         return [known.story for known in self._prompts.values() if known.story is not None]

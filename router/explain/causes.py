@@ -14,19 +14,21 @@ that was chosen, of others, what had left it before, and what this router has se
 """
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from replicas.protocol.events import Removal
 from replicas.protocol.frames import PromptUsage
 from replicas.protocol.status import ReplicaId
+from router.explain.repeats import Run
 from router.observation.sightings import Known
 from router.routing.decision import Decision
 from router.routing.levels import Held
 
 
 class Cause(enum.StrEnum):
-    """Why tokens were not read from cache. The first three say that nothing was lost."""
+    """Why tokens were not read from cache. The first three say that nothing was lost: by all others tokens
+    were that an earlier prompt had computed."""
 
     HIT = "hit"
     """All that could be read was."""
@@ -35,7 +37,7 @@ class Cause(enum.StrEnum):
     BELOW_A_BLOCK = "below_a_block"
     """Behind the last full block that could be read."""
     PREFIX_CHANGED = "prefix_changed"
-    """The prompt that this one is compared with goes on differently here."""
+    """It follows a change in the prompt that this one is compared with, which has it as well."""
     OTHER_NAMESPACE = "other_namespace"
     """It was seen under another model, adapter, salt, template or tenant."""
     NOT_YET_WRITTEN = "not_yet_written"
@@ -61,6 +63,9 @@ class Cause(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
+NOTHING_LOST = frozenset({Cause.HIT, Cause.NEVER_CACHED, Cause.BELOW_A_BLOCK})
+
+
 class MissedSpan(NamedTuple):
     """Tokens `start` to `end` (from 0, without the last) were computed, for one reason.
 
@@ -78,9 +83,14 @@ class MissedSpan(NamedTuple):
     def num_tokens(self) -> int:
         return self.end - self.start
 
+    @property
+    def is_lost(self) -> bool:
+        return self.cause not in NOTHING_LOST
+
 
 class Misses(NamedTuple):
-    """`cause` is that of the first span, or HIT if all that could be read was."""
+    """`cause` is the one by which most was lost; if nothing was, that of the first span, or HIT if all that
+    could be read was."""
 
     cause: Cause
     spans: tuple[MissedSpan, ...]
@@ -89,6 +99,15 @@ class Misses(NamedTuple):
     def num_tokens(self) -> int:
         """All that was not read."""
         return sum(span.num_tokens for span in self.spans)
+
+
+def losses(spans: Iterable[MissedSpan]) -> Mapping[Cause, int]:
+    """How many tokens were lost by each cause, the most first."""
+    lost: dict[Cause, int] = {}
+    for span in spans:
+        if span.is_lost:
+            lost[span.cause] = lost.get(span.cause, 0) + span.num_tokens
+    return dict(sorted(lost.items(), key=lambda each: -each[1])) if len(lost) > 1 else lost
 
 
 class Departed(NamedTuple):
@@ -105,15 +124,16 @@ class Past(NamedTuple):
     """What is known of a prompt beside its decision and its usage.
 
     `departed` is sorted by end. `is_known_replica_gone` is whether the incarnation of `known.replica_id` that
-    served it is gone, None where nobody can say. `changed_at` is the token from which on the prompt that it
-    is compared with goes on differently. `stride_tokens` is how far apart the blocks are that the index has
-    of every chain, 0 if that is not known.
+    served it is gone, None where nobody can say. `repeated` are its tokens that an earlier prompt had, behind
+    a change or in another namespace: `repeated_by` says which. `stride_tokens` is how far apart the blocks
+    are that the index has of every chain, 0 if that is not known.
     """
 
     known: Known
     departed: Sequence[Departed] = ()
     is_known_replica_gone: bool | None = None
-    changed_at: int | None = None
+    repeated: Sequence[Run] = ()
+    repeated_by: Cause = Cause.PREFIX_CHANGED
     stride_tokens: int = 0
 
 
@@ -144,7 +164,9 @@ def misses(usage: PromptUsage, decision: Decision | None, past: Past, block_size
     if usage.num_prompt_tokens > start:
         spans.append(MissedSpan(Cause.BELOW_A_BLOCK, start, usage.num_prompt_tokens))
     is_hit = bool(num_reusable) and usage.num_cached_tokens >= num_reusable
-    return Misses(Cause.HIT if is_hit or not spans else spans[0].cause, tuple(spans))
+    if is_hit or not spans:
+        return Misses(Cause.HIT, tuple(spans))
+    return Misses(next(iter(losses(spans)), spans[0].cause), tuple(spans))
 
 
 def _facts(
@@ -158,7 +180,10 @@ def _facts(
             yield from _of_others(decision, decision.held, block_size)
     yield from _of_departed(past.departed)
     yield from _of_known(past, decision, block_size)
-    yield _never_cached(past, num_reusable)
+    for start, end in past.repeated:
+        yield _Fact(start, Cause.NEVER_CACHED)
+        yield _Fact(end, past.repeated_by)
+    yield _Fact(num_reusable, Cause.NEVER_CACHED)
 
 
 def _of_replica(usage: PromptUsage, replica_id: ReplicaId | None) -> Iterator[_Fact]:
@@ -241,11 +266,3 @@ def _of_known(past: Past, decision: Decision | None, block_size: int) -> Iterato
             yield _Fact(known.num_tokens, Cause.HELD_ELSEWHERE, known.replica_id)
     cause = {True: Cause.REPLICA_RESTARTED, False: Cause.EVICTED, None: Cause.UNKNOWN}
     yield _Fact(known.num_tokens, cause[past.is_known_replica_gone], known.replica_id)
-
-
-def _never_cached(past: Past, num_reusable: int) -> _Fact:
-    if past.changed_at is not None and past.changed_at < num_reusable:
-        return _Fact(num_reusable, Cause.PREFIX_CHANGED)
-    if past.known.is_elsewhere and not past.known.num_tokens:
-        return _Fact(num_reusable, Cause.OTHER_NAMESPACE)
-    return _Fact(num_reusable, Cause.NEVER_CACHED)

@@ -3,12 +3,12 @@
 Owns the memory, its bound in bytes, and whose prompts are compared. Knows hashes, counts and positions, never
 tokens or text; no clock.
 
-Of each tenant there is a radix tree of block hashes, in which two bytes of each token (a keyed digest of it
-and its place) tell at which token two prompts part; a record for each request, found by its ids; and for
-each piece of a conversation (see `outline.py`) the last prompt that had it, for prompts that part in their
-first block or have another root. Prompts of other tenants are never looked at, even where a group shares its
-KV. What was remembered the longest ago is forgotten first: of the tenant that adds, if it has more than an
-equal part of all, otherwise of the one that holds most.
+Of each tenant there is a radix tree of block hashes, in which two bytes of each token (a keyed digest of it)
+tell at which token two prompts part, and what both have behind that; a record for each request, found by its
+ids; and for each piece of a conversation (see `outline.py`) the last prompt that had it, for prompts that
+part in their first block or have another root. Prompts of other tenants are never looked at, even where a
+group shares its KV. What was remembered the longest ago is forgotten first: of the tenant that adds, if it
+has more than an equal part of all, otherwise of the one that holds most.
 """
 
 import array
@@ -22,6 +22,7 @@ import numpy as np
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from router.explain.outline import DIGEST_BYTES, NO_OUTLINE, PromptOutline
+from router.explain.repeats import Run, repeats
 from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
 
 MARK_BYTES = 2
@@ -39,8 +40,6 @@ LEAST_SHARED = 2
 MOST_BLOCKS = 4
 SHORT_BYTES = 512
 """Of marks that are compared as one number, which is quicker than to have numpy do it."""
-
-FEW_TOKENS = 8192
 
 _TOKENS, _MARKS = np.dtype("<u4"), np.dtype("<u2")
 _HALF, _WHOLE = np.uint32(15), np.uint32(16)
@@ -142,10 +141,8 @@ class RememberedPrompts:
     def __init__(self, max_bytes: int, key: bytes) -> None:
         self._max_bytes = max_bytes
         self._key = key
-        numbers = [int.from_bytes(key[at : at + 4], "little") | 1 for at in (0, 4, 8)]
+        numbers = [int.from_bytes(key[at : at + 4], "little") | 1 for at in (0, 4)]
         self._factors = tuple(np.uint32(number) for number in numbers)
-        self._places = np.arange(FEW_TOKENS, dtype=np.uint32) * self._factors[2]
-        """What a token's place adds to its mark."""
         self._tenants: dict[str, _Tenant] = {}
         self._last_number = 0
         self.num_bytes = 0
@@ -188,6 +185,22 @@ class RememberedPrompts:
     def compare(self, facts: PromptFacts, earlier: RememberedPrompt) -> Nearest:
         """With one of the same tenant's."""
         return self._compared(self._tenants[facts.tenant], facts, self._units(facts), earlier)
+
+    def repeats(self, facts: PromptFacts, nearest: Nearest, start: int) -> Sequence[Run]:
+        """Which of its tokens from `start` on the nearest prompt has as well, behind the place where they
+        part: from the first on if their roots differ."""
+        mine = self._tenants.get(facts.tenant)
+        if mine is None:
+            return ()
+        parted = nearest.num_common_tokens or 0
+        ours, theirs = (
+            np.frombuffer(marks, _MARKS)
+            for marks in (
+                self._marks(facts, parted, facts.num_tokens),
+                self._marks_of(mine, nearest.prompt)[parted * MARK_BYTES :],
+            )
+        )
+        return repeats(ours, theirs, parted=parted, start=start, block_size=facts.block_size)
 
     def remember(self, facts: PromptFacts, ids: tuple[str, ...], at: float) -> RememberedPrompt | None:
         if not self._max_bytes:
@@ -324,7 +337,7 @@ class RememberedPrompts:
         return b"".join(reversed(runs))
 
     def _marks(self, facts: PromptFacts, start: int, end: int) -> bytes:
-        """Two bytes a token, which depend on its place."""
+        """Two bytes a token."""
         if start >= end:
             return b""
         if facts.marked_from is None or start < facts.marked_from:
@@ -333,11 +346,8 @@ class RememberedPrompts:
         return facts.marks[(start - begin) * MARK_BYTES : (end - begin) * MARK_BYTES]
 
     def _new_marks(self, facts: PromptFacts, start: int) -> bytes:
-        first, second, third = self._factors
-        if len(self._places) < facts.num_tokens:
-            self._places = np.arange(2 * facts.num_tokens, dtype=np.uint32) * third
+        first, second = self._factors
         mixed = np.frombuffer(facts.packed_tokens, _TOKENS, offset=start * _TOKENS.itemsize) * first
-        mixed ^= self._places[start : facts.num_tokens]
         mixed ^= mixed >> _HALF
         mixed *= second
         marks: bytes = (mixed >> _WHOLE).astype(_MARKS).tobytes()

@@ -1,17 +1,18 @@
 """Story: why a prompt was, or was not, read from cache, as it is told and remembered.
 
-Owns its shape and what counts as lost. Finds nothing itself: the causes are `causes.py`'s, the earlier
-prompt is the memory's, the place is `places.py`'s. A story has ids of the own tenant's requests, counts and
-positions, never text.
+Owns its shape. Finds nothing itself: the causes, and what is lost, are `causes.py`'s, the earlier prompt is
+the memory's, the place is `places.py`'s. A story has ids of the own tenant's requests, counts and positions,
+never text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from replicas.protocol.frames import PromptUsage
-from router.explain.causes import Cause, MissedSpan, Misses
+from replicas.protocol.status import ReplicaId
+from router.explain.causes import Cause, MissedSpan, Misses, losses
 from router.explain.places import Place, PlaceKind
 from router.explain.remembered_prompts import Nearest, PromptFacts
 from router.routing.decision import Decision
@@ -27,8 +28,6 @@ class StoryStatistics(NamedTuple):
     num_places: int
     num_places_left_out: int
 
-
-NOTHING_LOST = frozenset({Cause.HIT, Cause.NEVER_CACHED, Cause.BELOW_A_BLOCK})
 
 SETTINGS_PATHS = {
     "model": "model",
@@ -74,6 +73,12 @@ class PromptStory(msgspec.Struct, frozen=True, array_like=True):
             return "miss"
         return "hit" if self.cause == Cause.HIT else "partial"
 
+    def missed_spans(self) -> Iterator[MissedSpan]:
+        """As `causes.py` has found them."""
+        for cause, start, end, replica_id, at in self.spans:
+            holder = None if replica_id is None else ReplicaId(replica_id)
+            yield MissedSpan(Cause(cause), start, end, holder, at)
+
 
 class Story(msgspec.Struct, frozen=True, array_like=True):
     """Of one request. `error` is the name of what ended it; then `prompts` may be missing."""
@@ -99,18 +104,6 @@ def unpacked(data: bytes) -> Story:
     return _decode(data)
 
 
-def with_nearest(found: Misses, nearest: Nearest | None) -> Misses:
-    """What was never cached here was computed under another namespace, if the nearest prompt has one."""
-    if nearest is None or nearest.num_common_tokens is not None:
-        return found
-    spans = tuple(
-        span._replace(cause=Cause.OTHER_NAMESPACE) if span.cause is Cause.NEVER_CACHED else span
-        for span in found.spans
-    )
-    cause = Cause.OTHER_NAMESPACE if found.cause is Cause.NEVER_CACHED else found.cause
-    return Misses(cause, spans)
-
-
 def prompt_story(
     facts: PromptFacts,
     usage: PromptUsage,
@@ -118,15 +111,14 @@ def prompt_story(
     found: Misses,
     nearest: Nearest | None,
 ) -> PromptStory:
-    lost = [_lost(span, nearest, facts.block_size) for span in found.spans]
-    num_lost = sum(end - start for start, end in lost)
+    lost = [(span.start, span.end) for span in found.spans if span.is_lost]
     return PromptStory(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
         num_tier_tokens=(usage.num_device_tokens, usage.num_host_tokens, usage.num_disk_tokens),
         cause=found.cause.value,
         spans=tuple((s.cause.value, s.start, s.end, s.replica_id, s.at) for s in found.spans),
-        num_lost_tokens=num_lost,
+        num_lost_tokens=sum(end - start for start, end in lost),
         lost_ms=_lost_ms(lost, usage.num_cached_tokens, facts, decision),
         replica_id=None if decision is None else decision.replica_id,
         earlier=None if nearest is None else _earlier(facts, nearest),
@@ -156,7 +148,8 @@ def placed(story: PromptStory, place: Place | None) -> PromptStory:
 
 
 def header_of(stories: Sequence[PromptStory]) -> bytes:
-    """What `x-kvasir-cache` says of a request's prompts; the cause is that of the first that lost any."""
+    """What `x-kvasir-cache` says of a request's prompts. The cause is the one by which most was lost; where
+    there are several, each follows with its tokens."""
     num_cached = sum(story.num_cached_tokens for story in stories)
     num_lost = sum(story.num_lost_tokens for story in stories)
     if len(stories) == 1:
@@ -165,10 +158,11 @@ def header_of(stories: Sequence[PromptStory]) -> bytes:
         outcome = "hit"
     else:
         outcome = "partial" if num_cached else "miss"
-    told = next((story for story in stories if story.num_lost_tokens), None)
-    if told is None:
-        told = next((story for story in stories if story.cause != Cause.HIT), stories[0])
-    return f"{outcome}; cached={num_cached}; lost={num_lost}; cause={told.cause}".encode()
+    lost = losses(span for story in stories for span in story.missed_spans()) if num_lost else {}
+    missed = (story.cause for story in stories if story.cause != Cause.HIT)
+    cause: str = next(iter(lost), None) or next(missed, Cause.HIT)
+    parts = "".join(f"; {name}={num_tokens}" for name, num_tokens in lost.items()) if len(lost) > 1 else ""
+    return f"{outcome}; cached={num_cached}; lost={num_lost}; cause={cause}{parts}".encode()
 
 
 def told(story: Story) -> dict[str, Any]:
@@ -264,17 +258,6 @@ def changes(facts: PromptFacts, nearest: Nearest) -> list[str]:
     if not found and (nearest.num_common_tokens is None or nearest.goes_on):
         found.append("model_version" if nearest.num_common_tokens is None else "template")
     return found
-
-
-def _lost(span: MissedSpan, nearest: Nearest | None, block_size: int) -> tuple[int, int]:
-    """From where to where of a span. Of tokens that the nearest prompt had none or others for, those are lost
-    that would have been read if nothing had changed."""
-    if span.cause in NOTHING_LOST:
-        return span.start, span.start
-    end = span.end
-    if nearest is not None and span.cause in (Cause.PREFIX_CHANGED, Cause.OTHER_NAMESPACE):
-        end = min(end, nearest.prompt.num_tokens // block_size * block_size)
-    return span.start, max(span.start, end)
 
 
 def _lost_ms(

@@ -11,10 +11,12 @@ one tenant under one salt: nobody learns what another has sent by sending it.
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from replicas.protocol.blocks import BlockHash
 from replicas.protocol.frames import PromptUsage
-from router.explain.causes import Departed, Misses, Past, misses
+from router.explain.causes import Cause, Departed, Misses, Past, misses
+from router.explain.repeats import Run
 from router.generation import Generation
 from router.observation.chain_tree import NamespaceName
 from router.observation.served import ServedPrompt, ServedRequest
@@ -27,7 +29,18 @@ BEGINNING_TOKENS = 128
 
 _BEGINNING_BYTES = 4 * BEGINNING_TOKENS
 
+_BEGINNING: Sequence[Run] = ((0, BEGINNING_TOKENS),)
+"""What is known to have been computed where a prompt has begun alike in another namespace."""
+
 _NOTHING_KNOWN = Past(Known(0))
+
+
+class Repeated(NamedTuple):
+    """Tokens of a prompt that an earlier one has as well, where it was not found in cache by this cause.
+    `runs` finds them from a token on."""
+
+    cause: Cause
+    runs: Callable[[int], Sequence[Run]]
 
 
 class Witness:
@@ -47,10 +60,10 @@ class Witness:
         usage: PromptUsage,
         *,
         decided_at: float,
-        changed_at: int | None = None,
+        repeated: Repeated | None = None,
     ) -> Misses:
-        """Call it when the usage has come: by the request's end the past has changed. `changed_at` is where
-        the prompt that this one is compared with goes on differently."""
+        """Call it when the usage has come: by the request's end the past has changed. `repeated` is what the
+        prompt that this one is compared with has as well, where it is changed or in another namespace."""
         block_size = self._block_size_of(generation.model)
         first = usage.num_cached_tokens // block_size
         if first >= max(0, usage.num_prompt_tokens - 1) // block_size:
@@ -63,11 +76,16 @@ class Witness:
             decided_at=decided_at,
             beginning=beginning_of(generation),
         )
-        if known.model not in (None, generation.model):
-            known = Known(0, is_elsewhere=True)  # one model under two names: their replicas share nothing
-        past = Past(
-            known, _departed(index, generation.block_hashes, first, block_size), changed_at=changed_at
-        )
+        past = Past(known, _departed(index, generation.block_hashes, first, block_size))
+        runs = () if repeated is None else repeated.runs(usage.num_cached_tokens)
+        if known.model not in (None, generation.model):  # two names of it: their replicas share nothing
+            elsewhere: Sequence[Run] = ((0, known.num_tokens),)
+            known = Known(0)
+            past = past._replace(known=known, repeated=elsewhere, repeated_by=Cause.OTHER_NAMESPACE)
+        elif repeated is not None and runs:
+            past = past._replace(repeated=runs, repeated_by=repeated.cause)
+        elif known.is_elsewhere and not known.num_tokens:
+            past = past._replace(repeated=_BEGINNING, repeated_by=Cause.OTHER_NAMESPACE)
         if index is not None and known.replica_id is not None and known.epoch is not None:
             is_gone = index.epoch(known.replica_id) != known.epoch
             stride_tokens = index.blocks_per_stride * block_size

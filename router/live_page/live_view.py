@@ -173,7 +173,6 @@ def frontier(rows: Iterable[Node]) -> list[Node]:
 def decision_data(recent: RecentDecision) -> dict[str, Any]:
     """A line of the list."""
     decision, usage = recent.decision, recent.usage
-    found = recent.findings()
     return {
         "number": recent.number,
         "at": recent.arrived_at + recent.ended_seconds,
@@ -195,7 +194,7 @@ def decision_data(recent: RecentDecision) -> dict[str, Any]:
         "ttft_ms": _milliseconds(recent.first_token_seconds),
         "status": recent.status,
         "error": recent.error,
-        "finding": found[0].cause.value if found else None,
+        "finding": None if recent.misses is None else recent.misses.cause.value,
     }
 
 

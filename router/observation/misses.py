@@ -53,7 +53,7 @@ _SENTENCES: Mapping[Cause, Callable[[str], str]] = {
     Cause.NEVER_CACHED: lambda _: "are new: no request that had ended had them.",
     Cause.BELOW_A_BLOCK: lambda _: "do not fill a block that could be read.",
     Cause.PREFIX_CHANGED: lambda _: (
-        "follow a change: the prompt that this one is compared with goes on differently."
+        "follow a change: the prompt that this one is compared with has them as well, behind other tokens."
     ),
     Cause.OTHER_NAMESPACE: lambda _: (
         "are new here: a prompt that begins alike was seen under another model, adapter or template, which"

@@ -20,9 +20,8 @@ from replicas.protocol.blocks import (
     hash_blocks,
     namespace_root,
     pack_token_ids,
-    unpack_token_ids,
 )
-from router.explain.linting.grams import Grams, sampled
+from router.explain.repeats import Grams
 
 MOST_BLOCKS = 2**20
 MOST_PROMPT_BYTES = 256 * 2**20
@@ -34,6 +33,9 @@ NUM_LATEST = 4
 
 NEARLY = 0.9
 """A prompt with so much of what the most similar one has is as similar."""
+
+SAMPLED = 8
+"""Of so many runs one is looked up."""
 
 TOKEN_BYTES = 4
 
@@ -72,10 +74,6 @@ class EarlierPrompt:
     packed_body: bytes
 
     @property
-    def token_ids(self) -> list[int]:
-        return unpack_token_ids(self.packed_tokens)
-
-    @property
     def body(self) -> Any:
         return json.loads(zlib.decompress(self.packed_body))
 
@@ -106,7 +104,7 @@ class EarlierPrompts:
         while self._num_bytes > MOST_PROMPT_BYTES and len(self._prompts) > 1:
             self._num_bytes -= self._prompts.popitem(last=False)[1].num_bytes
             self.num_forgotten += 1
-        for run in sampled(grams):
+        for run in _sampled(grams):
             key = (space.tenant, run)
             self._runs[key] = (*self._runs.pop(key, ())[1 - NUM_LATEST :], number)
         while len(self._runs) > MOST_RUNS:
@@ -116,7 +114,7 @@ class EarlierPrompts:
         """The tenant's prompt that has most in common; of such that have nearly as much, one in the same
         namespace, that which begins alike for longest, and the latest."""
         votes: Counter[int] = Counter()
-        for run in sampled(grams):
+        for run in _sampled(grams):
             votes.update(self._runs.get((space.tenant, run), ()))
         near = [(number, count) for number, count in votes.items() if number in self._prompts]
         if not near:
@@ -134,6 +132,12 @@ class EarlierPrompts:
                 prompt.number,
             ),
         )
+
+
+def _sampled(grams: Grams) -> list[int]:
+    """Those that are looked up: the same in every prompt that has them."""
+    chosen: list[int] = np.unique(grams[grams % np.uint64(SAMPLED) == 0]).tolist()
+    return chosen
 
 
 def num_common(packed: bytes, other: bytes) -> int:

@@ -2,13 +2,22 @@
 
 import asyncio
 import json
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster.commands.why import render
+from router.api.logged_prompts import LoggedModel, logged_prompts
 from router.api.stories import SMALL_BYTES
-from tests.router.http_server import HttpServer
+from router.explain.linting.linter import Linter
+from router.explain.linting.log_lines import read_line
+from router.prompt.catalog import ModelCatalog
+from tests.router import tiny_model
+from tests.router.explain.broken_prompts import broken
+from tests.router.explain.conversations import TEMPLATES
+from tests.router.http_server import HttpServer, http_server
 from tests.router.scripted_dispatch import says
 from tests.router.tiny_model import MODEL
 
@@ -78,6 +87,96 @@ async def test_a_large_body_is_looked_through_beside_the_loop(
     await story_of(http, prompt=LONG + "one")
     told = (await story_of(http, prompt=LONG + "two", num_blanks=SMALL_BYTES))["prompts"][0]
     assert told["place"]["path"] == "prompt"
+
+
+LARGE = 32_768
+PROMISED = 32
+"""What the scripted index promises of each prompt."""
+
+TEMPLATED = tiny_model.bundle(TEMPLATES["qwen25"])
+
+
+def large_model() -> ModelCatalog:
+    made = ModelCatalog(tiny_model.SECRET)
+    made.add(tiny_model.card(context_length=LARGE), TEMPLATED)
+    return made
+
+
+def by_lint(bodies: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """What of each prompt could be read from cache, and what is lost to a change."""
+    linter, found = Linter(), []
+    for number, body in enumerate(bodies):
+        line = read_line(json.dumps(body).encode())
+        (prompt,) = logged_prompts(LoggedModel.of(TEMPLATED), line, number, tiny_model.BLOCK_SIZE)
+        num_cached, broken_at = linter.take(prompt)
+        found.append((num_cached, 0 if broken_at is None else broken_at.num_lost_tokens))
+    return found
+
+
+def documents() -> list[dict[str, Any]]:
+    """Which begin alike and end alike, and have nothing else in common."""
+    texts = [[f"{rng.getrandbits(40):x}" for _ in range(90)] for rng in map(Random, range(4))]
+    asked = [
+        [
+            {"role": "system", "content": "Answer from this. " + ". ".join(words)},
+            {"role": "user", "content": "What is it about?"},
+        ]
+        for words in texts
+    ]
+    return [{"model": MODEL, "messages": messages} for messages in asked]
+
+
+@pytest.mark.parametrize(
+    "way", ["documents", "tool_word", "system_time", "key_order", "trimmed_result", "compacted"]
+)
+async def test_header_story_metric_and_lint_say_the_same_of_what_a_change_has_cost(way: str) -> None:
+    if way == "documents":
+        bodies = documents()
+    else:
+        made = broken(way, "chat", Random(way), num_tools=2, num_turns=4)
+        bodies = [{**made.before, "model": MODEL}, {**made.after, "model": MODEL}]
+    expected = by_lint(bodies)
+    assert (expected[-1][1] > 0) == (way != "documents")
+    lost = 0
+    async with http_server(catalog=large_model()) as server, httpx.AsyncClient(base_url=server.url) as http:
+        for body, (num_cached, num_lost) in zip(bodies, expected, strict=True):
+            server.dispatcher.script = says([20], num_cached_tokens=max(num_cached, PROMISED))
+            answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+            (story,) = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()["prompts"]
+            spans = [one for one in story["spans"] if one["cause"] == "prefix_changed"]
+            assert sum(one["end"] - one["start"] for one in spans) == story["lost_tokens"] == num_lost
+            assert f"; lost={num_lost}; cause={story['cause']}" in answer.headers["x-kvasir-cache"]
+            assert (story["cause"] == "prefix_changed") == (num_lost > 0)
+            lost += num_lost
+        metrics = (await http.get("/metrics")).text
+    name = f'router_missed_tokens_total{{model="{MODEL}",cause="prefix_changed"}}'
+    assert float(metrics.split(f"\n{name} ")[1].split()[0]) == lost
+
+
+async def test_a_loss_is_divided_over_the_causes_of_its_parts() -> None:
+    """What was known of it is not there any more, and behind that something has changed."""
+    made = broken("trimmed_result", "chat", Random(1), num_tools=2, num_turns=4)
+    async with http_server(catalog=large_model()) as server, httpx.AsyncClient(base_url=server.url) as http:
+        server.dispatcher.script = says([20], num_cached_tokens=PROMISED)
+        for body in (made.before, made.after):
+            answer = await http.post("/v1/chat/completions", json={**body, "model": MODEL, "max_tokens": 1})
+            story = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()
+    (prompt,) = story["prompts"]
+    parts: dict[str, int] = {}
+    for span in prompt["spans"]:
+        parts[span["cause"]] = parts.get(span["cause"], 0) + span["end"] - span["start"]
+    changed, unknown = parts["prefix_changed"], parts["unknown"]
+    assert prompt["lost_tokens"] == changed + unknown
+    said = answer.headers["x-kvasir-cache"]
+    first, second = sorted([("unknown", unknown), ("prefix_changed", changed)], key=lambda each: -each[1])
+    assert said == (
+        f"partial; cached={PROMISED}; lost={changed + unknown}; cause={first[0]}"
+        f"; {first[0]}={first[1]}; {second[0]}={second[1]}"
+    )
+    words = list(render(story))
+    assert words[-1].startswith(f"  lost: {changed + unknown:,} tokens")
+    assert words[-1].endswith(f"; {first[1]:,} {first[0]}, {second[1]:,} {second[0]}")
 
 
 async def test_an_id_of_nobody_is_not_found(http: httpx.AsyncClient) -> None:

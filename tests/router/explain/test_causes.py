@@ -9,7 +9,7 @@ from replicas.protocol.frames import PromptUsage
 from replicas.protocol.prefix_leases import LeaseBreak
 from replicas.protocol.status import ReplicaId
 from replicas.protocol.ways import NO_MOVES, MoveSpeeds
-from router.explain.causes import Cause, Departed, Misses, Past, misses
+from router.explain.causes import Cause, Departed, Misses, Past, losses, misses
 from router.observation.sightings import Known
 from router.routing.decision import Decision
 from tests.router.explain.decisions import BLOCK_SIZE, decision
@@ -148,8 +148,34 @@ SLOW = MoveSpeeds(host=1.0, disk=None, pull=None)
             "lease_broken",
             [("lease_broken", 256), ("expired", 256), ("never_cached", 480)],
         ),
-        (0, None, Past(Known(0, is_elsewhere=True)), "other_namespace", [("other_namespace", 992)]),
-        (512, None, Past(Known(512), changed_at=520), "prefix_changed", [("prefix_changed", 480)]),
+        (
+            0,
+            None,
+            Past(Known(0), repeated=[(0, 128)], repeated_by=Cause.OTHER_NAMESPACE),
+            "other_namespace",
+            [("other_namespace", 128), ("never_cached", 864)],
+        ),
+        (  # an edit: what is new of it, what follows it, what was added at the end
+            512,
+            decision(a=512, b=0),
+            Past(Known(512), repeated=[(540, 700), (720, 992)]),
+            "prefix_changed",
+            [("never_cached", 28), ("prefix_changed", 160), ("never_cached", 20), ("prefix_changed", 272)],
+        ),
+        (  # other documents behind a block that another replica has
+            0,
+            decision(a=0, b=16),
+            Past(Known(16, B)),
+            "held_elsewhere",
+            [("held_elsewhere", 16), ("never_cached", 976)],
+        ),
+        (  # the cause of most that is lost, not of what comes first
+            0,
+            decision(a=0, b=16),
+            Past(Known(16, B), repeated=[(32, 900)]),
+            "prefix_changed",
+            [("held_elsewhere", 16), ("never_cached", 16), ("prefix_changed", 868), ("never_cached", 92)],
+        ),
         (0, None, Past(Known(512, C)), "unknown", [("unknown", 512), ("never_cached", 480)]),
     ],
 )
@@ -215,7 +241,8 @@ def situations(draw: st.DrawFn) -> tuple[PromptUsage, Decision | None, Past]:
         st.lists(st.builds(Departed, tokens, st.just(C), st.booleans(), st.just(1.0)), max_size=5)
     )
     known = draw(st.builds(Known, tokens, st.sampled_from((None, B)), st.booleans()))
-    past = Past(known, sorted(departed), draw(st.sampled_from((None, True, False))), draw(st.none() | tokens))
+    repeated = draw(st.lists(st.tuples(tokens, tokens).map(sorted).map(tuple), max_size=3).map(sorted))
+    past = Past(known, sorted(departed), draw(st.sampled_from((None, True, False))), repeated)
     return usage, made, past
 
 
@@ -229,6 +256,8 @@ def test_spans_are_all_that_was_not_read(situation: tuple[PromptUsage, Decision 
         assert span.start == at and span.end > at
         at = span.end
     assert Cause.HIT not in [span.cause for span in found.spans]
+    assert sum(losses(found.spans).values()) == sum(s.num_tokens for s in found.spans if s.is_lost)
+    assert not losses(found.spans) or found.cause in (Cause.HIT, next(iter(losses(found.spans))))
     num_reusable = (usage.num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert (found.cause is Cause.HIT) == (bool(num_reusable) and usage.num_cached_tokens >= num_reusable) or (
         not found.spans

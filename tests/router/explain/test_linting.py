@@ -8,17 +8,15 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from router.api.logged_prompts import LoggedModel, NoPrompt, logged_prompts
 from router.explain.linting import remembered, tally
-from router.explain.linting.grams import GRAM, grams_of, num_covered
 from router.explain.linting.habits import ADVICE, WHAT, Habit, steps_of, surer
 from router.explain.linting.linter import Break, Linter
 from router.explain.linting.log_lines import BadLine, read_line
 from router.explain.linting.tally import Tally, as_plain
 from router.explain.places import Place, PlaceKind
+from router.explain.repeats import GRAM
 from tests.router import tiny_model
 from tests.router.explain.broken_prompts import WAYS, broken
 from tests.router.explain.conversations import (
@@ -230,20 +228,6 @@ def test_every_habit_has_words() -> None:
     assert set(WHAT) == set(ADVICE) == set(Habit)
 
 
-@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.integers(0, 60))
-def test_covered_tokens_are_those_of_runs_that_both_have(
-    one: list[int], other: list[int], start: int
-) -> None:
-    runs = {tuple(other[at : at + GRAM]) for at in range(len(other) - GRAM + 1)}
-    covered = {
-        place
-        for at in range(start, len(one) - GRAM + 1)
-        if tuple(one[at : at + GRAM]) in runs
-        for place in range(at, at + GRAM)
-    }
-    assert num_covered(grams_of(one), grams_of(other), start) == len(covered)
-
-
 def test_a_dialect_is_told_by_its_path_or_its_shape() -> None:
     made = conversation(Random(3), num_tools=2)
     for dialect in DIALECTS:
@@ -311,7 +295,8 @@ def test_only_what_stands_behind_the_break_and_in_both_prompts_is_lost(way: str)
     assert found is not None
     before, after = _tokens(prompt.before, ""), _tokens(prompt.after, "")
     begun = num_common(before, after)
-    runs = {tuple(before[at : at + GRAM]) for at in range(len(before) - GRAM + 1)}
+    runs = {tuple(before[at : at + GRAM]) for at in range(begun, len(before) - GRAM + 1)}
     starts = [at for at in range(begun, len(after)) if tuple(after[at : at + GRAM]) in runs]
     shared = {place for at in starts for place in range(at, at + GRAM)}
-    assert abs(found.num_lost_tokens - min(len(shared), len(before) - begun)) <= GRAM
+    in_blocks = [place for place in shared if place < (len(after) - 1) // BLOCK * BLOCK]
+    assert found.num_lost_tokens == min(len(in_blocks), len(before) - begun)

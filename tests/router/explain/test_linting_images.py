@@ -15,11 +15,11 @@ from replicas.media.probes import probe_png
 from replicas.protocol.image_rules import CellRule, written_rule
 from replicas.protocol.images import ImageFormat, ImageSize
 from router.api.logged_prompts import LoggedModel, NoPrompt, logged_prompts
-from router.explain.linting.grams import GRAM
 from router.explain.linting.habits import Habit, habit_of
 from router.explain.linting.linter import Break, Linter, LoggedPrompt
 from router.explain.linting.log_lines import read_line
 from router.explain.places import Place, PlaceKind
+from router.explain.repeats import GRAM
 from tests.router import tiny_model
 from tests.router.explain.conversations import text
 
