@@ -48,11 +48,20 @@ app.kubernetes.io/part-of: kvasir
 {{- printf "%s:%s%s" .image.repository (default .root.Chart.AppVersion .image.tag) $digest | quote -}}
 {{- end -}}
 
-{{/* All pools with poolDefaults filled in, as YAML: name → pool. */}}
+{{/* All pools with poolDefaults filled in, and with what follows from the rest, as YAML: name → pool. */}}
 {{- define "kvasir.pools" -}}
 {{- $pools := dict -}}
 {{- range $name, $pool := default (dict "main" dict) .Values.pools -}}
-{{- $_ := set $pools $name (mergeOverwrite (deepCopy $.Values.poolDefaults) (deepCopy (default dict $pool))) -}}
+{{- $whole := mergeOverwrite (deepCopy $.Values.poolDefaults) (deepCopy (default dict $pool)) -}}
+{{- /* The model that ships needs no GPU, and little of the rest. */ -}}
+{{- $is_small := and (eq $whole.model.source "toy") (not $whole.gpu.count) (ne $whole.engine "vllm") -}}
+{{- $_ := set $whole "engine" (default (ternary "torch" "vllm" $is_small) $whole.engine) -}}
+{{- $kind := ternary "cpu" "cuda" $is_small -}}
+{{- $_ := set $whole.image "repository" (default (printf "ghcr.io/kvasir/replica-%s" $kind) $whole.image.repository) -}}
+{{- $requests := ternary (dict "cpu" "250m" "memory" "512Mi") (dict "cpu" "2" "memory" "8Gi") $is_small -}}
+{{- $limits := dict "memory" (ternary "2Gi" "16Gi" $is_small) -}}
+{{- $_ := set $whole "resources" (merge $whole.resources (dict "requests" $requests "limits" $limits)) -}}
+{{- $_ := set $pools $name $whole -}}
 {{- end -}}
 {{- toYaml $pools -}}
 {{- end -}}
@@ -134,6 +143,7 @@ and the reserve that leases are kept apart by.
   value: "1"
 {{- end -}}
 
+{{/* Security contexts: of pods, with the same dict as podBasics, and of containers. Those of pools may say otherwise. */}}
 {{- define "kvasir.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ .user }}
@@ -151,14 +161,18 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* What every pod has: dict "root" $ "component" "router" "user" 10001.
+{{- define "kvasir.poolContainerSecurity" -}}
+{{- mergeOverwrite (include "kvasir.containerSecurity" . | fromYaml) .securityContext | toYaml -}}
+{{- end -}}
+
+{{/* What every pod has: dict "root" $ "component" "router" "user" 10001, and of a pool its "security".
 Service links would be variables such as KVASIR_ROUTER_PORT=tcp://…, which Kvasir would take for its settings. */}}
 {{- define "kvasir.podBasics" -}}
 serviceAccountName: {{ include "kvasir.fullname" .root }}-{{ .component }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
-  {{- include "kvasir.podSecurity" . | nindent 2 }}
+  {{- mergeOverwrite (include "kvasir.podSecurity" . | fromYaml) (default dict .security) | toYaml | nindent 2 }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}

@@ -183,9 +183,12 @@ resources:
     - --local-dir
     - {{ include "kvasir.modelPath" .pool | quote }}
   securityContext:
-    {{- include "kvasir.containerSecurity" . | nindent 4 }}
+    {{- include "kvasir.poolContainerSecurity" .pool | nindent 4 }}
   env:
     {{- include "kvasir.home" . | nindent 4 }}
+    {{- with .pool.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if $model.tokenSecret }}
     - name: HF_TOKEN
       valueFrom:
@@ -201,7 +204,18 @@ resources:
       mountPath: /models
     - name: tmp
       mountPath: /tmp
+    {{- with .pool.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
+{{- end -}}
+
+{{/* All that runs before a replica: dict "root" $ "pool" $pool. */}}
+{{- define "kvasir.poolInitContainers" -}}
+{{- include "kvasir.modelDownload" . }}
+{{- with .pool.extraInitContainers }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* What a pool's containers mount, and the volumes of it, but for that of a model from a hub and claims for KV:
@@ -225,6 +239,9 @@ dict "root" $ "pool" $pool. */}}
 {{- end }}
 {{- include "kvasir.redisMounts" .root }}
 {{- include "kvasir.mtlsMounts" .root }}
+{{- with .pool.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvasir.poolVolumes" -}}
@@ -257,4 +274,7 @@ dict "root" $ "pool" $pool. */}}
 {{- end }}
 {{- include "kvasir.redisVolumes" .root }}
 {{- include "kvasir.mtlsVolumes" (dict "root" .root "side" "replica") }}
+{{- with .pool.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}

@@ -64,7 +64,8 @@ TOGGLES: dict[str, Values] = {
     "settings": {
         "router": {"settings": {"max_in_flight": 10_000_000, "room_price": 1.5, "log_requests": True}},
         "poolDefaults": {
-            "settings": {"kv_cache_bytes": 2**40, "engine_args": {"tensor_parallel_size": 2, "seed": None}}
+            "engine": "vllm",
+            "settings": {"kv_cache_bytes": 2**40, "engine_args": {"tensor_parallel_size": 2, "seed": None}},
         },
         "traces": {"endpoint": "http://collector:4318", "sampleRatio": 0.25},
     },

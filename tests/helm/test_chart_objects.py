@@ -18,10 +18,14 @@ from tests.helm.chart import (
     component_of,
     named,
     of_kind,
+    pods,
     render,
     rendered,
     values_of,
+    with_keys,
 )
+
+POOL = "demo-kvasir-pool-main"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,6 +139,92 @@ def test_gpus_are_asked_for_and_found_by_their_kind() -> None:
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
     assert "nvidia.com/gpu" not in str(of_kind("Deployment", objects))
+
+
+def test_with_nothing_said_but_that_it_is_open_the_chart_runs_anywhere() -> None:
+    """What ships, in the image that has what it needs, on a node without GPUs."""
+    pool = named("StatefulSet", POOL, tuple(render({"router": {"keys": {"open": True}}})))
+    (container,) = pool["spec"]["template"]["spec"]["containers"]
+    assert container["image"].startswith("ghcr.io/kvasir/replica-cpu:")
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["KVASIR_REPLICA_ENGINE"] == "torch"
+    assert "KVASIR_REPLICA_MODEL" not in variables
+    assert container["resources"] == {
+        "requests": {"cpu": "250m", "memory": "512Mi"},
+        "limits": {"memory": "2Gi"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("pool", "image", "engine", "memory"),
+    [
+        ({}, "replica-cpu", "torch", "2Gi"),
+        ({"engine": "simulated"}, "replica-cpu", "simulated", "2Gi"),
+        ({"engine": "vllm"}, "replica-cuda", "vllm", "16Gi"),
+        ({"gpu": {"count": 1}}, "replica-cuda", "vllm", "16Gi"),
+        ({"model": {"source": "image", "path": "/m"}}, "replica-cuda", "vllm", "16Gi"),
+        ({"model": {"source": "image", "path": "/m"}, "engine": "torch"}, "replica-cuda", "torch", "16Gi"),
+        ({"image": {"repository": "mine/replica"}}, "mine/replica", "torch", "2Gi"),
+        ({"resources": {"limits": {"memory": "4Gi"}}}, "replica-cpu", "torch", "4Gi"),
+    ],
+)
+def test_what_a_pool_does_not_say_of_image_engine_and_resources_follows_from_its_model_and_gpus(
+    pool: dict[str, Any], image: str, engine: str, memory: str
+) -> None:
+    made = named("StatefulSet", POOL, tuple(render({"pools": {"main": pool}})))
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    assert image in container["image"]
+    assert {"name": "KVASIR_REPLICA_ENGINE", "value": engine} in container["env"]
+    assert container["resources"]["limits"]["memory"] == memory
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+
+
+def test_the_notes_speak_of_vllm_without_a_gpu() -> None:
+    for pool, is_said in (({"engine": "vllm"}, True), ({"gpu": {"count": 1}}, False), ({}, False)):
+        files = chart().render(with_keys({"pools": {"odd": pool}}), name="demo", namespace="llm")
+        assert ("Pool odd runs vLLM and asks for no GPU" in files["kvasir/templates/NOTES.txt"]) == is_said
+
+
+ADDED: dict[str, Any] = {
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "extraVolumes": [{"name": "authorities", "configMap": {"name": "our-ca"}}],
+    "extraVolumeMounts": [{"name": "authorities", "mountPath": "/etc/ssl/ours", "readOnly": True}],
+    "extraInitContainers": [
+        {
+            "name": "look",
+            "image": "busybox:1.37",
+            "command": ["ls", "/models"],
+            "volumeMounts": [{"name": "models", "mountPath": "/models"}],
+        }
+    ],
+    "podSecurityContext": {"fsGroup": 2000, "supplementalGroups": [3000], "runAsUser": 1000660000},
+    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}, "readOnlyRootFilesystem": False},
+    "model": {"source": "hub", "repository": "Qwen/Qwen3-8B"},
+}
+
+
+@pytest.mark.parametrize("mode", ["statefulset", "kuberay"])
+def test_pools_take_volumes_init_containers_and_security_contexts_besides(mode: str) -> None:
+    values = {"fleet": {"mode": mode}, "pools": {"main": ADDED, "plain": {}}}
+    objects = tuple(render(values))
+    for item in objects:
+        check_fields(item)
+    found = {name.rpartition("-")[2]: pod["spec"] for name, pod in pods(objects) if "-pool-" in name}
+    pod, plain = found["main"], found["plain"]
+    assert ADDED["extraVolumes"][0] in pod["volumes"]
+    download, look = pod["initContainers"]
+    assert (download["name"], look) == ("model", ADDED["extraInitContainers"][0])
+    for container in (download, pod["containers"][0]):
+        assert ADDED["extraVolumeMounts"][0] in container["volumeMounts"]
+        assert ADDED["extraEnv"][0] in container["env"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": False,
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+        }
+    assert pod["securityContext"] == {**plain["securityContext"], **ADDED["podSecurityContext"]}
+    assert plain["securityContext"]["fsGroup"] == 10001
+    assert "initContainers" not in plain
 
 
 def test_pools_take_what_they_do_not_set_from_the_defaults_even_where_they_set_nothing_and_no() -> None:

@@ -145,6 +145,21 @@ def test_a_typo_is_refused_with_a_message_that_names_it(values: Mapping[str, Any
     assert named in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {"extraVolumes": [{"name": "kv", "emptyDir": {}}]},
+        {"extraVolumes": [{"emptyDir": {}}]},
+        {"extraVolumeMounts": [{"name": "a"}]},
+        {"extraInitContainers": [{"name": "model", "image": "a"}]},
+        {"podSecurityContext": []},
+    ],
+)
+def test_additions_that_would_take_the_place_of_the_charts_own_are_refused(pool: Mapping[str, Any]) -> None:
+    with pytest.raises(HelmValuesError):
+        render({"poolDefaults": pool})
+
+
 KUBERAY = {"fleet": {"mode": "kuberay"}}
 HUB = {"source": "hub", "repository": "Qwen/Qwen3-8B"}
 

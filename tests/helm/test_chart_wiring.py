@@ -136,13 +136,13 @@ def replica_pod(case: str) -> tuple[Object, Object]:
 
 def test_memory_for_kv_comes_on_top_of_what_a_replica_asks_for() -> None:
     _, plain = replica_pod("nothing set")
-    assert plain["containers"][0]["resources"]["requests"] == {"cpu": "2", "memory": "8Gi"}
+    assert plain["containers"][0]["resources"]["requests"] == {"cpu": "250m", "memory": "512Mi"}
     (config,) = replica_configs("KV in memory")
     assert (config.host_kv_bytes, config.disk_kv_bytes, config.kv_folder) == (2**29, None, None)
     _, pod = replica_pod("KV in memory")
     resources = pod["containers"][0]["resources"]
-    assert resources["requests"] == {"cpu": "2", "memory": f"{8 * 1024 + 512}Mi"}
-    assert resources["limits"]["memory"] == f"{16 * 1024 + 512}Mi"
+    assert resources["requests"] == {"cpu": "250m", "memory": f"{512 + 512}Mi"}
+    assert resources["limits"]["memory"] == f"{2 * 1024 + 512}Mi"
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """A router and replicas as processes that speak mutual TLS, from HTTP to the engine and over a renewal."""
 
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import yaml
 
 from loadtests.stacks.local_stack import LocalStack, local_stack, python_command
 from replicas.process.tls import TlsFiles
 from replicas.process.validity import validities
 from tests.certificates import Authority, copied
 from tests.integration.observe import records, wait_until
+from tests.tools import needed_tool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -94,6 +98,42 @@ def test_the_routers_metrics_tell_when_its_files_expire(stack: LocalStack, folde
         for file, name in (("certificate", "tls.crt"), ("ca", "ca.crt"))
     }
     assert router_expiries(stack) == ends
+
+
+def documented(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Settings of a replica and a router as docs/security.md has them, with the files that it makes."""
+    page = (Path(__file__).parents[2] / "docs/security.md").read_text()
+    (commands,) = re.findall(r"^```\n(mkdir -m 700 tls\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-ec", commands], cwd=folder, check=True, capture_output=True)
+    of_replicas, of_routers = (
+        {
+            name: path.replace("/etc/kvasir/tls", str(folder / "tls"))
+            for name, path in yaml.safe_load(block).items()
+        }
+        for block in re.findall(
+            r"^```yaml\n(# (?:replicas|routers)\n.*?)^```", page, re.MULTILINE | re.DOTALL
+        )
+    )
+    return of_replicas, of_routers
+
+
+def test_the_certificates_of_the_documentation_are_good_and_their_keys_their_owners_alone(
+    tmp_path: Path,
+) -> None:
+    needed_tool("openssl")
+    of_replicas, of_routers = documented(tmp_path)
+    keys = [*(tmp_path / "tls").glob("*.key")]
+    assert len(keys) == 3 and not any(key.stat().st_mode & 0o077 for key in keys)
+    with local_stack(
+        num_replicas=1, replica_settings={**ENGINE, **of_replicas}, router_settings=of_routers
+    ) as stack:
+        url = stack.url + "/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            assert "".join(answer(client))
+        assert (
+            validities((tmp_path / "tls/router.crt").read_bytes())[0].ends
+            == router_expiries(stack)["certificate"]
+        )
 
 
 def complaint_of(stack: LocalStack, replica_id: str) -> str | None:
