@@ -219,6 +219,21 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+@pytest.mark.parametrize(
+    ("word", "pages"),
+    [
+        ("prefix caching", {"docs/index.md", "docs/monitoring.md", "docs/models.md"}),
+        ("cache hit rate", {"docs/index.md", "docs/monitoring.md", "docs/loadtests.md"}),
+        ("KV-cache-aware routing", {"docs/index.md", "docs/loadtests.md"}),
+        ("disaggregated prefill", {"docs/index.md", "docs/models.md"}),
+        ("autoscaling", {"docs/index.md", "docs/machines.md", "docs/kubernetes.md"}),
+    ],
+)
+def test_the_fields_words_lead_to_the_pages_that_are_about_them(word: str, pages: set[str]) -> None:
+    found = {page for page in PAGES if word.lower() in text_of(page).lower()}
+    assert pages | {"README.md"} <= found
+
+
 def test_the_site_builds_asks_nothing_of_the_network_and_finds_words(tmp_path: Path) -> None:
     if importlib.util.find_spec("material") is None and not os.environ.get("CI"):
         pytest.skip("mkdocs is not installed; ./kvasir docs installs it")
