@@ -1,15 +1,16 @@
 """JsonCall: one tool call that a model writes as a JSON object, read as it comes.
 
 Owns what of it cannot be said yet. A call is announced as soon as its name is known and its arguments begin;
-from then on they come out as the model writes them. An object that turns out to be no call before that comes
-out as text. One that breaks off later ends there: the call, with its arguments as far as they came, and then
-text.
+from then on they come out as the model writes them, but for raw control characters in strings, which are
+escaped. An object that turns out to be no call before that comes out as text. One that breaks off later ends
+there: the call, with its arguments as far as they came, and then text.
 """
 
 import json
 import re
 from collections.abc import Callable
 
+from router.answers.json_strings import ControlEscaper, is_object
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 
 MAX_NAME_CHARACTERS = 256
@@ -42,23 +43,33 @@ class JsonCall:
 
     `prefix` is the text that led to the object, which remains text if this is no call. An object that no mark
     led to is a bare one: it may have no keys but a call's, and `is_bare_tool` says if its name is a tool's.
+    It may be the first of a list, if it `may_be_listed`; `is_listed` says that it is.
     """
 
-    def __init__(self, position: int, prefix: str, *, is_bare_tool: Callable[[str], bool] | None) -> None:
+    def __init__(
+        self,
+        position: int,
+        prefix: str,
+        *,
+        is_bare_tool: Callable[[str], bool] | None,
+        may_be_listed: bool = False,
+    ) -> None:
         self.is_done = False
         self.is_announced = False
+        self.is_listed = False
+        self._may_be_listed = may_be_listed
         self._position = position
         self._is_bare_tool = is_bare_tool
         self._unsaid = [prefix]
         self._num_unsaid = len(prefix)
-        self._unsaid_arguments: list[str] = []
+        self._arguments: list[str] = []
+        self._escaper = ControlEscaper()
         self._out: list[Part] = []
         self._state: State = self._open
         self._key = ""
         self._short = ""
         self._name: str | None = None
         self._has_begun_arguments = False
-        self._has_said_arguments = False
         self._has_ended_arguments = False
         self._is_in_arguments = False
         self._is_in_string = False
@@ -91,18 +102,20 @@ class JsonCall:
             at = self._state(text, at)
         return at
 
-    def finish(self, out: list[Part]) -> None:
+    def finish(self, out: list[Part], *, is_whole: bool) -> str:
+        """Where the answer ends, by itself or cut off: an object that does not end is broken either way."""
         self._out = out
         self._fail()
         if not self.is_announced:
             blanks = self._say_unsaid()
             if blanks:
                 out.append(Text(blanks))
+        return ""
 
     def _fail(self) -> None:
         self.is_done = True
         if self.is_announced and not self._has_ended_arguments:
-            self._out.append(CallEnd(self._position))
+            self._out.append(CallEnd(self._position, is_whole=False))
 
     def _say_unsaid(self) -> str:
         """All but the blanks at its end, which it returns: they may stand before another call."""
@@ -116,6 +129,9 @@ class JsonCall:
 
     def _open(self, text: str, at: int) -> int:
         at = _skip_space(text, at)
+        if self._may_be_listed and not self.is_listed and text.startswith("[", at):
+            self.is_listed = True
+            return at + 1
         return self._after(text, at, "{", self._before_key)
 
     def _before_key(self, text: str, at: int) -> int:
@@ -302,27 +318,28 @@ class JsonCall:
         self.is_announced = True
         self._unsaid.clear()
         self._out.append(CallStart(self._position, self._name))
-        if self._unsaid_arguments:
-            self._out.append(CallArguments(self._position, "".join(self._unsaid_arguments)))
-            self._unsaid_arguments.clear()
+        if self._arguments:
+            self._out.append(CallArguments(self._position, "".join(self._arguments)))
         if self._has_ended_arguments:
-            self._out.append(CallEnd(self._position))
+            self._say_end()
 
     def _say(self, text: str) -> None:
         if not text:
             return
-        self._has_said_arguments = True
+        text = self._escaper.feed(text)
+        self._arguments.append(text)
         if self.is_announced:
             self._out.append(CallArguments(self._position, text))
-        else:
-            self._unsaid_arguments.append(text)
 
     def _end_arguments(self) -> None:
-        if not self._has_said_arguments:
+        if not self._arguments:
             self._say("{}")
         self._has_ended_arguments = True
         if self.is_announced:
-            self._out.append(CallEnd(self._position))
+            self._say_end()
+
+    def _say_end(self) -> None:
+        self._out.append(CallEnd(self._position, is_whole=is_object("".join(self._arguments))))
 
 
 def _end(run: "re.Pattern[str]", text: str, at: int) -> int:

@@ -7,8 +7,10 @@ Pure functions over a schema, which may be anything that a client has sent. They
 import json
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import unquote
+
+from router.answers.json_strings import refuse_constant, with_escapes
 
 Kinds = frozenset[str] | None
 """JSON Schema's names of types; None where a schema does not say."""
@@ -31,9 +33,18 @@ def parameter_kinds(arguments: Any, name: str) -> Kinds:
     """Of one parameter, by the schema of all arguments."""
     finder = _Finder(arguments)
     try:
-        return finder.kinds(finder.parameter(arguments, name))
+        schema = finder.parameter(arguments, name)
+        return finder.kinds(finder.any_other(arguments) if schema is None else schema)
     except _TooMuch:
         return None
+
+
+def has_parameter(arguments: Any, name: str) -> bool:
+    """Whether the schema of all arguments describes one of this name."""
+    try:
+        return _Finder(arguments).parameter(arguments, name) is not None
+    except _TooMuch:
+        return False
 
 
 def followed(schema: Any, root: Any) -> Any:
@@ -50,7 +61,8 @@ def value_as_json(text: str, kinds: Kinds) -> str:
     if kinds is not None and "boolean" in kinds and value in ("True", "False"):
         value = value.lower()
     try:
-        kind = _kind(json.loads(value, parse_constant=_refuse_constant))
+        value = with_escapes(value)
+        kind = _kind(json.loads(value, parse_constant=refuse_constant))
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     is_allowed = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
@@ -101,7 +113,12 @@ class _Finder:
             found = self.parameter(part, name)
             if found is not None:
                 return found
-        return arguments.get("additionalProperties")
+        return None
+
+    def any_other(self, arguments: Any) -> Any:
+        """The schema of parameters that are not described."""
+        arguments = self.followed(arguments)
+        return arguments.get("additionalProperties") if isinstance(arguments, Mapping) else None
 
     def followed(self, schema: Any) -> Any:
         self._look()
@@ -183,7 +200,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, str):
         return "string"
     return "array" if isinstance(value, list) else "object"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

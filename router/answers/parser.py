@@ -6,7 +6,7 @@ become a call. Joined, the parts are the same however the text was cut on its wa
 Nothing that the model says is lost, but for marks and for the blanks around reasoning and calls, which
 clients do not expect. What looks like a call and turns out to be none is text, marks and all. Marks of
 reasoning count at the answer's beginning alone, and reasoning goes on to its end mark, or to the answer's
-end; marks of calls count behind it.
+end; marks of calls count behind it. Within it they count only if nothing follows the calls (`EarlyCalls`).
 """
 
 import re
@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from router.answers.early_calls import MAX_EARLY_CALLS, EarlyCalls, Finding
 from router.answers.formats import CALL_BEGIN, CALL_END, PYTHON_TAG, AnswerFormat, ReasoningMarks, ToolSyntax
 from router.answers.json_call import JsonCall
-from router.answers.parts import Part, Reasoning, Text
+from router.answers.parts import CallStart, Part, Reasoning, Text
+from router.answers.value_end import FUNCTION_BEGIN
 from router.answers.xml_call import XmlCall
 from router.prompt.literals import num_begun
 
@@ -26,7 +28,10 @@ MAX_HELD_BLANKS = 256
 PIECE_CHARACTERS = 4096
 """Longer texts are read piece by piece: a rest is copied for each mark in it."""
 
-_separator = re.compile(r"\s*(?:;\s*)?")
+_SEPARATORS = ("", ";", ",")
+"""Between calls; at the answer's end nobody misses them."""
+
+_separator = re.compile(r"\s*(?:[;,]\s*)?")
 
 Tools = Sequence[Mapping[str, Any]]
 """As chat templates have them: `{"type": "function", "function": {"name": …, "parameters": {…}}}`."""
@@ -69,6 +74,9 @@ class AnswerParser:
         self._skips_blanks = self._is_reasoning
         self._call: JsonCall | XmlCall | None = None
         self._num_ended_calls = 0
+        self._is_in_list = False
+        self._early: EarlyCalls | None = None
+        self._num_early = 0
         self._has_begun = answer_format.reasoning is None
         self._state: State = self._answer if self._has_begun else self._begin
 
@@ -106,16 +114,20 @@ class AnswerParser:
                 rest = self._state(rest, out)
         return out
 
-    def finish(self) -> list[Part]:
-        """What was held back, when nothing follows any more."""
+    def finish(self, *, is_whole: bool = True) -> list[Part]:
+        """What was held back, when nothing follows any more. The answer is whole if it ended by itself."""
         out: list[Part] = []
-        if self._call is not None:
-            self._call.finish(out)
+        if self._early is not None:
+            self._finish_early_calls(self._early, out, is_whole=is_whole)
+        while self._call is not None:
+            rest = self._call.finish(out, is_whole=is_whole)
             self._end_call()
-        elif self._is_reasoning:
+            while rest:
+                rest = self._state(rest, out)
+        if self._is_reasoning:
             held = self._held.rstrip()
             _say(held.lstrip() if self._skips_blanks else held, Reasoning, out)
-        elif not (self._num_ended_calls and self._held.strip() == ";"):
+        elif not (self._num_ended_calls and self._skips_blanks and self._held.strip() in _SEPARATORS):
             _say(self._held, Text, out)
         self._held = ""
         return out
@@ -138,12 +150,24 @@ class AnswerParser:
         return text
 
     def _reason(self, text: str, out: list[Part]) -> str:
-        found = self._flow(text, Reasoning, (self._reasoning.end,), out)
+        is_marked = self._syntax is not None and self._syntax is not ToolSyntax.LLAMA
+        looks_for_calls = is_marked and self._num_early < MAX_EARLY_CALLS
+        marks = (self._reasoning.end, CALL_BEGIN) if looks_for_calls else (self._reasoning.end,)
+        found = self._flow(text, Reasoning, marks, out)
         if found is None:
             return ""
+        blanks, mark, rest = found
+        if mark == CALL_BEGIN:
+            self._num_early += 1
+            calls = AnswerParser(
+                AnswerFormat(self._syntax), wants_calls=True, starts_in_reasoning=False, tools=self._tools
+            )
+            self._early = EarlyCalls(blanks + mark, mark, calls, self._reasoning.end)
+            self._state = self._in_early_calls
+            return rest
         self._is_reasoning = False
         self._state = self._between
-        return found[2]
+        return rest
 
     def _between(self, text: str, out: list[Part]) -> str:
         """The blanks behind reasoning are nobody's."""
@@ -151,6 +175,30 @@ class AnswerParser:
         if text:
             self._begin_answer()
         return text
+
+    def _in_early_calls(self, text: str, out: list[Part]) -> str:
+        assert self._early is not None
+        finding = self._early.feed(text)
+        if finding is None:
+            return ""
+        early, self._early = self._early, None
+        if finding is Finding.NO_CALL:
+            _say(early.prefix, Reasoning, out)
+            self._state = self._reason
+        else:
+            _say(early.said, Reasoning, out)
+            self._is_reasoning = False
+            self._begin_answer()
+        return early.rest
+
+    def _finish_early_calls(self, early: EarlyCalls, out: list[Part], *, is_whole: bool) -> None:
+        calls = early.finish(is_whole=is_whole)
+        if calls:
+            out += calls
+            self._num_ended_calls = sum(type(part) is CallStart for part in calls)
+            self._is_reasoning = False
+        else:
+            _say(early.said, Reasoning, out)
 
     # --- the answer ---
 
@@ -170,19 +218,39 @@ class AnswerParser:
         return ""
 
     def _marked(self, text: str, out: list[Part]) -> str:
-        """After a call the block that it stood in is still to be closed, perhaps behind text."""
-        marks = (CALL_BEGIN, CALL_END) if self._num_ended_calls else (CALL_BEGIN,)
-        found = self._flow(text, Text, marks, out)
+        """After a call the block that it stood in is still to be closed, perhaps behind text. A function
+        without a block around it is a call of a tool that there is."""
+        is_xml = self._syntax is ToolSyntax.QWEN_XML
+        marks = (CALL_BEGIN, FUNCTION_BEGIN) if is_xml else (CALL_BEGIN,)
+        found = self._flow(text, Text, (*marks, CALL_END) if self._num_ended_calls else marks, out)
         if found is None:
             return ""
         blanks, mark, rest = found
         if mark == CALL_END:
             self._skips_blanks = True
             return rest
-        prefix = blanks + mark
-        if self._syntax is ToolSyntax.QWEN_XML:
-            return self._begin_call(XmlCall(self.num_calls, prefix, self._schema_of), rest)
-        return self._begin_call(JsonCall(self.num_calls, prefix, is_bare_tool=None), rest)
+        if is_xml:
+            is_bare = mark == FUNCTION_BEGIN
+            call = XmlCall(self.num_calls, blanks + mark, self._schema_of, self._is_tool, is_bare=is_bare)
+            return self._begin_call(call, rest)
+        return self._begin_json_call(blanks + mark, rest, is_bare=False, may_be_listed=True)
+
+    def _in_block(self, text: str, out: list[Part]) -> str:
+        """Behind a JSON call, where another one of the same block or list may stand."""
+        text = text.lstrip()
+        start = _end_of_separator(text)
+        begun = text[start:]
+        if not begun:
+            return self._hold(text)
+        if begun.startswith("{"):
+            return self._begin_json_call(text[:start], begun, is_bare=False)
+        self._state = self._marked
+        return self._behind_list(text)
+
+    def _behind_list(self, text: str) -> str:
+        is_end = self._is_in_list and text.startswith("]")
+        self._is_in_list = False
+        return text[1:] if is_end else text
 
     def _bare(self, text: str, out: list[Part]) -> str:
         """Where Llama may write an object that is a call: at the answer's beginning, and behind a call."""
@@ -195,22 +263,29 @@ class AnswerParser:
         if start <= MAX_HELD_BLANKS and PYTHON_TAG.startswith(begun) and begun != PYTHON_TAG:
             return self._hold(text)
         if begun.startswith(PYTHON_TAG):
-            call = JsonCall(self.num_calls, "", is_bare_tool=None)
-            return self._begin_call(call, begun[len(PYTHON_TAG) :])
-        if begun.startswith("{"):
-            call = JsonCall(self.num_calls, text[:start], is_bare_tool=self._is_tool)
-            return self._begin_call(call, begun)
+            return self._begin_json_call("", begun[len(PYTHON_TAG) :], is_bare=False, may_be_listed=True)
+        if begun.startswith("{") or (begun.startswith("[") and not self._num_ended_calls):
+            return self._begin_json_call(text[:start], begun, is_bare=True, may_be_listed=True)
         self._state = self._untagged
-        return text
+        return self._behind_list(text)
 
     def _untagged(self, text: str, out: list[Part]) -> str:
         """In Llama's text only the mark leads to a call."""
         found = self._flow(text, Text, (PYTHON_TAG,), out)
         if found is None:
             return ""
-        return self._begin_call(JsonCall(self.num_calls, found[0], is_bare_tool=None), found[2])
+        return self._begin_json_call(found[0], found[2], is_bare=False, may_be_listed=True)
 
     # --- calls ---
+
+    def _begin_json_call(self, prefix: str, rest: str, *, is_bare: bool, may_be_listed: bool = False) -> str:
+        call = JsonCall(
+            self.num_calls,
+            prefix,
+            is_bare_tool=self._is_tool if is_bare else None,
+            may_be_listed=may_be_listed and not self._is_in_list,
+        )
+        return self._begin_call(call, rest)
 
     def _begin_call(self, call: JsonCall | XmlCall, rest: str) -> str:
         self._call = call
@@ -226,13 +301,17 @@ class AnswerParser:
 
     def _end_call(self) -> None:
         assert self._call is not None
-        is_call, self._call = self._call.is_announced, None
+        call, self._call = self._call, None
+        is_call = call.is_announced
         self._num_ended_calls += is_call
         self._skips_blanks = is_call
+        is_listed = isinstance(call, JsonCall) and call.is_listed
+        self._is_in_list = is_call and (self._is_in_list or is_listed)
         if self._syntax is ToolSyntax.LLAMA:
             self._state = self._bare if is_call else self._untagged
         else:
-            self._state = self._marked
+            is_in_block = is_call and self._syntax is ToolSyntax.HERMES
+            self._state = self._in_block if is_in_block else self._marked
 
     def _is_tool(self, name: str) -> bool:
         return name in self._functions or not self._functions

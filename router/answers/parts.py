@@ -27,16 +27,21 @@ class CallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments, which joined are a JSON object as the model has written it."""
+    """More of a call's arguments, which joined are the JSON object that the model has written."""
 
     position: int
     text: str
 
 
 class CallEnd(msgspec.Struct, frozen=True, gc=False):
-    """Nothing more of this call. It comes before anything else does, also where the arguments broke off."""
+    """Nothing more of this call. It comes before anything else does.
+
+    A call is whole if its arguments joined are a JSON object. One that broke off, or that the model has
+    written badly, is none that a client may run.
+    """
 
     position: int
+    is_whole: bool = True
 
 
 Part = Text | Reasoning | CallStart | CallArguments | CallEnd

@@ -56,8 +56,8 @@ class ChoiceOutput:
 
     __slots__ = (
         "_detokenizer",
+        "_has_broken_call",
         "_has_called",
-        "_has_cut_call",
         "_held",
         "_is_kept",
         "_is_plain",
@@ -102,7 +102,7 @@ class ChoiceOutput:
         self._held: list[int] = []
         self._runs: list[_Run] = []
         self._has_called = False
-        self._has_cut_call = False
+        self._has_broken_call = False
         self._num_calls = 0
         self._stopped = False
         self.token_ids: list[int] = []
@@ -198,18 +198,18 @@ class ChoiceOutput:
             self._held.clear()
         parts = self._parts_of(token_ids)
         if finish is not None and not self._stopped:
-            parts = [*parts, *self._last_parts()]
+            parts = [*parts, *self._last_parts(finish)]
             self.finish_reason = finish.value
         if self.stop_string is not None and not self._stopped:
             self._stopped = True
             if finish is None and self._parser is not None:
-                parts = [*parts, *self._closing_parts()]
+                parts = [*parts, *self._parser.finish(is_whole=False)]
         if self._stopped:
             self.finish_reason = FinishReason.STOP.value
         if self._is_silent and self.finish_reason is not None:
             self.finish_reason = FinishReason.LENGTH.value
         parts = self._took(parts)
-        if self.finish_reason == FinishReason.STOP.value and self._num_calls and not self._has_cut_call:
+        if self.finish_reason == FinishReason.STOP.value and self._num_calls and not self._has_broken_call:
             self.finish_reason = TOOL_CALLS
         return parts
 
@@ -240,7 +240,7 @@ class ChoiceOutput:
                 self._has_called = type(part) is CallEnd
         return parts
 
-    def _last_parts(self) -> Sequence[Part]:
+    def _last_parts(self, finish: FinishReason) -> Sequence[Part]:
         parts: list[Part] = []
         text = self._detokenizer.finish()
         if self._parser is not None:
@@ -249,12 +249,9 @@ class ChoiceOutput:
             text = self._stops.add(text) + self._stops.finish()
         if self._parser is None:
             return _said(text)
-        return [*parts, *self._parsed(text), *self._closing_parts()]
-
-    def _closing_parts(self) -> Sequence[Part]:
-        assert self._parser is not None
-        parts = self._parser.finish()
-        self._has_cut_call = self.stop_string is not None and any(type(part) is CallEnd for part in parts)
+        parts += self._parsed(text)
+        if not self._stopped:
+            parts += self._parser.finish(is_whole=finish is FinishReason.STOP and self.stop_string is None)
         return parts
 
     def _took(self, parts: Sequence[Part]) -> Sequence[Part]:
@@ -262,6 +259,7 @@ class ChoiceOutput:
             return ()
         if self._parser is not None:
             self._num_calls += sum(type(part) is CallStart for part in parts)
+            self._has_broken_call |= any(type(part) is CallEnd and not part.is_whole for part in parts)
         if self._is_kept:
             for part in parts:
                 self._keep(part)

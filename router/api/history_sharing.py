@@ -168,7 +168,8 @@ def said_thought(model: ServedModel, told: Told, digest: bytes, tools: Tools) ->
     token_ids = unpack_token_ids(told.said)
     if max(token_ids) >= model.card.vocab_size or len(token_ids) > model.card.context_length:
         return None
-    if token_ids[-1] in model.eos_token_ids:
+    is_whole = token_ids[-1] in model.eos_token_ids
+    if is_whole:
         token_ids.pop()
     answer_format = model.answer_format
     wants_calls = told.may_call and answer_format.tools is not None
@@ -178,7 +179,9 @@ def said_thought(model: ServedModel, told: Told, digest: bytes, tools: Tools) ->
     shown = frozenset[str]() if parser is None else answer_format.marks(wants_calls=wants_calls)
     detokenizer = model.tokenizer.new_detokenizer(shown)
     text = detokenizer.add(token_ids) + detokenizer.finish()
-    parts: list[Part] = [Text(text)] if parser is None else [*parser.feed(text), *parser.finish()]
+    parts: list[Part] = (
+        [Text(text)] if parser is None else [*parser.feed(text), *parser.finish(is_whole=is_whole)]
+    )
     calls: list[dict[str, str]] = []
     for part in parts:
         if type(part) is CallStart:

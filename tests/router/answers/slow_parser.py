@@ -27,6 +27,8 @@ def slow_parts(syntax: ToolSyntax | None, text: str, *, has_reasoning: bool, is_
             text, is_opened = text[match.end() :], True
         if is_opened:
             reasoning, mark, text = text.partition("</think>")
+            if syntax in (ToolSyntax.HERMES, ToolSyntax.QWEN_XML) and "<tool_call>" in reasoning:
+                raise Unknown
             parts.append(Reasoning(reasoning.strip()))
             if not mark:
                 return [part for part in parts if part.text.strip()]  # type: ignore[union-attr]
@@ -46,6 +48,8 @@ def _marked(syntax: ToolSyntax, text: str) -> list[Part]:
     said = ""
     while True:
         match = re.search("<tool_call>" + ("|</tool_call>" if num_calls else ""), text)
+        if syntax is ToolSyntax.QWEN_XML and "<function=" in text[: match and match.start()]:
+            raise Unknown
         if match is None:
             return [*parts, Text(said + text)]
         before, rest = text[: match.start()], text[match.end() :]
@@ -62,12 +66,16 @@ def _marked(syntax: ToolSyntax, text: str) -> list[Part]:
         parts += call(num_calls, name, arguments)
         num_calls += 1
         said, text = "", after.lstrip()
+        if syntax is ToolSyntax.HERMES and text[:1] in ("{", ",", ";"):
+            raise Unknown
 
 
 def _object(text: str) -> tuple[str, str, str] | None:
     """A call's name, its arguments as written, what follows. None if what is there is surely no call."""
     begun = text.lstrip()
     if not begun:
+        raise Unknown
+    if begun[0] == "[":
         raise Unknown
     if begun[0] != "{":
         return None
@@ -89,7 +97,7 @@ def _object(text: str) -> tuple[str, str, str] | None:
 
 
 def _bare(text: str) -> list[Part]:
-    if text.lstrip().startswith("<") or "<|python_tag|>" in text:
+    if text.lstrip().startswith(("<", "[")) or "<|python_tag|>" in text:
         raise Unknown
     parts: list[Part] = []
     num_calls = 0
@@ -100,6 +108,8 @@ def _bare(text: str) -> list[Part]:
         parts += call(num_calls, found[0], found[1])
         num_calls += 1
         rest = found[2].lstrip()
+        if rest.startswith((",", "]")):
+            raise Unknown
         text = rest.removeprefix(";").lstrip() if rest.removeprefix(";").lstrip()[:1] in ("{", "") else rest
     return [*parts, Text(text)]
 
@@ -116,6 +126,8 @@ def _xml(text: str) -> tuple[str, str, str] | None:
         raise Unknown
     arguments: list[str] = []
     for name, value in re.findall(parameter, function[2], re.DOTALL):
+        if "<" in value:
+            raise Unknown
         value = value.removeprefix("\n").removesuffix("\n")
         arguments.append(f'"{name}": {_typed(function[1], name, value)}')
     return function[1], "{" + ", ".join(arguments) + "}", begun[function.end() :]

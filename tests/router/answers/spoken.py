@@ -52,12 +52,13 @@ def parts_of(
     wants_calls: bool = True,
     starts_in_reasoning: bool = False,
     tools: Sequence[Mapping[str, Any]] = TOOLS,
+    is_whole: bool = True,
 ) -> list[Part]:
     parser = AnswerParser(
         answer_format, wants_calls=wants_calls, starts_in_reasoning=starts_in_reasoning, tools=tools
     )
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    parts += parser.finish()
+    parts += parser.finish(is_whole=is_whole)
     check_order(parts, parser.num_calls)
     return joined(parts)
 
@@ -90,3 +91,7 @@ def cut(text: str, sizes: Iterable[int]) -> list[str]:
 
 def call(position: int, name: str, arguments: str) -> list[Part]:
     return [CallStart(position, name), CallArguments(position, arguments), CallEnd(position)]
+
+
+def broken(position: int, name: str, arguments: str) -> list[Part]:
+    return [CallStart(position, name), CallArguments(position, arguments), CallEnd(position, is_whole=False)]

@@ -5,6 +5,7 @@ Models write such calls: cut off by their length, with quotes that are not escap
 
 import functools
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -87,7 +88,7 @@ def _messages(arguments: Any) -> tuple[str, dict[str, Any]]:
         {"role": "user", "content": [result]},
     ]
     tools = [{"name": "weather", "input_schema": SCHEMA}]
-    return "/v1/messages", {"model": MODEL, "max_tokens": 64, "messages": messages, "tools": tools}
+    return "/v1/messages", {"model": MODEL, "max_tokens": 512, "messages": messages, "tools": tools}
 
 
 def _gemini(arguments: Any) -> tuple[str, dict[str, Any]]:
@@ -141,18 +142,28 @@ async def test_arguments_that_no_model_writes_are_refused(
         assert parameter in answer.text
 
 
-@pytest.mark.parametrize("template", ["QWEN_35", "QWEN_3"], indirect=True)
+BEGUN = {
+    "QWEN_35": "<tool_call>\n<function=weather>\n<parameter=city>\nthe best",
+    "QWEN_3": '<tool_call>\n{"name": "weather", "arguments": {"city": "the best',
+}
+
+
+def said_by(template: str, text: str, finish: FinishReason) -> list[int]:
+    """The answer's tokens. Qwen 3.5's template has opened its reasoning."""
+    tokens = catalog(template).get(MODEL).tokenizer.encode("hm</think>" * (template == "QWEN_35") + text)
+    return tokens + [tiny_model.END_OF_TURN] * (finish is FinishReason.STOP)
+
+
+@pytest.mark.parametrize("template", BEGUN, indirect=True)
+@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.STOP])
 @pytest.mark.parametrize("way", ["chat", "responses", "responses by id"])
-async def test_an_answer_cut_in_a_call_is_gone_on_from(
-    server: HttpServer, http: httpx.AsyncClient, template: str, way: str
+async def test_an_answer_that_breaks_off_in_a_call_is_gone_on_from(
+    server: HttpServer, http: httpx.AsyncClient, template: str, way: str, finish: FinishReason
 ) -> None:
-    begun = {
-        "QWEN_35": "<tool_call>\n<function=weather>\n<parameter=city>\nthe best",
-        "QWEN_3": '<tool_call>\n{"name": "weather", "arguments": {"city": "the best',
-    }
-    text = "hm</think>" * (template == "QWEN_35") + begun[template]
-    output = catalog(template).get(MODEL).tokenizer.encode(text)
-    server.dispatcher.script = says(output, finish=FinishReason.LENGTH)
+    output = said_by(template, BEGUN[template], finish)
+    server.dispatcher.script = says(output, finish=finish)
+    is_whole = finish is FinishReason.STOP and template == "QWEN_35"
+    arguments = '{"city": "the best' + '"}' * is_whole
     path, body = DIALECTS[way.split()[0]]("{}")
     history = body.get("messages") or body["input"]
     del history[1:]
@@ -161,18 +172,51 @@ async def test_an_answer_cut_in_a_call_is_gone_on_from(
     if way == "chat":
         message = answer["choices"][0]["message"]
         (call,) = message["tool_calls"]
-        assert call["function"]["arguments"] == '{"city": "the best'
+        assert call["function"]["arguments"] == arguments
         history += [message, {"role": "tool", "tool_call_id": call["id"], "content": "No."}]
     else:
         (call,) = (item for item in answer["output"] if item["type"] == "function_call")
-        assert (call["arguments"], call["status"]) == ('{"city": "the best', "incomplete")
+        assert (call["arguments"], call["status"]) == (arguments, "completed" if is_whole else "incomplete")
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "No."}
         if way == "responses":
             history += [*answer["output"], result]
         else:
             body = {**body, "input": [result], "previous_response_id": answer["id"]}
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
+    again = await http.post(path, json=body)
+    assert again.status_code == 200, again.text
     prompt = server.dispatcher.generations[-1].token_ids
-    assert list(prompt[: len(first) + len(output) + 1]) == [*first, *output, tiny_model.END_OF_TURN]
+    end = [] if finish is FinishReason.STOP else [tiny_model.END_OF_TURN]
+    expected = [*first, *output, *end]
+    assert list(prompt[: len(expected)]) == expected
     assert server.context.history.num_prompts[Outcome.DRIFTED] == 1
+
+
+BROKEN = {
+    "QWEN_35": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter>\n2\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "QWEN_3": '<tool_call>\n{"name": "weather", "arguments": {"city": "the "best" of all"}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("template", BROKEN, indirect=True)
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_call_whose_arguments_are_no_json_is_not_finished(
+    server: HttpServer, http: httpx.AsyncClient, template: str, dialect: str
+) -> None:
+    server.dispatcher.script = says(said_by(template, BROKEN[template], FinishReason.STOP))
+    path, body = DIALECTS[dialect]("{}")
+    whole = (await http.post(path, json=body)).text
+    if dialect == "gemini":
+        path = path.replace("generateContent", "streamGenerateContent?alt=sse")
+    streamed = (await http.post(path, json=body | {"stream": True} if dialect != "gemini" else body)).text
+    for text in (whole, streamed):
+        match dialect:
+            case "chat":
+                assert '"finish_reason":"stop"' in text and '"finish_reason":"tool_calls"' not in text
+            case "responses":
+                assert '"status":"incomplete"' in text
+                assert not re.search('"type":"function_call",[^}]*"status":"completed"', text)
+            case "messages":
+                assert '"stop_reason":"end_turn"' in text and '"stop_reason":"tool_use"' not in text
+            case "gemini":
+                assert '"finishReason":"MALFORMED_FUNCTION_CALL"' in text and "functionCall" not in text
