@@ -5,10 +5,10 @@ may change the server, empty it, or run scripts, which would stop it, and only R
 {{- define "kvasir.redisAccess" -}}
 user default off
 {{- with .router }}
-user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +ping +select +client|setinfo +time +watch +unwatch +multi +exec +smembers +scard +sscan +smismember +srem +hmget +exists +xinfo|stream +xread +xrevrange (resetchannels ~kvasir-caches:* ~kvasir-responses:* +get +mget +set +del +zadd +zrem +zrangebyscore +zrevrangebyscore +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +set +hset +hgetall +sadd +smembers +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +xadd +xrange +xread +expire) (resetchannels ~kvasir-history:* +get +mget +set +del +incrby +zadd +zrem +zrange +zrangebyscore +sadd +srem +smembers +pexpire)
+user router on >{{ . }} resetchannels %R~kvasir:* %W~kvasir:*:replicas +ping +select +time +watch +unwatch +multi +exec +smembers +scard +sscan +smismember +srem +hmget +exists +xinfo|stream +xread +xrevrange (resetchannels ~kvasir-caches:* ~kvasir-responses:* +get +mget +set +del +zadd +zrem +zrangebyscore +zrevrangebyscore +zremrangebyscore +pexpire +watch) (resetchannels ~kvasir-usage:* +set +hset +hgetall +sadd +smembers +expire +watch) (resetchannels ~kvasir-limits:* ~kvasir-stories:* +xadd +xrange +xread +expire) (resetchannels ~kvasir-history:* +get +mget +set +del +incrby +zadd +zrem +zrange +zrangebyscore +sadd +srem +smembers +pexpire)
 {{- end }}
 {{- with .replica }}
-user replica on >{{ . }} resetchannels ~kvasir:* +ping +select +client|setinfo +info +watch +unwatch +multi +exec +get +set +incrby +del +unlink +type +rename +pexpire +sadd +srem +smembers +sismember +scard +hget +hmget +hset +xadd +xlen +xtrim +xinfo|stream +memory|usage
+user replica on >{{ . }} resetchannels ~kvasir:* +select +info +watch +unwatch +multi +exec +get +set +incrby +del +unlink +type +rename +pexpire +sadd +srem +smembers +sismember +smismember +scard +hget +hmget +hset +xadd +xlen +xtrim +xinfo|stream +memory|usage
 {{- end }}
 {{- with .ray }}
 user ray on >{{ . }} resetchannels ~RAY* ~DUMMY +@all -@admin -@dangerous -@scripting +info +keys

@@ -291,7 +291,6 @@ EXAMPLES = {
     "xread": "XREAD STREAMS {key} 0", "xinfo|stream": "XINFO STREAM {key}",
     "memory|usage": "MEMORY USAGE {key}", "watch": "WATCH {key}", "unwatch": "UNWATCH", "multi": "MULTI",
     "exec": "EXEC", "ping": "PING", "select": "SELECT 0", "time": "TIME", "info": "INFO memory",
-    "client|setinfo": "CLIENT SETINFO LIB-NAME kvasir",
 }  # fmt: skip
 """Of each command that a user may have, what is tried with it."""
 
@@ -333,11 +332,13 @@ def test_each_command_of_the_rules_may_be_run_on_the_keys_beside_it(server: Char
 COMMANDS_OF_CALLS = {
     "delete": "del", "incr": "incrby", "memory_usage": "memory|usage", "xinfo_stream": "xinfo|stream",
 }  # fmt: skip
-OF_THE_CLIENT_ITSELF = {"ping", "select", "client|setinfo", "unwatch", "exec"}
+OF_THE_CLIENT_ITSELF = {"select", "unwatch", "exec"}
 NO_COMMANDS = {"pipeline", "execute_command", "close", "from_url", "parse_response", "transaction", "execute"}
 
 
-@pytest.mark.parametrize(("user", "folders"), [("router", ("router", "cluster")), ("replica", ("replicas",))])
+@pytest.mark.parametrize(
+    ("user", "folders"), [("router", ("router", "cluster")), ("replica", ("replicas", "cluster"))]
+)
 def test_the_rules_have_the_commands_that_the_code_calls_and_no_others(
     user: str, folders: tuple[str, ...]
 ) -> None:
