@@ -20,6 +20,7 @@ import jinja2.sandbox
 import minijinja
 
 from router.prompt.content_form import ContentForm, Messages, find_content_form
+from router.prompt.likeness import Watch, is_like, minded_characters
 from router.prompt.probes import PROBE_CONVERSATIONS, PROBES_WITH_IMAGES
 
 Render = Callable[[Mapping[str, Any]], str]
@@ -48,13 +49,15 @@ FAST_FAILURES = (minijinja.TemplateError, *_PYTHON_FAILURES)
 
 
 class FastEngine:
-    """One template under minijinja. Raises one of FAST_FAILURES. For one thread."""
+    """One template under minijinja. Raises one of FAST_FAILURES. For one thread. A `watch` is over the
+    variables."""
 
     def __init__(self, source: str, clock: Clock) -> None:
+        self._watch: Watch | None = None
         self._environment = environment = minijinja.Environment(
             trim_blocks=True,
             lstrip_blocks=True,
-            filters={"tojson": _to_safe_json},
+            filters={"tojson": self._to_safe_json},
             globals={
                 "strftime_now": lambda pattern: clock().strftime(pattern),
                 "raise_exception": _raise_plainly,
@@ -62,19 +65,30 @@ class FastEngine:
         )
         environment.add_template("chat", source)
 
-    def render(self, variables: Mapping[str, Any]) -> str:
-        self._environment.fuel = None
-        return self._environment.render_template("chat", **variables)
+    def render(self, variables: Mapping[str, Any], watch: Watch | None = None) -> str:
+        return self._render(None, variables, watch)
 
-    def render_within(self, fuel: int, variables: Mapping[str, Any]) -> str:
+    def render_within(self, fuel: int, variables: Mapping[str, Any], watch: Watch | None = None) -> str:
         """Raises TooMuchWork for whatever else than a Refusal goes wrong."""
-        self._environment.fuel = fuel
         try:
-            return self._environment.render_template("chat", **variables)
+            return self._render(fuel, variables, watch)
         except TemplateRefusal:
             raise
         except FAST_FAILURES as error:
             raise TooMuchWork from error
+
+    def _render(self, fuel: int | None, variables: Mapping[str, Any], watch: Watch | None) -> str:
+        self._environment.fuel = fuel
+        self._watch = watch
+        return self._environment.render_template("chat", **variables)
+
+    def _to_safe_json(self, value: Any, **options: Any) -> str:
+        if self._watch is None:
+            return minijinja.safe(_to_json(value, **options))
+        has_seen = self._watch.has_seen
+        text = _to_json(value, **options)
+        self._watch.has_seen = has_seen
+        return minijinja.safe(text)
 
 
 def compile_fast(source: str, clock: Clock) -> FastEngine | None:
@@ -98,18 +112,25 @@ def compile_reference(source: str, clock: Clock) -> Render:
             raise jinja2.TemplateError(message)
 
         return refuse
-    return lambda variables: template.render(variables)
+    return lambda variables: _valid(template.render(variables))
 
 
 def is_bounded(source: str) -> bool:
     """Whether each instruction of the template makes little more than it is given."""
-    try:
-        tree = _reference_environment().parse(source)
-    except (jinja2.TemplateError, RecursionError):
+    tree = parsed(source)
+    if tree is None:
         return False
     if next(tree.find_all((jinja2.nodes.Mul, jinja2.nodes.Pow)), None) is not None:
         return False
     return not any(_may_grow(used) for used in tree.find_all(jinja2.nodes.Filter))
+
+
+def parsed(source: str) -> jinja2.nodes.Template | None:
+    """None for a template that the reference does not understand."""
+    try:
+        return _reference_environment().parse(source)
+    except (jinja2.TemplateError, RecursionError):
+        return None
 
 
 def _may_grow(used: jinja2.nodes.Filter) -> bool:
@@ -119,7 +140,11 @@ def _may_grow(used: jinja2.nodes.Filter) -> bool:
 
 
 def render_alike(source: str, special_tokens: Mapping[str, str], form: ContentForm) -> bool:
-    """Whether both engines give the same text, or both refuse, for every probe conversation."""
+    """Whether the template has nothing that the engines are known to treat differently, and both give the
+    same text, or both refuse, for every probe conversation."""
+    tree = parsed(source)
+    if tree is not None and not is_like(tree):
+        return False
     moment = datetime(2024, 7, 26, 13, 5)
     reference, fast = compile_reference(source, lambda: moment), compile_fast(source, lambda: moment)
     assert fast is not None
@@ -133,6 +158,12 @@ def render_alike(source: str, special_tokens: Mapping[str, str], form: ContentFo
         if _outcome(reference, variables) != _outcome(fast.render, variables):
             return False
     return True
+
+
+def minded_by(source: str) -> str:
+    """Of a template that both engines render alike: characters with which they may not."""
+    tree = parsed(source)
+    return "" if tree is None else minded_characters(tree)
 
 
 def content_form(source: str, special_tokens: Mapping[str, str]) -> ContentForm:
@@ -194,8 +225,9 @@ def _to_json(
     )
 
 
-def _to_safe_json(value: Any, **options: Any) -> str:
-    return minijinja.safe(_to_json(value, **options))
+def _valid(text: str) -> str:
+    """Without halves of surrogate pairs, which no tokenizer takes; as the fast engine leaves them out."""
+    return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def _raise_exception(message: str) -> str:

@@ -1,7 +1,7 @@
 """Conversations on which two template engines must agree before the faster one is trusted.
 
 Owns the examples: every shape of message that dialects make of requests, and every character that an engine
-might escape, trim or format in a way of its own.
+might escape, trim or format in a way of its own, but for the odd values of `likeness.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,20 @@ _WEATHER_TOOL: Mapping[str, Any] = {
             "type": "object",
             "properties": {
                 "city": {"type": "string", "enum": ["Århus", "東京"]},
-                "days": {"type": "integer", "default": 3, "minimum": -1, "maximum": 1e21},
-                "scale": {"type": "number", "default": 0.1},
+                "days": {"type": "integer", "default": 3, "minimum": -1, "maximum": 10**12},
+                "scale": {"type": "number", "default": 0.1, "enum": [0.1, 2.5]},
                 "verbose": {"type": "boolean", "default": False},
+                "hours": {
+                    "type": "array",
+                    "items": {"type": ["string", "null"]},
+                    "default": [],
+                    "minItems": 1,
+                },
+                "place": {
+                    "anyOf": [{"type": "object", "properties": {"x": {"type": "number"}}}, {"type": "null"}],
+                    "default": None,
+                    "examples": [{"x": 0.5}],
+                },
             },
             "required": ["city"],
             "additionalProperties": False,
@@ -38,6 +49,24 @@ _CALL: Mapping[str, Any] = {
     "function": {"name": "get_weather", "arguments": {"city": "Århus", "days": 2, "at": [1.5, None, True]}},
 }
 
+_LONG_CALL: Mapping[str, Any] = {
+    "id": "call_2",
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "arguments": {
+            "city": " 'a' <b>\n\"c\" ",
+            "days": -3,
+            "scale": 0.25,
+            "verbose": True,
+            "hours": ["x", None, ["é"]],
+            "place": {"x": {"y": []}, "z": {}},
+            "none": None,
+            "empty": "",
+        },
+    },
+}
+
 _HELLO = {"role": "user", "content": "Hello <b>& 'world'</b> \"quoted\" {{ not a template }}"}
 _SYSTEM = {"role": "system", "content": "  You are terse.\n\n"}
 _ANSWER = {"role": "assistant", "content": "Hi.\n"}
@@ -47,7 +76,7 @@ _CALLING_WITH_TEXT = {"role": "assistant", "content": "Let me see.", "tool_calls
 _CUT_CALL = {**_CALL, "function": {"name": "get_weather", "arguments": '{"city": "Århus\n'}}
 _CUT = {"role": "assistant", "content": "", "tool_calls": [_CUT_CALL]}
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": '{"sky": "blå"}'}
-_UNICODE = {"role": "user", "content": "日本語 👩‍👩‍👧 é \u2028 \x00 \t tab\r\n"}
+_UNICODE = {"role": "user", "content": " 日本語 👩‍👩‍👧 éa \u2028 \x00 ΟΔΟΣ ǆ 1e3 a\x0bb\x85c\t tab\r\n"}
 _EMPTY = {"role": "user", "content": ""}
 _DEVELOPER = {"role": "developer", "content": "Answer in verse."}
 _NAMED = {"role": "user", "name": "ada", "content": "Who am I?"}
@@ -60,6 +89,7 @@ _CONVERSATIONS: Sequence[Sequence[Mapping[str, Any]]] = (
     (_SYSTEM, _HELLO, _CALLING, _RESULT),
     (_HELLO, _CALLING_WITH_TEXT, _RESULT, _RESULT, _ANSWER, _HELLO),
     (_HELLO, _CUT, _RESULT, _HELLO),
+    (_HELLO, {"role": "assistant", "content": "", "tool_calls": [_LONG_CALL]}, _RESULT, _UNICODE),
     (_DEVELOPER, _EMPTY),
     (_SYSTEM, _SYSTEM, _HELLO, _HELLO, _ANSWER),
     (_SYSTEM,),

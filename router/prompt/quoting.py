@@ -21,7 +21,8 @@ MARK = "\ufdd0"
 
 MAX_LEADS = 8
 
-_encode_json = msgspec.json.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+"""It leaves texts as they are, and takes a fifth of the time of JSON."""
 
 
 class Quoter:
@@ -36,10 +37,10 @@ class Quoter:
         """Whether there may be a special token in `value`. Quick where there is none."""
         try:
             # One look at the whole costs a tenth of a walk through its strings.
-            text = _encode_json(value)
-        except UnicodeEncodeError:  # half a surrogate pair
+            written = _encode(value)
+        except (UnicodeEncodeError, OverflowError):  # half a surrogate pair; an integer beyond 64 bits
             return True
-        return any(lead in text for lead in self._leads)
+        return any(lead in written for lead in self._leads)
 
     def quote(self, value: Any) -> Any:
         """`value` with every special token in it broken."""
@@ -64,9 +65,9 @@ def unquote(text: str, *, gap: str = "") -> str:
 
 
 def _leads(tokens: Iterable[str]) -> tuple[bytes, ...]:
-    """A few strings, one of which begins every token, as they stand in JSON."""
+    """A few texts, one of which begins every token."""
     for length in (2, 1):
         leads = {token[:length] for token in tokens}
         if len(leads) <= MAX_LEADS:
-            return tuple(_encode_json(lead)[1:-1] for lead in leads)
+            return tuple(lead.encode() for lead in leads)
     return (b"",)

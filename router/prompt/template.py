@@ -1,17 +1,19 @@
 """ChatTemplate: a conversation → the one text that the model was trained to continue.
 
-Owns the choice of engine: minijinja where it provably renders what jinja2 does, else jinja2's sandbox. Does
-not know tokens, of HTTP or which fields a dialect has.
+Owns the choice of engine, for a template and for a request: minijinja where it provably renders what jinja2
+does, else jinja2's sandbox. Does not know tokens, of HTTP or which fields a dialect has.
 
 Templates come with checkpoints and are foreign code: they only ever see plain JSON values, and may never come
 to an end. To try one out, or to `render`, is for a process that can be ended; where others wait there is
 `render_bounded`.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -30,8 +32,10 @@ from router.prompt.engines import (
     compile_reference,
     content_form,
     is_bounded,
+    minded_by,
     render_alike,
 )
+from router.prompt.likeness import Watch, may_have_odd_values
 
 Message = Mapping[str, Any]
 
@@ -56,12 +60,13 @@ class TemplateError(ValueError):
 
 
 class TemplateTrial(msgspec.Struct, frozen=True):
-    """What came of trying a template out: the engine that renders it, whether its work has a bound, and in
-    which form it reads what messages say."""
+    """What came of trying a template out: the engine that renders it, whether its work has a bound, in which
+    form it reads what messages say, and the characters that only the reference can have in its text."""
 
     engine: str
     is_bounded: bool
     content_form: ContentForm = ContentForm()
+    minded_characters: str = ""
 
 
 class TemplateVerdict(msgspec.Struct, frozen=True):
@@ -176,23 +181,38 @@ class _CompiledTemplate:
         if self._fast is None or not self.trial.is_bounded:
             raise TooMuchWork
         try:
-            return self._fast.render_within(FUEL, self._read(variables))
+            text = self._by_fast(partial(self._fast.render_within, FUEL), self._read(variables))
         except TemplateRefusal as error:
             raise _refused(str(error)) from error
+        if text is None:
+            raise TooMuchWork
+        return text
 
     def render(self, variables: Mapping[str, Any]) -> str:
         variables = self._read(variables)
+        text = None
         if self._fast is not None:
-            try:
-                return self._fast.render(variables)
-            except FAST_FAILURES:
-                pass  # the reference has the last word, and the better sentence
+            with contextlib.suppress(*FAST_FAILURES):  # the reference has the last word, and better sentences
+                text = self._by_fast(self._fast.render, variables)
+        if text is not None:
+            return text
         try:
             return self._reference(variables)
         except jinja2.TemplateError as error:
             raise _refused(error.message) from error
         except REFERENCE_FAILURES as error:
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
+
+    def _by_fast(self, render: Callable[..., str], variables: Mapping[str, Any]) -> str | None:
+        """None where the reference may write something else."""
+        watch = None
+        if may_have_odd_values(variables):
+            watch = Watch()
+            variables = {name: watch.over(value) for name, value in variables.items()}
+        text = render(variables, watch)
+        if watch is not None and watch.has_seen:
+            return None
+        return None if any(one in text for one in self.trial.minded_characters) else text
 
     def _read(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         messages = self.trial.content_form.of_messages(variables["messages"])
@@ -207,7 +227,7 @@ def _try_out(source: str, special_tokens: Mapping[str, str]) -> TemplateTrial:
     form = content_form(source, special_tokens)
     if compile_fast(source, datetime.now) is None or not render_alike(source, special_tokens, form):
         return TemplateTrial(JINJA2, is_bounded=False, content_form=form)
-    return TemplateTrial(MINIJINJA, is_bounded(source), form)
+    return TemplateTrial(MINIJINJA, is_bounded(source), form, minded_by(source))
 
 
 def _tokenizer_config(bundle: TokenizerBundle) -> Mapping[str, Any]:
