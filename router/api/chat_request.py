@@ -51,6 +51,8 @@ class ChatRequest(GenerationFields, kw_only=True):
     """What the client calls them."""
     tool_parameter: str = "tools[{}].function.parameters"
     """Where the client has the schema of a tool's arguments, by its number."""
+    unknown_fields: list[str] = field(default_factory=list)
+    """Those of the body that are neither honoured nor refused, nor known to be hints."""
     answers: Any = None
     compared_id: str | None = None
     """The earlier answer that the client wants its prompt to be compared with."""

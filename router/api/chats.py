@@ -59,6 +59,7 @@ def prepare_chats(kind: str, new_writer: NewWriter) -> Prepare:
     async def prepare(context: ApiContext, asked: Asked) -> ApiRequest:
         """Raises InvalidRequest, UnknownModel or RouterBusy."""
         read = await _read(context, kind, asked)
+        context.unknown_fields.count(kind, read.request.unknown_fields)
         with about_model(read.request.model):
             model = context.catalog.get(read.request.model).bounded(asked.caller.max_context)
             history, asking = context.history, (model, asked.caller, read.request, read.encoded)

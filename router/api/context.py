@@ -38,6 +38,7 @@ from router.observation.body_recorder import BodyRecorder
 from router.observation.metrics import RouterMetrics
 from router.observation.served import Observer
 from router.observation.trace_points import GenerationTrace, Tracing
+from router.observation.unknown_fields import UnknownFields
 from router.prompt.catalog import ModelCatalog
 from router.responses.response_store import ResponseStore
 from router.routing.decision import Decision
@@ -141,6 +142,7 @@ class ApiContext:
     bodies: BodyBudget = field(init=False)
     images: BodyBudget = field(init=False)
     """Of requests that are served."""
+    unknown_fields: UnknownFields = field(init=False)
     preparing: PreparingTurns = field(default_factory=PreparingTurns)
     turns: Turns = field(default_factory=Turns)
     """For what takes long and is done on the event loop all the same."""
@@ -166,6 +168,7 @@ class ApiContext:
             bounds=self.bounds,
         )
         self.metrics.watch(lambda parts: parts.read_offload(self.offload.statistics()))
+        self.unknown_fields = UnknownFields(self.metrics.count_unknown_fields)
         self.in_flight = InFlight(self.config.max_in_flight, address_share=self.config.address_share)
         self.admission = Admission(
             max_sequences=self.config.max_sequences, max_tokens=self.config.max_tokens_in_flight

@@ -29,6 +29,7 @@ MAX_SALT_CHARACTERS = 128
 _FORBIDDEN_IN_SALT = frozenset("@/\\\0")
 
 _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]+)`")
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 MAX_TIMEOUT_SECONDS = 86_400.0
@@ -66,6 +67,10 @@ def _wrong_field(message: str) -> InvalidRequest:
     if absent:
         parameter = f"{parameter}.{absent.group(1)}" if parameter else absent.group(1)
         return missing(parameter)
+    unknown = _UNKNOWN_FIELD.search(text)
+    if unknown:
+        parameter = f"{parameter}.{unknown.group(1)}" if parameter else unknown.group(1)
+        return unsupported(parameter, f"'{parameter[:200]}' is not supported.")
     text = text.replace("`", "").replace(" | null", "")
     where = f" for '{parameter}'" if parameter else " for the request body"
     return InvalidRequest(f"Invalid type{where}: {text}.", parameter=parameter, code="invalid_type")

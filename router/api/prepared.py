@@ -91,10 +91,12 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
-    """`fields` are those of the request that say how to continue its prompts, as MessagePack."""
+    """`fields` are those of the request that say how to continue its prompts, as MessagePack.
+    `unknown_fields` are a completion's; a conversation has its own in `fields`."""
 
     fields: bytes
     prompts: list[EncodedPrompt]
+    unknown_fields: list[str] = []
 
 
 class WrittenAnswer(msgspec.Struct, frozen=True, tag=True):

@@ -18,9 +18,9 @@ from router.api.conversation import encoded_history, encoded_tail
 from router.api.gemini.body import read_gemini
 from router.api.gemini.count import count_tokens
 from router.api.grammar_checks import chat_grammar, text_grammar
-from router.api.json_body import decode_body
 from router.api.openai.chat_body import read_chat
 from router.api.openai.completion_prompt import (
+    COMPLETION,
     CompletionRequest,
     check_completion,
     check_prompt,
@@ -43,8 +43,6 @@ from router.api.sampling import kept_tokens, most_tokens, too_many_tokens
 from router.api.token_counts import detokenize, tokenize
 from router.errors import InvalidRequest, RouterError, about_model
 from router.prompt.text_model import TextModel, TextModels
-
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def prepare(job: Job, models: TextModels, body: bytes) -> Outcome:
@@ -95,7 +93,8 @@ def _history(model: TextModel, request: ChatRequest, chat: RenderedChat) -> Enco
 
 
 def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
-    request = decode_body(_completion_decoder, body)
+    read, unknown = COMPLETION.read(body)
+    request = COMPLETION.without_hints(read)
     model = models.get(request.model)
     with about_model(request.model):
         check_completion(request, job.max_choices)
@@ -104,7 +103,7 @@ def _completion(job: Job, models: TextModels, body: bytes) -> Outcome:
         grammar = wished.checked()
         encoded = [_encoded(model, request, prompt, grammar) for prompt in prompts]
     fields = without_formats(msgspec.structs.replace(request, prompt="", suffix=None))
-    return PreparedRequest(msgspec.msgpack.encode(fields), encoded)
+    return PreparedRequest(msgspec.msgpack.encode(fields), encoded, unknown)
 
 
 def _encoded(

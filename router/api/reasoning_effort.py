@@ -1,6 +1,6 @@
-"""How much a model is to think before it answers: the values of the field, and what templates make of them.
+"""How much a model is to think before it answers: the values of the fields, and what templates make of them.
 
-Owns both, for every dialect that has the field.
+Owns both, for every dialect that has the fields.
 """
 
 from typing import Any
@@ -9,6 +9,26 @@ from router.api.json_body import unsupported
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 WITHOUT_THINKING = ("none", "minimal")
+
+
+def thinking_arguments(enable_thinking: bool | None, thinking: Any) -> dict[str, Any]:
+    """Of two fields of chats, `enable_thinking` as Qwen's API has it, `thinking` as DeepSeek's, GLM's and
+    Kimi's have it. Templates know one or the other. Raises InvalidRequest."""
+    match thinking:
+        case None | bool():
+            wished = thinking
+        case {"type": "enabled" | "adaptive" | "auto"}:
+            wished = True
+        case {"type": "disabled"}:
+            wished = False
+        case _:
+            message = "Invalid value for 'thinking': its type is 'enabled', 'adaptive', 'auto' or 'disabled'."
+            raise unsupported("thinking", message)
+    if wished is None:
+        wished = enable_thinking
+    elif enable_thinking not in (None, wished):
+        raise unsupported("enable_thinking", "'enable_thinking' and 'thinking' say the opposite.")
+    return {} if wished is None else {"enable_thinking": wished, "thinking": wished}
 
 
 def reasoning_arguments(parameter: str, effort: str | None) -> dict[str, Any]:

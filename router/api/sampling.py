@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from replicas.protocol.frames import SamplingParams
+from router.api.field_table import FieldTable
 from router.api.json_body import check_range, check_salt, check_timeout, unsupported
 from router.api.openai.caching import PromptCacheOptions, check_caching
 from router.errors import ContextLengthExceeded, Excess, InvalidRequest
@@ -42,14 +43,19 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 
 class StreamOptions(msgspec.Struct):
-    """With `continuous_usage_stats` every chunk says what the answer has cost so far."""
+    """With `continuous_usage_stats` every chunk says what the answer has cost so far. Chunks are padded by
+    nothing, whatever `include_obfuscation` says."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+stream_options_table = FieldTable(StreamOptions)
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """What all dialects share. Unknown fields are ignored, as everywhere in the field.
+    """What all dialects share; `field_table.py` says what becomes of other fields.
 
     A stop string is part of the text only with `include_stop_str_in_output`, and so is the text of a token
     that ends the answer; special tokens are part of it unless `skip_special_tokens`. Of a prompt only the

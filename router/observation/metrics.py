@@ -51,6 +51,9 @@ MOST_TENANTS = 100
 ALARMING_CODES = ("429", "500", "503")
 """Those that alerts and dashboards count."""
 
+DIALECTS = ("chat", "completion", "gemini", "messages", "responses")
+"""The kinds of bodies that a prompt is made of."""
+
 RANKS = ("0", "1", "2", "3+")
 """Places in a bucket's affinity order, as labels."""
 
@@ -142,6 +145,9 @@ class RouterMetrics(Collector):
     def count_refusal(self, fault: HeadFault | KeyFault) -> None:
         self._refused.of(fault).value += 1
 
+    def count_unknown_fields(self, dialect: str, number: int) -> None:
+        self._unknown_fields.of(dialect).value += number
+
     def watch(self, read: Read) -> None:
         """Have numbers that others count anyway read at each scrape, where they live: on the event loop."""
         self._reads.append(read)
@@ -206,6 +212,15 @@ class RouterMetrics(Collector):
         )
         for fault in (*HeadFault, *KeyFault):
             self._refused.of(fault)
+        self._unknown_fields = number(
+            "counter",
+            "router_unknown_fields_total",
+            "Fields and kinds of tools in requests that were passed over without being known; the log has "
+            "the first names",
+            "dialect",
+        )
+        for dialect in DIALECTS:
+            self._unknown_fields.of(dialect)
         self._ttft = spread(
             "router_ttft_seconds",
             "Time from a request's arrival to its first token",

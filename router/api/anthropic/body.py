@@ -1,8 +1,7 @@
 """Anthropic's body of a message → a ChatRequest.
 
 Owns the body's fields and limits; its messages are read in `turns.py`. Pure: it also runs in the
-process that prepares large bodies. Fields that are not known here are hints and are ignored, as are tools
-that run at Anthropic; what would make it another answer is refused.
+process that prepares large bodies. Tools that run at Anthropic are not offered to the model.
 """
 
 import re
@@ -16,9 +15,11 @@ from router.api.anthropic.caching import Marks, Place
 from router.api.anthropic.errors import NO_THREADS
 from router.api.anthropic.turns import Turns
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.json_body import check_range, decode_body
+from router.api.field_table import MOST_NAMED, FieldTable, Refusal
+from router.api.json_body import check_range
 from router.api.openai.caching import keep_seconds
-from router.api.sampling import GenerationFields, check_fields, check_stop_strings
+from router.api.openai.peer_fields import PEER_HINTS, Names, PeerFields, idle_at, moved, refused_fields
+from router.api.sampling import GenerationFields, check_fields, check_stop_strings, stream_options_table
 from router.errors import InvalidRequest, about_model
 
 MAX_STOP_SEQUENCES = 64
@@ -26,6 +27,8 @@ MAX_STOP_SEQUENCES = 64
 
 MIN_THINKING_TOKENS = 1024
 
+_SERVER_TOOL = re.compile(r"[a-z_]+_\d{8}|mcp_toolset")
+"""The type of one that runs at Anthropic, or in its clients: it has the date of its version."""
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
@@ -65,7 +68,6 @@ class ShownAnswer(msgspec.Struct, frozen=True):
 
 _OTHERS = (
     "stop",
-    "stop_token_ids",
     "n",
     "stream_options",
     "user",
@@ -74,12 +76,41 @@ _OTHERS = (
     "max_tokens",
 )
 _FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name not in _OTHERS)
-_decoder = msgspec.json.Decoder(MessagesBody)
+_NOT_SERVED = Refusal("This is not supported in messages", (None,), None)
+_OF_CHATS = Refusal("This is not supported in messages", code=None)
+_FORMATS = (
+    "response_format",
+    *(name for name in PeerFields.__struct_fields__ if name not in _FIELDS + _OTHERS),
+)
+MESSAGE = FieldTable(
+    MessagesBody,
+    hints=PEER_HINTS
+    | {"anthropic_beta", "anthropic_version", "betas", "container", "context_management", "inference_geo"}
+    | {"mcp_servers", "service_tier", "speed", "store", "user_profile_id"},
+    refused={
+        **refused_fields(MessagesBody, Names(stop="stop_sequences", response_format="output_config.format")),
+        **dict.fromkeys(_FORMATS, moved("output_config.format")),
+        **dict.fromkeys(("best_of", "n"), _NOT_SERVED._replace(idle=idle_at(1))),
+        **dict.fromkeys(("cache", "stop"), _NOT_SERVED),
+        **dict.fromkeys(("continue_final_message", "echo", "logprobs", "suffix", "top_logprobs"), _OF_CHATS),
+        **dict.fromkeys(
+            ("add_generation_prompt", "include_reasoning"), _OF_CHATS._replace(idle=idle_at(True))
+        ),
+        **dict.fromkeys(("function_call", "functions"), moved("tools")),
+        **dict.fromkeys(("input", "prompt"), moved("messages")),
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), moved("max_tokens")),
+        **dict.fromkeys(("reasoning", "reasoning_effort", "enable_thinking", "think"), moved("thinking")),
+        "instructions": moved("system"),
+        "parallel_tool_calls": moved("tool_choice.disable_parallel_tool_use")._replace(idle=idle_at(True)),
+        "thread": _NOT_SERVED._replace(code=NO_THREADS),
+    },
+    inner={"stream_options": stream_options_table},
+)
 
 
 def read_message(body: bytes, max_choices: int) -> ChatRequest:
     """Raises InvalidRequest that names what is wrong where."""
-    asked = decode_body(_decoder, body)
+    asked, unknown = MESSAGE.read(body)
     with about_model(asked.model):
         if asked.max_tokens is None:
             raise InvalidRequest(
@@ -87,7 +118,7 @@ def read_message(body: bytes, max_choices: int) -> ChatRequest:
                 parameter="max_tokens",
                 code="missing_required_parameter",
             )
-        request = _request(asked)
+        request = _request(asked, unknown)
         if asked.max_tokens == 0:
             _check_only_prompt(asked, request)
         check_fields(request, max_choices, max_stop_strings=MAX_STOP_SEQUENCES)
@@ -96,15 +127,15 @@ def read_message(body: bytes, max_choices: int) -> ChatRequest:
 
 def read_counted_message(body: bytes) -> ChatRequest:
     """Of which only the prompt matters. Raises InvalidRequest."""
-    asked = decode_body(_decoder, body)
+    asked, unknown = MESSAGE.read(body)
     with about_model(asked.model):
-        return _request(asked)
+        return _request(asked, unknown)
 
 
-def _request(asked: MessagesBody) -> ChatRequest:
+def _request(asked: MessagesBody, unknown: list[str]) -> ChatRequest:
     _check(asked)
     marks = Marks()
-    tools = _tools(asked.tools or (), marks)
+    tools = _tools(asked.tools or (), marks, unknown)
     turns = Turns(marks)
     turns.system(asked.system, has_tools=bool(tools))
     for position, message in enumerate(asked.messages):
@@ -135,6 +166,7 @@ def _request(asked: MessagesBody) -> ChatRequest:
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
         keeps=keeps,
+        unknown_fields=unknown,
         answers=msgspec.to_builtins(
             ShownAnswer(
                 num_marks,
@@ -156,11 +188,6 @@ def _check(asked: MessagesBody) -> None:
     check_stop_strings("stop_sequences", asked.stop_sequences or (), MAX_STOP_SEQUENCES)
     if asked.max_tokens is not None and asked.max_tokens < 0:
         raise InvalidRequest("Input should be greater than or equal to 0", parameter="max_tokens")
-    for field in ("stop", "n", "cache", "thread"):
-        value = getattr(asked, field)
-        if value is not None and not (field == "n" and value == 1):
-            code = NO_THREADS if field == "thread" else None
-            raise InvalidRequest("This is not supported in messages", parameter=field, code=code)
 
 
 def _check_only_prompt(asked: MessagesBody, request: ChatRequest) -> None:
@@ -176,14 +203,14 @@ def _check_only_prompt(asked: MessagesBody, request: ChatRequest) -> None:
             raise InvalidRequest("This cannot be used when `max_tokens` is 0", parameter=field)
 
 
-def _tools(asked: Sequence[dict[str, Any]], marks: Marks) -> list[dict[str, Any]]:
-    """Those that the model can be offered: the client's own."""
+def _tools(asked: Sequence[dict[str, Any]], marks: Marks, unknown: list[str]) -> list[dict[str, Any]]:
+    """Those that the model can be offered: the client's own. Types that are not known are `unknown`."""
     tools: list[dict[str, Any]] = []
     names: set[str] = set()
     for position, tool in enumerate(asked):
         path = f"tools[{position}]"
         marks.block(path, tool, Place(-1))
-        if tool.get("type") not in (None, "custom"):
+        if not _is_own(tool, path, unknown):
             continue
         name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
         for field, value in (("name", name), ("input_schema", schema)):
@@ -209,6 +236,18 @@ def _tools(asked: Sequence[dict[str, Any]], marks: Marks) -> list[dict[str, Any]
             function["strict"] = True
         tools.append({"type": "function", "function": {"name": name, **function, "parameters": schema}})
     return tools
+
+
+def _is_own(tool: dict[str, Any], path: str, unknown: list[str]) -> bool:
+    """Raises InvalidRequest for one whose type is misspelt: what has a schema is the client's."""
+    kind = tool.get("type")
+    if kind in (None, "custom"):
+        return True
+    if not isinstance(kind, str) or tool.get("input_schema") is not None:
+        raise InvalidRequest("Input should be 'custom' where there is a schema", parameter=f"{path}.type")
+    if _SERVER_TOOL.fullmatch(kind) is None and len(unknown) < MOST_NAMED:
+        unknown.append(f"tools.{kind}")
+    return False
 
 
 def _tool_choice(asked: dict[str, Any] | None, tools: Sequence[dict[str, Any]]) -> ToolChoice:

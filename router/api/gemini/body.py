@@ -27,8 +27,16 @@ from router.api.gemini.fields import (
 )
 from router.api.gemini.names import FieldsReader
 from router.api.gemini.schemas import json_schema
+from router.api.gemini.tables import COUNT, GENERATE
 from router.api.images import Images, content_of
-from router.api.json_body import check_range, check_salt, read_arguments, unsupported, wrong_type
+from router.api.json_body import (
+    check_range,
+    check_salt,
+    check_timeout,
+    read_arguments,
+    unsupported,
+    wrong_type,
+)
 from router.api.openai.caching import keep_seconds
 from router.api.sampling import MAX_INTEGER, check_stop_strings
 from router.errors import InvalidRequest, about_model
@@ -63,32 +71,32 @@ Item = TypeVar("Item")
 
 def read_gemini(body: bytes, max_choices: int) -> ChatRequest:
     """Raises InvalidRequest that names what is wrong where."""
-    asked = _reader.read(body)
+    asked, unknown = GENERATE.read(_reader.respelt(body))
     with about_model(asked.model):
         config = asked.generation_config or GenerationConfig()
         _check(asked, config, max_choices)
-        return _bounded_request(asked, config)
+        return _bounded_request(asked, config, unknown)
 
 
 def read_counted(body: bytes) -> ChatRequest:
     """What countTokens is asked. Raises InvalidRequest."""
-    asked = _count_reader.read(body)
+    asked, unknown = COUNT.read(_count_reader.respelt(body))
     with about_model(asked.model):
         inner = asked.generate_content_request or asked
         inner.model = asked.model
         if inner.cached_content is not None:
             raise unsupported("cachedContent", "Tokens are counted of what is sent, without 'cachedContent'.")
-        return _bounded_request(inner, inner.generation_config or GenerationConfig())
+        return _bounded_request(inner, inner.generation_config or GenerationConfig(), unknown)
 
 
-def _bounded_request(asked: GenerateContent, config: GenerationConfig) -> ChatRequest:
+def _bounded_request(asked: GenerateContent, config: GenerationConfig, unknown: list[str]) -> ChatRequest:
     try:
-        return _request(asked, config)
+        return _request(asked, config, unknown)
     except RecursionError as error:
         raise InvalidRequest("The request is nested too deeply.", parameter=CONTENTS) from error
 
 
-def _request(asked: GenerateContent, config: GenerationConfig) -> ChatRequest:
+def _request(asked: GenerateContent, config: GenerationConfig, unknown: list[str]) -> ChatRequest:
     thinking = config.thinking_config
     arguments: dict[str, Any] = {}
     if thinking is not None and thinking.thinking_budget is not None:
@@ -129,6 +137,8 @@ def _request(asked: GenerateContent, config: GenerationConfig) -> ChatRequest:
         prompt_cache_key=asked.prompt_cache_key,
         cache_salt=asked.cache_salt,
         priority=asked.priority,
+        timeout=asked.timeout,
+        unknown_fields=unknown,
     )
 
 
@@ -167,6 +177,7 @@ def _check(asked: GenerateContent, config: GenerationConfig, max_choices: int) -
             raise unsupported(f"generationConfig.{name}", "This model answers with text only.")
     check_range("priority", asked.priority, -MAX_INTEGER, MAX_INTEGER)
     check_salt(asked.cache_salt)
+    check_timeout(asked.timeout)
     if asked.cached_content is not None:
         raise InvalidRequest(
             "The field 'cachedContent' must be written without escapes.", parameter="cachedContent"

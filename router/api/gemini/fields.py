@@ -51,7 +51,7 @@ class FunctionDeclaration(Struct, rename="camel", kw_only=True):
     parameters_json_schema: Any = None
 
 
-class Tool(Struct, rename="camel", kw_only=True):
+class Tool(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True):
     """Functions. The others are tools that Google runs, and nobody here."""
 
     function_declarations: list[FunctionDeclaration] | FunctionDeclaration | None = None
@@ -118,6 +118,7 @@ class GenerateContent(Struct, rename="camel", kw_only=True):
     prompt_cache_retention: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    timeout: float | None = None
     add_generation_prompt: bool = True
 
 

@@ -38,9 +38,13 @@ class FieldsReader(Generic[Body]):
 
     def read(self, body: bytes) -> Body:
         """Raises InvalidRequest that names the field in the first spelling."""
+        return decode_body(self._decoder, self.respelt(body))
+
+    def respelt(self, body: bytes) -> bytes:
+        """The body with its fields in the first spelling. Raises InvalidRequest."""
         if self._snake.search(body) is not None:
-            body = encode_json(self._renamed(decode_body(_any_decoder, body), self._kind))
-        return decode_body(self._decoder, body)
+            return encode_json(self._renamed(decode_body(_any_decoder, body), self._kind))
+        return body
 
     def _collect(self, kind: type[Struct]) -> None:
         if kind in self._names:

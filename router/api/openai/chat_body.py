@@ -9,14 +9,15 @@ import msgspec
 
 from router.answers.wishes import ToolChoice
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.json_body import check_range, decode_body, unsupported
+from router.api.field_table import FieldTable, Refusal
+from router.api.json_body import check_range, unsupported
 from router.api.openai.caching import compared_id, keeps_of
 from router.api.openai.messages import read_messages
-from router.api.openai.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.peer_fields import PEER_HINTS, PeerFields, idle_at, moved, refused_fields
 from router.api.openai.structured_outputs import output_format_of
 from router.api.openai.tools import ToolFields, tool_choice_of, tools_of
-from router.api.reasoning_effort import reasoning_arguments
-from router.api.sampling import GenerationFields, check_fields
+from router.api.reasoning_effort import reasoning_arguments, thinking_arguments
+from router.api.sampling import GenerationFields, check_fields, stream_options_table
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20
@@ -30,6 +31,8 @@ class ChatBody(PeerFields, kw_only=True):
     function_call: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -51,26 +54,56 @@ class TokenizedChat(ChatBody, kw_only=True):
 
 _FIELDS = GenerationFields.__struct_fields__
 """They come first among those of a body."""
-_decoder = msgspec.json.Decoder(ChatBody)
-_tokenized_decoder = msgspec.json.Decoder(TokenizedChat)
+
+OPENAI_HINTS = PEER_HINTS | {"metadata", "moderation", "prediction", "service_tier", "store", "verbosity"}
+OPENROUTER_HINTS = frozenset({"models", "provider", "route", "transforms", "usage"})
+_SYSTEM = Refusal("'{name}' is not supported in chats: it is a message with the role 'system'.")
+_OF_RESPONSES = Refusal("'{name}' is a field of Responses.")
+_REFUSED = {
+    **refused_fields(ChatBody),
+    "background": _OF_RESPONSES,
+    "best_of": Refusal("'{name}' is not supported.", idle_at(1)),
+    "conversation": _OF_RESPONSES,
+    "include": _OF_RESPONSES,
+    "input": moved("messages"),
+    "instructions": _SYSTEM,
+    "max_output_tokens": moved("max_completion_tokens"),
+    "plugins": Refusal("'{name}' is not supported."),
+    "previous_response_id": _OF_RESPONSES,
+    "prompt": moved("messages"),
+    "reasoning": moved("reasoning_effort"),
+    "suffix": Refusal("'{name}' is not supported."),
+    "system": _SYSTEM,
+    "text": moved("response_format"),
+}
+CHAT = FieldTable(
+    ChatBody,
+    hints=OPENAI_HINTS | OPENROUTER_HINTS,
+    refused=_REFUSED,
+    inner={"stream_options": stream_options_table},
+)
+_TOKENIZED = FieldTable(
+    TokenizedChat,
+    hints=OPENAI_HINTS | OPENROUTER_HINTS | {"return_token_strs"},
+    refused=_REFUSED,
+    inner={"stream_options": stream_options_table},
+)
 
 
 def read_chat(body: bytes, max_choices: int) -> ChatRequest:
     """Raises InvalidRequest that names what is wrong where."""
-    chat = decode_body(_decoder, body)
+    chat, unknown = CHAT.read(body)
     with about_model(chat.model):
         _check(chat, max_choices)
-        return _request(chat)
+        return _request(chat, unknown)
 
 
 def read_tokenized_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest."""
-    chat = decode_body(_tokenized_decoder, body)
-    check_peer_fields(chat)
-    return _request(chat)
+    return _request(*_TOKENIZED.read(body))
 
 
-def _request(chat: ChatBody) -> ChatRequest:
+def _request(chat: ChatBody, unknown: list[str]) -> ChatRequest:
     tools, tool_choice = _tools(chat)
     messages, breakpoints, images = read_messages(chat.messages)
     keeps = keeps_of(chat.prompt_cache_retention, chat.prompt_cache_options, breakpoints)
@@ -91,6 +124,7 @@ def _request(chat: ChatBody) -> ChatRequest:
         only_prompt=chat.prompt_cache_options is not None and bool(chat.prompt_cache_options.prewarm),
         tool_parameter="functions[{}].parameters" if chat.functions else "tools[{}].function.parameters",
         compared_id=compared_id(chat.prompt_cache_options),
+        unknown_fields=unknown,
         answers={"functions": bool(chat.functions), "reasoning": chat.include_reasoning is not False},
     )
 
@@ -118,15 +152,15 @@ def _adds_generation_prompt(chat: ChatBody) -> bool:
 
 def _template_arguments(chat: ChatBody) -> dict[str, Any]:
     """What the client says of them itself goes first."""
-    if chat.reasoning_effort is None:
-        return chat.chat_template_kwargs or {}
+    given = chat.chat_template_kwargs or {}
+    if chat.reasoning_effort is None and chat.enable_thinking is None and chat.thinking is None:
+        return given
     arguments = reasoning_arguments("reasoning_effort", chat.reasoning_effort)
-    return {**arguments, **(chat.chat_template_kwargs or {})}
+    return {**arguments, **thinking_arguments(chat.enable_thinking, chat.thinking), **given}
 
 
 def _check(chat: ChatBody, max_choices: int) -> None:
     check_fields(chat, max_choices)
-    check_peer_fields(chat)
     if chat.echo:
         raise unsupported("echo", "'echo' is not supported in chats; 'continue_final_message' is.")
     if chat.add_special_tokens:

@@ -5,13 +5,16 @@ Owns what such a request may look like. Runs beside the event loop and elsewhere
 
 from typing import Any
 
+from router.api.field_table import NOTHING, FieldTable, Refusal
 from router.api.json_body import check_range, unsupported
-from router.api.openai.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.chat_body import OPENAI_HINTS, OPENROUTER_HINTS
+from router.api.openai.peer_fields import PeerFields, moved, refused_fields
 from router.api.sampling import (
     check_fields,
     check_prompt_length,
     check_text_length,
     check_token_ids,
+    stream_options_table,
 )
 from router.errors import InvalidRequest
 from router.prompt.text_model import TextModel
@@ -37,9 +40,26 @@ class CompletionRequest(PeerFields, kw_only=True):
         return self.max_tokens == 0 or (options is not None and bool(options.prewarm))
 
 
+_OF_CHATS = Refusal("'{name}' is not supported in completions, whose prompt has no template.", (None,))
+_TOOLS = Refusal("'{name}' is not supported in completions.", (*NOTHING, "none", "auto"))
+COMPLETION = FieldTable(
+    CompletionRequest,
+    hints=OPENAI_HINTS | OPENROUTER_HINTS,
+    refused={
+        **refused_fields(CompletionRequest),
+        **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "reasoning_effort"), _OF_CHATS),
+        **dict.fromkeys(("reasoning", "think", "thinking"), _OF_CHATS),
+        **dict.fromkeys(("function_call", "functions", "tool_choice", "tools"), _TOOLS),
+        **dict.fromkeys(("input", "messages"), moved("prompt")),
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), moved("max_tokens")),
+        "top_logprobs": moved("logprobs"),
+    },
+    inner={"stream_options": stream_options_table},
+)
+
+
 def check_completion(request: CompletionRequest, max_choices: int) -> None:
     check_fields(request, max_choices, least_tokens=0)
-    check_peer_fields(request)
     check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     if request.echo and request.logprobs is not None:
         raise unsupported(

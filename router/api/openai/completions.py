@@ -18,10 +18,11 @@ from router.api.body_weight import is_light_completion
 from router.api.choice_output import ChoiceOutput
 from router.api.context import ApiContext
 from router.api.grammar_checks import text_grammar
-from router.api.json_body import decode_body, encode_json
+from router.api.json_body import encode_json
 from router.api.openai.caching import keeps_of
 from router.api.openai.choice import TokenIds, stop_fields, usage_so_far
 from router.api.openai.completion_prompt import (
+    COMPLETION,
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     check_completion,
@@ -42,7 +43,6 @@ from router.prompt.catalog import ServedModel
 from router.prompt.engines import TooMuchWork
 from router.tenants.caller import Caller
 
-_decoder = msgspec.json.Decoder(CompletionRequest)
 _fields_decoder = msgspec.msgpack.Decoder(CompletionRequest)
 
 _Encoded = tuple[list[int], str]
@@ -53,11 +53,13 @@ class _Read(NamedTuple):
     request: CompletionRequest
     prompts: AsyncIterator[_Encoded]
     grammar: str
+    unknown_fields: list[str]
 
 
 async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
     """Raises InvalidRequest, UnknownModel or RouterBusy."""
-    request, encoded, grammar = await _read(context, asked)
+    request, encoded, grammar, unknown = await _read(context, asked)
+    context.unknown_fields.count("completion", unknown)
     model = context.catalog.get(request.model).bounded(asked.caller.max_context)
     with about_model(request.model):
         prompts = await _make_prompts(context, asked.caller, request, model, encoded, grammar)
@@ -67,7 +69,8 @@ async def prepare_completion(context: ApiContext, asked: Asked) -> ApiRequest:
 
 async def _read(context: ApiContext, asked: Asked) -> _Read:
     if is_light_completion(asked.body):
-        request = decode_body(_decoder, asked.body)
+        read, unknown = COMPLETION.read(asked.body)
+        request = COMPLETION.without_hints(read)
         owner = asked.caller.namespace, request.cache_salt
         model = context.catalog.get(request.model).within(*owner).bounded(asked.caller.max_context)
         with about_model(request.model), contextlib.suppress(TooMuchWork):
@@ -75,11 +78,12 @@ async def _read(context: ApiContext, asked: Asked) -> _Read:
             wished = text_grammar(output_format_of(request, request.response_format))
             grammar = await context.grammars.checked(wished, owner)
             prompts = prompts_of(request.prompt, context.config.max_prompts)
-            return _Read(request, _encode(model, request, prompts), grammar)
+            return _Read(request, _encode(model, request, prompts), grammar, unknown)
     prepared = await context.offload.prepare("completion", asked.body, asked.address)
     assert isinstance(prepared, PreparedRequest)
     request = _fields_decoder.decode(prepared.fields)
-    return _Read(request, _unpack(prepared.prompts), prepared.prompts[0].grammar)
+    first = prepared.prompts[0]
+    return _Read(request, _unpack(prepared.prompts), first.grammar, prepared.unknown_fields)
 
 
 async def _encode(

@@ -1,20 +1,19 @@
-"""The fields that clients of vLLM and SGLang add to OpenAI's bodies: which are honoured, and which refused.
+"""The fields that clients of vLLM, SGLang and other servers add to bodies: those of them that are refused.
 
-Owns the list of those that would change what an answer means and that nothing here does. Hints may be
-ignored; such a field never is. Pure.
+Owns the list, for every dialect. Each would change what an answer means, and nothing here does it. Pure.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
-from router.api.json_body import unsupported
+from router.api.field_table import NOTHING, Refusal
 from router.api.sampling import GenerationFields
 
 
 class PeerFields(GenerationFields, kw_only=True):
-    """Those that are refused unless they say what happens anyway, and those of structured outputs, which
-    `structured_outputs.py` reads."""
+    """Those of structured outputs, which `structured_outputs.py` reads."""
 
     structured_outputs: Any = None
     guided_json: Any = None
@@ -25,49 +24,155 @@ class PeerFields(GenerationFields, kw_only=True):
     ebnf: Any = None
     json_schema: Any = None
 
-    allowed_token_ids: Any = None
-    audio: Any = None
-    bad_words: Any = None
-    chat_template: Any = None
-    custom_logit_processor: Any = None
-    documents: Any = None
-    ec_transfer_params: Any = None
-    guided_whitespace_pattern: Any = None
-    input_embeds: Any = None
-    input_ids: Any = None
-    kv_transfer_params: Any = None
-    logits_processors: Any = None
-    logprob_token_ids: Any = None
-    lora_path: Any = None
-    mm_payload: Any = None
-    prompt_embeds: Any = None
-    prompt_logprobs: Any = None
-    repetition_detection: Any = None
-    return_hidden_states: Any = None
-    return_mm_kwargs: Any = None
-    return_prompt_text: Any = None
-    return_token_offsets: Any = None
-    routed_experts_prompt_start: Any = None
-    session_params: Any = None
-    stop_regex: Any = None
-    structural_tag: Any = None
-    thinking_token_budget: Any = None
-    use_beam_search: Any = None
-    vllm_xargs: Any = None
-    watermarking: Any = None
-    web_search_options: Any = None
+
+class Names(NamedTuple):
+    """What a dialect calls the fields that others call otherwise."""
+
+    max_tokens: str = "max_tokens"
+    stop: str = "stop"
+    response_format: str = "response_format"
+    thinking: str = "chat_template_kwargs"
+    choices: str = "n"
+    seed: str = "seed"
+    repetition_penalty: str = "repetition_penalty"
 
 
-_FIRST = PeerFields.__struct_fields__.index("allowed_token_ids")
-REFUSED = PeerFields.__struct_fields__[_FIRST:]
-_NONE_OF_THEM = (None,) * len(REFUSED)
+NOT_SERVED = (
+    "allowed_token_ids",
+    "audio",
+    "bad_words",
+    "chat_template",
+    "custom_logit_processor",
+    "custom_params",
+    "documents",
+    "early_stopping",
+    "ec_transfer_params",
+    "enable_search",
+    "guided_whitespace_pattern",
+    "input_embeds",
+    "input_ids",
+    "kv_transfer_params",
+    "logits_processors",
+    "logprob_token_ids",
+    "lora_path",
+    "media_io_kwargs",
+    "mm_payload",
+    "mm_processor_kwargs",
+    "negative_prompt",
+    "options",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "repetition_detection",
+    "return_hidden_states",
+    "return_mm_kwargs",
+    "return_prompt_text",
+    "return_token_offsets",
+    "routed_experts_prompt_start",
+    "safe_prompt",
+    "samplers",
+    "sampling_params",
+    "session_params",
+    "stop_regex",
+    "structural_tag",
+    "thinking_budget",
+    "thinking_token_budget",
+    "use_beam_search",
+    "vllm_xargs",
+    "watermarking",
+)
+NOT_SERVED_BUT = {
+    "cfg_scale": 1,
+    "diversity_penalty": 0,
+    "do_sample": True,
+    "dry_multiplier": 0,
+    "dynatemp_range": 0,
+    "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "guidance_scale": 1,
+    "length_penalty": 1,
+    "mirostat": 0,
+    "mirostat_mode": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "separate_reasoning": True,
+    "smoothing_factor": 0,
+    "tfs": 1,
+    "tfs_z": 1,
+    "top_a": 0,
+    "typical": 1,
+    "typical_p": 1,
+    "xtc_probability": 0,
+}
+"""With the value that changes nothing."""
+
+PEER_HINTS = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "cache_prompt",
+        "client_metadata",
+        "data_parallel_rank",
+        "dry_allowed_length",
+        "dry_base",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "dynatemp_exponent",
+        "guided_decoding_backend",
+        "id_slot",
+        "keep_alive",
+        "mirostat_eta",
+        "mirostat_tau",
+        "request_id",
+        "rid",
+        "spaces_between_special_tokens",
+        "stream_reasoning",
+        "xtc_threshold",
+    }
+)
+"""Where a request goes, what it is called, and what only says how to do something that is off."""
 
 
-def check_peer_fields(request: PeerFields) -> None:
-    """Raises InvalidRequest for the first that is refused."""
-    values = msgspec.structs.astuple(request)[_FIRST : _FIRST + len(REFUSED)]
-    if values == _NONE_OF_THEM:  # nearly always
-        return
-    for parameter, value in zip(REFUSED, values, strict=True):
-        if value is not None and value is not False and value != [] and value != {}:
-            raise unsupported(parameter, f"'{parameter}' is not supported.")
+OPENAI_NAMES = Names()
+
+
+def refused_fields(kind: type[msgspec.Struct], names: Names = OPENAI_NAMES) -> Mapping[str, Refusal]:
+    """Of bodies of this kind, but for those that it honours."""
+    refused = dict.fromkeys(NOT_SERVED, Refusal("'{name}' is not supported."))
+    for name, idle in NOT_SERVED_BUT.items():
+        refused[name] = Refusal(f"'{{name}}' is not supported: it can only be {_shown(idle)}.", idle_at(idle))
+    refused["web_search_options"] = Refusal("'{name}' is not supported: nothing is searched.", (None, False))
+    refused["extra_body"] = Refusal("'{name}' is a library's: what is in it stands at the top of a body.")
+    for here, others in (
+        (
+            names.max_tokens,
+            ("max_new_tokens", "max_length", "max_tokens_to_sample", "n_predict", "num_predict"),
+        ),
+        (names.stop, ("stop_sequences", "stop_words")),
+        (names.response_format, ("format", "grammar", "response_schema")),
+        (names.thinking, ("enable_thinking", "think", "thinking")),
+        (names.choices, ("num_return_sequences",)),
+        (names.seed, ("random_seed", "sampling_seed")),
+        (names.repetition_penalty, ("repeat_penalty",)),
+        ("include_stop_str_in_output", ("no_stop_trim",)),
+    ):
+        refused |= {other: moved(here) for other in others}
+    for name in ("enable_thinking", "think", "thinking"):  # here False is a wish
+        refused[name] = refused[name]._replace(idle=(None,))
+    return {name: refusal for name, refusal in refused.items() if name not in kind.__struct_encode_fields__}
+
+
+def moved(here: str) -> Refusal:
+    """For a field that is another one in this dialect."""
+    return Refusal(f"Unsupported parameter: '{{name}}'. Here it is '{here}'.", code="unsupported_parameter")
+
+
+def idle_at(value: Any) -> tuple[Any, ...]:
+    return (None, value) if isinstance(value, bool) else (*NOTHING, value)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower()

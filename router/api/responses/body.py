@@ -10,14 +10,16 @@ import msgspec
 
 from router.answers.wishes import FormatKind, OutputFormat
 from router.api.chat_request import ChatRequest, KeepThrough
-from router.api.json_body import check_range, decode_body, encode_json, missing, unsupported
+from router.api.field_table import FieldTable, Refusal
+from router.api.json_body import check_range, encode_json, missing, unsupported
 from router.api.openai.caching import compared_id, keeps_of
-from router.api.openai.peer_fields import PeerFields, check_peer_fields
+from router.api.openai.chat_body import OPENAI_HINTS
+from router.api.openai.peer_fields import Names, PeerFields, idle_at, moved, refused_fields
 from router.api.openai.structured_outputs import output_format_of
 from router.api.reasoning_effort import reasoning_arguments
 from router.api.responses.input import Conversation
 from router.api.responses.tools import offered_tools, tool_choice
-from router.api.sampling import GenerationFields, check_fields
+from router.api.sampling import GenerationFields, check_fields, stream_options_table
 from router.errors import InvalidRequest, about_model
 
 MAX_TOP_LOGPROBS = 20
@@ -49,21 +51,6 @@ SUMMARIES = ("auto", "concise", "detailed", "none")
 TRUNCATIONS = ("auto", "disabled")
 SERVICE_TIERS = ("auto", "default", "fast", "flex", "priority", "scale")
 
-MOVED = {
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "messages": "input",
-}
-"""Fields of chats that have another name here. Ignored they would change the answer."""
-
-REFUSED = {
-    "conversation": "There are no stored conversations here; 'previous_response_id' continues a response.",
-    "prompt": "There are no prompt templates here; send 'instructions' and 'input'.",
-    "previous_input_messages": "'previous_response_id' continues a response.",
-}
-
 
 class Reasoning(msgspec.Struct):
     effort: str | None = None
@@ -94,16 +81,9 @@ class ResponsesBody(PeerFields, kw_only=True):
     truncation: str | None = None
     service_tier: str | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    previous_input_messages: Any = None
     enable_response_messages: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: Any = None
-    response_format: Any = None
-    reasoning_effort: Any = None
-    messages: Any = None
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -119,18 +99,47 @@ class Echo(msgspec.Struct, frozen=True):
 
 
 _FIELDS = tuple(name for name in GenerationFields.__struct_fields__ if name != "max_tokens")
-_decoder = msgspec.json.Decoder(ResponsesBody)
+_NOT_SERVED = Refusal("'{name}' is not supported.")
+RESPONSE = FieldTable(
+    ResponsesBody,
+    hints=OPENAI_HINTS | {"agent_reference", "betas", "context_management", "stream_obfuscation"},
+    refused={
+        **refused_fields(ResponsesBody, Names("max_output_tokens", response_format="text.format")),
+        "best_of": Refusal("'{name}' is not supported.", idle_at(1)),
+        "conversation": Refusal(
+            "There are no stored conversations here; 'previous_response_id' continues a response.", (None,)
+        ),
+        "echo": _NOT_SERVED,
+        "function_call": moved("tool_choice"),
+        "functions": moved("tools"),
+        "logprobs": Refusal("'{name}' is not supported: 'include' asks for them, with 'top_logprobs'."),
+        "max_completion_tokens": moved("max_output_tokens"),
+        "max_tokens": moved("max_output_tokens"),
+        "messages": moved("input"),
+        "previous_input_messages": Refusal("'previous_response_id' continues a response.", (None,)),
+        "prompt": Refusal("There are no prompt templates here; send 'instructions' and 'input'.", (None,)),
+        "reasoning_effort": moved("reasoning.effort"),
+        "response_format": moved("text.format"),
+        "suffix": _NOT_SERVED,
+        "system": moved("instructions"),
+    },
+    inner={
+        "stream_options": stream_options_table,
+        "reasoning": FieldTable(Reasoning),
+        "text": FieldTable(TextWishes),
+    },
+)
 
 
 def read_response(body: bytes, max_choices: int) -> ChatRequest:
     """Raises InvalidRequest that names what is wrong where."""
-    asked = decode_body(_decoder, body)
+    asked, unknown = RESPONSE.read(body)
     with about_model(asked.model):
         _check(asked)
-        return _request(asked)
+        return _request(asked, unknown)
 
 
-def _request(asked: ResponsesBody) -> ChatRequest:
+def _request(asked: ResponsesBody, unknown: list[str]) -> ChatRequest:
     offered = offered_tools(asked.tools or [])
     parallel = asked.parallel_tool_calls is not False
     conversation = Conversation(offered.names)
@@ -162,6 +171,7 @@ def _request(asked: ResponsesBody) -> ChatRequest:
         only_prompt=options is not None and bool(options.prewarm),
         compared_id=compared_id(options),
         messages_field="input",
+        unknown_fields=unknown + offered.unknown_kinds,
         tool_parameter="tools",  # those of other kinds are among them, so their numbers are others
         answers=Echo(
             fields=encode_json(_echoed(asked))[1:-1],
@@ -174,16 +184,6 @@ def _request(asked: ResponsesBody) -> ChatRequest:
 
 
 def _check(asked: ResponsesBody) -> None:
-    for name, here in MOVED.items():
-        if getattr(asked, name) is not None:
-            raise InvalidRequest(
-                f"Unsupported parameter: '{name}'. In Responses it is '{here}'.",
-                parameter=name,
-                code="unsupported_parameter",
-            )
-    for name, why in REFUSED.items():
-        if getattr(asked, name) is not None:
-            raise unsupported(name, why)
     if asked.cache is not None:
         raise unsupported("cache", "Named caches are beginnings of chats and completions, not of responses.")
     if asked.enable_response_messages:
@@ -202,7 +202,6 @@ def _check(asked: ResponsesBody) -> None:
     if asked.input is None:
         raise missing("input")
     check_fields(asked, max_choices=1)
-    check_peer_fields(asked)
     check_range("top_logprobs", asked.top_logprobs, 0, MAX_TOP_LOGPROBS)
     for name in ("max_output_tokens", "max_tool_calls"):
         value = getattr(asked, name)

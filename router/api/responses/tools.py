@@ -3,11 +3,13 @@
 Owns which kinds there are, and the names by which a model knows functions in namespaces. Pure.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from router.answers.wishes import ToolChoice, ToolMode
+from router.api.field_table import MOST_NAMED
 from router.api.json_body import missing, unsupported, wrong_type
 from router.api.openai.tools import (
     check_choice,
@@ -19,21 +21,46 @@ from router.api.openai.tools import (
 from router.api.responses.input import SpacedName
 from router.errors import InvalidRequest
 
+SERVED_BY_OTHERS = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_preview",
+    }
+)
+"""Kinds that say nothing to a model here. A kind may end in the date of its version."""
+
+_VERSION = re.compile(r"_\d{4}_\d{2}_\d{2}$")
+
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
 class OfferedTools(NamedTuple):
     """`names` are those that the model knows functions in namespaces by; they are the functions' own
-    wherever no other has the same."""
+    wherever no other has the same. `unknown_kinds` are counted as fields that are not known."""
 
     tools: list[dict[str, Any]]
     names: dict[SpacedName, str]
+    unknown_kinds: list[str]
 
 
 def offered_tools(sent: Sequence[Any]) -> OfferedTools:
     """Those that a model can call: functions. Tools of other kinds are their server's to run, and there is
-    none here. Raises InvalidRequest for what is no tool."""
-    found = list(_functions(sent))
+    none here. Raises InvalidRequest for what is no tool, and for a function whose kind is misspelt."""
+    unknown: list[str] = []
+    found = list(_functions(sent, unknown))
     check_number("tools", found)
     counts = Counter(function["name"] for _, function in found)
     tools: list[dict[str, Any]] = []
@@ -46,14 +73,14 @@ def offered_tools(sent: Sequence[Any]) -> OfferedTools:
             names[space, function["name"]] = name
         fields = {key: function[key] for key in FUNCTION_FIELDS if function.get(key) is not None}
         tools.append({"type": "function", "function": {**fields, "name": name}})
-    return OfferedTools(tools, names)
+    return OfferedTools(tools, names, unknown)
 
 
-def _functions(sent: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _functions(sent: Sequence[Any], unknown: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each with the namespace that it is in, if it is in one."""
     for number, tool in enumerate(sent):
         path = f"tools[{number}]"
-        kind = _kind(path, tool)
+        kind = _kind(path, tool, unknown)
         if kind == "function":
             check_function(path, tool)
             yield "", tool
@@ -64,12 +91,12 @@ def _functions(sent: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise wrong_type(f"{path}.tools", "a list")
             for place, function in enumerate(inner):
                 inner_path = f"{path}.tools[{place}]"
-                if _kind(inner_path, function) == "function":
+                if _kind(inner_path, function, unknown) == "function":
                     check_function(inner_path, function)
                     yield tool["name"], function
 
 
-def _kind(path: str, tool: Any) -> str:
+def _kind(path: str, tool: Any, unknown: list[str]) -> str:
     if not isinstance(tool, dict):
         raise wrong_type(path, "an object")
     kind = tool.get("type")
@@ -77,6 +104,16 @@ def _kind(path: str, tool: Any) -> str:
         raise missing(f"{path}.type")
     if not isinstance(kind, str):
         raise wrong_type(f"{path}.type", "text")
+    if kind in ("function", "namespace") or _VERSION.sub("", kind) in SERVED_BY_OTHERS:
+        return kind
+    if not {"parameters", "function", "tools"}.isdisjoint(tool):
+        raise unsupported(
+            f"{path}.type",
+            f"Invalid value for '{path}.type': '{kind[:40]}'. What a model can call is a 'function', or a"
+            " 'namespace' of them.",
+        )
+    if len(unknown) < MOST_NAMED:
+        unknown.append(f"tools.{kind}")
     return kind
 
 
