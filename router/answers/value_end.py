@@ -45,6 +45,8 @@ class ValueEnd:
     def find(self, text: str, *, is_over: bool) -> tuple[str, str | None, str]:
         """More of the value; what follows it, None while it goes on; and what has to come again with more
         text. Nothing has to if the answer `is_over`."""
+        if "<" not in text and not is_over:
+            return self._split(text, len(text.removesuffix("\n")))
         num_read = 0
         for found in _mark.finditer(text):
             at, mark = found.start(), found[0]

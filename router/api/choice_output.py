@@ -231,7 +231,10 @@ class ChoiceOutput:
         assert self._parser is not None
         if not answer or self._stopped:
             return ()
-        parts = self._parser.feed(answer)
+        return self._through_one_call(self._parser.feed(answer))
+
+    def _through_one_call(self, parts: list[Part]) -> list[Part]:
+        """All parts, unless the answer is to end with its first call."""
         if self._one_call:
             for number, part in enumerate(parts):
                 if self._has_called:
@@ -251,7 +254,8 @@ class ChoiceOutput:
             return _said(text)
         parts += self._parsed(text)
         if not self._stopped:
-            parts += self._parser.finish(is_whole=finish is FinishReason.STOP and self.stop_string is None)
+            is_whole = finish is FinishReason.STOP and self.stop_string is None
+            parts += self._through_one_call(self._parser.finish(is_whole=is_whole))
         return parts
 
     def _took(self, parts: Sequence[Part]) -> Sequence[Part]:

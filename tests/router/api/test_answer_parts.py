@@ -105,6 +105,17 @@ async def test_one_call_ends_an_answer_that_may_have_only_one(
     assert server.dispatcher.aborted == [0]
 
 
+async def test_of_calls_that_begin_within_reasoning_there_may_be_only_one(
+    server: HttpServer, http: httpx.AsyncClient
+) -> None:
+    server.dispatcher.script = says(token_ids(f"<think>Hm.\n{CALL}\n{OTHER}"))
+    for is_parallel, names in ((True, ["weather", "time"]), (False, ["weather"])):
+        (choice,) = (await whole(http, tools=TOOLS, parallel_tool_calls=is_parallel))["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == names
+        assert choice["message"]["reasoning_content"] == "Hm."
+        assert choice["finish_reason"] == "tool_calls"
+
+
 async def test_a_turn_with_one_call_is_gone_on_from(server: HttpServer, http: httpx.AsyncClient) -> None:
     said = token_ids(THINKS + CALL)
     server.dispatcher.script = says(said)
