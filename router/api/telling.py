@@ -126,9 +126,9 @@ class Telling:
     def _repeated(self, known: _Prompt) -> Repeated | None:
         """What the nearest prompt has as well, where this one may have lost that."""
         nearest = known.nearest
-        if nearest is None or not (nearest.is_changed or nearest.num_common_tokens is None):
+        if nearest is None or not (nearest.goes_on or nearest.num_common_tokens is None):
             return None
-        cause = Cause.PREFIX_CHANGED if nearest.is_changed else Cause.OTHER_NAMESPACE
+        cause = Cause.PREFIX_CHANGED if nearest.goes_on else Cause.OTHER_NAMESPACE
         return Repeated(cause, partial(self.stories.remembered.repeats, known.facts, nearest))
 
     def stories_so_far(self) -> list[PromptStory]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from replicas.protocol.blocks import HASH_BYTES, BlockHash
 from router.explain.outline import DIGEST_BYTES, NO_OUTLINE, PromptOutline
-from router.explain.repeats import Run, repeats
+from router.explain.repeats import LEAST_BLOCKS, LEAST_PART, SURE_PART, Run, repeats, seem_alike
 from router.observation.chain_tree import ChainNode, ChainTree, NamespaceName
 
 MARK_BYTES = 2
@@ -188,19 +188,27 @@ class RememberedPrompts:
 
     def repeats(self, facts: PromptFacts, nearest: Nearest, start: int) -> Sequence[Run]:
         """Which of its tokens from `start` on the nearest prompt has as well, behind the place where they
-        part: from the first on if their roots differ."""
+        part: from the first on if their roots differ. Of a prompt that has no piece in common with it, as
+        plain text has none, that has to be most."""
         mine = self._tenants.get(facts.tenant)
         if mine is None:
             return ()
-        parted = nearest.num_common_tokens or 0
-        ours, theirs = (
-            np.frombuffer(marks, _MARKS)
-            for marks in (
-                self._marks(facts, parted, facts.num_tokens),
-                self._marks_of(mine, nearest.prompt)[parted * MARK_BYTES :],
-            )
+        parted, block_size = nearest.num_common_tokens or 0, facts.block_size
+        if min(facts.num_tokens, nearest.prompt.num_tokens) - parted < LEAST_BLOCKS * block_size:
+            return ()
+        ours = self._marks(facts, parted, facts.num_tokens)
+        theirs = self._marks_of(mine, nearest.prompt, parted)
+        is_sure = nearest.is_changed or nearest.num_common_tokens is None
+        if not is_sure and not seem_alike(ours, theirs, MARK_BYTES):
+            return ()
+        return repeats(
+            np.frombuffer(ours, _MARKS),
+            np.frombuffer(theirs, _MARKS),
+            parted=parted,
+            start=start,
+            block_size=block_size,
+            least_part=LEAST_PART if is_sure else SURE_PART,
         )
-        return repeats(ours, theirs, parted=parted, start=start, block_size=facts.block_size)
 
     def remember(self, facts: PromptFacts, ids: tuple[str, ...], at: float) -> RememberedPrompt | None:
         if not self._max_bytes:
@@ -325,16 +333,20 @@ class RememberedPrompts:
         goes_on = common * MARK_BYTES < len(theirs) and common < facts.num_tokens
         return _judged(Nearest(earlier, common, goes_on), units)
 
-    def _marks_of(self, mine: _Tenant, earlier: RememberedPrompt) -> bytes:
+    def _marks_of(self, mine: _Tenant, earlier: RememberedPrompt, start: int = 0) -> bytes:
+        """From the token `start` on."""
+        num_left = (earlier.num_tokens - start) * MARK_BYTES
         runs = [earlier.tail]
+        num_found = len(earlier.tail)
         node = None if earlier.tip is None else mine.tree.node(earlier.tip)
         if earlier.tip is not None and node is None:
             return b""
-        while isinstance(node, ChainNode):
+        while isinstance(node, ChainNode) and num_found < num_left:
             runs.append(node.uses.marks)
+            num_found += len(node.uses.marks)
             above = node.parent
             node = above if isinstance(above, ChainNode) else None
-        return b"".join(reversed(runs))
+        return b"".join(reversed(runs))[max(0, num_found - num_left) :]
 
     def _marks(self, facts: PromptFacts, start: int, end: int) -> bytes:
         """Two bytes a token."""
@@ -437,9 +449,7 @@ def _rank(found: Nearest) -> tuple[int, bool, int, int]:
 
 
 def _numbers(units: bytes) -> Sequence[int]:
-    numbers = array.array("I")
-    numbers.frombytes(units)
-    return numbers
+    return memoryview(units).cast("I")
 
 
 def _num_common(ours: bytes, theirs: bytes) -> int:

@@ -126,12 +126,29 @@ def documents() -> list[dict[str, Any]]:
     return [{"model": MODEL, "messages": messages} for messages in asked]
 
 
+def timed(*, is_plain: bool) -> list[dict[str, Any]]:
+    """Prompts that differ in a time near their beginning, and have no piece in common."""
+    texts = [
+        f"{OTHER[:60]} at 10:{minute} on a day that is over, {LONG.replace('. ', ', ')}"
+        for minute in (11, 12)
+    ]
+    if is_plain:
+        return [{"model": MODEL, "prompt": text} for text in texts]
+    asked = [
+        [{"role": "system", "content": text}, {"role": "user", "content": f"Question {number}?"}]
+        for number, text in enumerate(texts)
+    ]
+    return [{"model": MODEL, "messages": messages} for messages in asked]
+
+
 @pytest.mark.parametrize(
-    "way", ["documents", "tool_word", "system_time", "key_order", "trimmed_result", "compacted"]
+    "way", ["documents", "plain", "sentence", "tool_word", "key_order", "trimmed_result", "compacted"]
 )
 async def test_header_story_metric_and_lint_say_the_same_of_what_a_change_has_cost(way: str) -> None:
     if way == "documents":
         bodies = documents()
+    elif way in ("plain", "sentence"):
+        bodies = timed(is_plain=way == "plain")
     else:
         made = broken(way, "chat", Random(way), num_tools=2, num_turns=4)
         bodies = [{**made.before, "model": MODEL}, {**made.after, "model": MODEL}]
@@ -141,7 +158,8 @@ async def test_header_story_metric_and_lint_say_the_same_of_what_a_change_has_co
     async with http_server(catalog=large_model()) as server, httpx.AsyncClient(base_url=server.url) as http:
         for body, (num_cached, num_lost) in zip(bodies, expected, strict=True):
             server.dispatcher.script = says([20], num_cached_tokens=max(num_cached, PROMISED))
-            answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+            path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+            answer = await http.post(path, json={**body, "max_tokens": 1})
             assert answer.status_code == 200, answer.text
             (story,) = (await http.get(f"/v1/cache/explain/{answer.json()['id']}")).json()["prompts"]
             spans = [one for one in story["spans"] if one["cause"] == "prefix_changed"]
