@@ -6,6 +6,7 @@ what a command needs when that command runs, so that `--help` and `status` answe
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from cluster.sizes import size
 
 MOST_REPLICAS = 512
 MOST_ROUTERS = 64
+READER_GONE = 141
+"""The exit status of a program that ends as its pipe does: 128 and SIGPIPE."""
 
 LINT = "show where the prompts of a log of requests break their prefixes"
 
@@ -32,6 +35,29 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # --help has only filled its buffer
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _has_lost_its_reader(stream.fileno())]
+        if not gone:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in gone:  # for what is flushed as the interpreter ends
+            os.dup2(nowhere, stream.fileno())
+        return READER_GONE
+
+
+def _has_lost_its_reader(descriptor: int) -> bool:
+    """`head` has seen enough."""
+    asked = select.poll()
+    asked.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in asked.poll(0))
+
+
+def _run(words: list[str]) -> int:
     commands = {
         "up": _up,
         "down": _down,

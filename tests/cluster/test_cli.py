@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,38 @@ def test_a_fleet_whose_secret_others_may_read_is_warned_of(
         secret.chmod(mode)
         assert main(["fleet", "apply", str(file)]) == 2
         assert (f"{secret} has mode 0644" in capsys.readouterr().out) == (mode == 0o644)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["up", "--help"],
+        ["loadtest", "--help"],
+        ["keys", "list"],
+        ["down"],
+        ["lint"],
+        ["levitate"],
+    ],
+)
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(
+    words: list[str], is_unbuffered: bool, tmp_path: Path
+) -> None:
+    keys, log = tmp_path / "keys.json", tmp_path / "requests.jsonl"
+    assert main(["keys", "create", "--file", str(keys), "--tenant", "acme"]) == 0
+    log.write_text('{"model": "toy", "messages": [{"role": "user", "content": "Hello"}]}\n')
+    needed = {"keys": ["--file", str(keys)], "down": ["--run-dir", str(tmp_path)], "lint": [str(log)]}
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, *(["-u"] if is_unbuffered else []), "-P", "-m", "cluster.cli", *words]
+    with os.fdopen(writing, "w") as output:
+        ran = subprocess.run(
+            [*command, *needed.get(words[0], [])],
+            **{"stdout": output, "stderr": subprocess.PIPE, "text": True, "check": False},
+        )
+    if words == ["levitate"]:
+        assert ran.stderr.startswith("kvasir: there is no command levitate")
+    else:
+        assert ran.stderr == ""
+        assert ran.returncode == 141 or "--help" in words, "argparse itself passes over what it cannot write"
