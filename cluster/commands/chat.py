@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from cluster.commands.refusals import refused
 from cluster.errors import ClusterError
 
 HELP = (
@@ -122,7 +123,7 @@ class Chat:
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 response.read()
-                raise ClusterError(f"error {response.status_code}: {error_message(response)}")
+                raise refused(f"error {response.status_code}", response)
             turn.replica = response.headers.get("x-kvasir-replica", "?")
             for chunk in _events(response):
                 self._take(chunk, turn, time.monotonic() - started)
@@ -178,7 +179,9 @@ def first_model(client: httpx.Client) -> str:
     """The model to talk to if none was named. Raises ClusterError."""
     try:
         response = client.get("/v1/models")
-        models = [str(model["id"]) for model in response.raise_for_status().json()["data"]]
+        if response.is_error:
+            raise refused(f"{client.base_url} answers {response.status_code}", response)
+        models = [str(model["id"]) for model in response.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError) as error:
         raise ClusterError(f"{client.base_url} does not list its models: {error}") from error
     if not models:
@@ -193,11 +196,3 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             if data == "[DONE]":
                 return
             yield json.loads(data)
-
-
-def error_message(response: httpx.Response) -> str:
-    """What the router says of an error."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]

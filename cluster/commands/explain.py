@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from cluster.commands.chat import error_message
+from cluster.commands.refusals import refused
 from cluster.commands.running import key_headers
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
@@ -40,7 +40,7 @@ def ask_router(arguments: argparse.Namespace, url: str) -> dict[str, Any]:
         try:
             response = client.post("/explain" + path, json=body)
             if response.is_error:
-                raise ClusterError(f"{url} answers {response.status_code}: {error_message(response)}")
+                raise refused(f"{url} answers {response.status_code}", response)
             prompts: list[dict[str, Any]] = response.json()["prompts"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise ClusterError(f"{url} gave no explanation: {error!r}") from error

@@ -11,11 +11,9 @@ from typing import Any
 
 import httpx
 
-from cluster.commands.chat import error_message
+from cluster.commands.refusals import KEY_VARIABLE, refused
 from cluster.commands.tables import align
 from cluster.errors import ClusterError
-
-KEY_VARIABLE = "KVASIR_API_KEY"
 
 _HEADER = (
     *("REQUESTS", "PROMPT", "CACHED", "SHARE", "DEVICE", "HOST", "DISK"),
@@ -60,8 +58,7 @@ def usage(
     try:
         answer = httpx.get(f"{url}/v1/usage", params=query, headers=headers, timeout=60.0, trust_env=False)
         if answer.is_error:
-            hint = f"; set {KEY_VARIABLE} to an API key" if answer.status_code == 401 else ""
-            raise ClusterError(f"{url} answers {answer.status_code}: {error_message(answer)}{hint}")
+            raise refused(f"{url} answers {answer.status_code}", answer)
         found: dict[str, Any] = answer.json()
         say(json.dumps(found, indent=2) if arguments.json else render(found, arguments.by))
     except (httpx.HTTPError, ValueError, LookupError) as error:

@@ -12,8 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
-from cluster.commands.chat import error_message
-from cluster.commands.usage import KEY_VARIABLE
+from cluster.commands.refusals import KEY_VARIABLE, refused
 from cluster.errors import ClusterError
 from router.explain.causes import Cause, MissedSpan, losses
 from router.observation.misses import sentence_of
@@ -57,8 +56,7 @@ def why(arguments: argparse.Namespace, url: str, key: str | None, say: Callable[
         path = f"{url}/{whose}/{_quoted(arguments.id)}"
         answer = httpx.get(path, headers=headers, timeout=60.0, trust_env=False)
         if answer.is_error:
-            hint = _hint(answer.status_code, arguments)
-            raise ClusterError(f"{url} answers {answer.status_code}: {error_message(answer)}{hint}")
+            raise refused(f"{url} answers {answer.status_code}", answer, _hint(answer.status_code, arguments))
         found: dict[str, Any] = answer.json()
         say(json.dumps(found, indent=2) if arguments.json else "\n".join(render(found)))
     except (httpx.HTTPError, ValueError, LookupError) as error:
@@ -70,12 +68,10 @@ def _quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def _hint(status: int, arguments: argparse.Namespace) -> str:
-    if status == 401:
-        return f"; set {KEY_VARIABLE} to an API key"
+def _hint(status: int, arguments: argparse.Namespace) -> str | None:
     if status == 404 and arguments.tenant is None:
-        return " --tenant NAME asks for another tenant's, if you may."
-    return ""
+        return "--tenant NAME asks for another tenant's, if you may"
+    return None
 
 
 def render(found: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ client is late by is recorded. The command line is in `replay_command.py`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -140,16 +140,3 @@ class _Connections:
         for connection, _ in self._idle:
             connection.abort()
         self._idle.clear()
-
-
-async def show_progress(replay: Replay, total: int, show: Callable[[str], None]) -> None:
-    """Twice a second, until cancelled."""
-    start = time.perf_counter()
-    while True:
-        records = list(replay.records.values())
-        num_failed = sum(record.error is not None for record in records)
-        show(
-            f"{time.perf_counter() - start:6.0f} s  {replay.num_sent} of {total} sent, "
-            f"{replay.num_sent - len(records)} in flight, {num_failed} failed"
-        )
-        await asyncio.sleep(0.5)

@@ -5,8 +5,6 @@ is a ReplayError with one sentence.
 """
 
 import argparse
-import asyncio
-import contextlib
 import inspect
 import json
 import shlex
@@ -19,9 +17,11 @@ from urllib.parse import urlsplit
 import httpx
 import uvloop
 
+from cluster.commands.refusals import KEY_HINT
 from cluster.errors import ClusterError
 from loadtests.arguments import count, positive, share
-from loadtests.load.replay import Endpoint, Replay, show_progress
+from loadtests.load.replay import Endpoint, Replay
+from loadtests.progress import showing
 from loadtests.reports.report import RequestRecord, Slo, make_report
 from loadtests.reports.run_file import Run, RunFileError, RunInfo, Surroundings, surroundings, write_run
 from loadtests.reports.table import render
@@ -227,28 +227,20 @@ def _report(
 def _run(replay: Replay, total: int) -> bool:
     """Whether it was interrupted."""
 
-    async def with_progress() -> None:
-        progress = asyncio.create_task(show_progress(replay, total, _show)) if sys.stderr.isatty() else None
-        try:
-            await replay.run()
-        finally:
-            if progress is not None:
-                progress.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await progress
-                _show("")
+    def line(seconds: float) -> str:
+        records = list(replay.records.values())
+        num_failed = sum(record.error is not None for record in records)
+        return (
+            f"{seconds:6.0f} s  {replay.num_sent} of {total} sent, "
+            f"{replay.num_sent - len(records)} in flight, {num_failed} failed"
+        )
 
     try:
-        uvloop.run(with_progress())
+        with showing(line):
+            uvloop.run(replay.run())
     except KeyboardInterrupt:
         return True
     return False
-
-
-def _show(line: str) -> None:
-    """One line of the terminal, written again and again."""
-    sys.stderr.write(f"\r\x1b[K{line}")
-    sys.stderr.flush()
 
 
 class _Cluster:
@@ -296,6 +288,8 @@ class _Cluster:
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
+    if response.status_code == 401:
+        raise ReplayError(f"{response.url} answers 401; {KEY_HINT}")
     if response.status_code != 200:
         raise ReplayError(f"status {response.status_code} from {response.url}")
     return response

@@ -121,6 +121,11 @@ class VirtualFleet:
         self._num_decisions = self._num_retries = self._num_resumes = self._num_preemptions = 0
         self._num_images_taken = self._num_encoded_tokens = 0
 
+    @property
+    def num_ended(self) -> int:
+        """Requests that were answered or refused."""
+        return len(self._records)
+
     def serve(self, requests: Sequence[HashedRequest], *, num_warm_up: int = 0) -> FleetResult:
         """Serve all of them, to the end. Once per fleet."""
         for host in self.hosts:

@@ -4,15 +4,18 @@ Owns the random numbers and the clocks that a simulation is given. Knows no comm
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import multiprocessing
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterError
+from loadtests.progress import showing
 from loadtests.reports.fairness import fairness
 from loadtests.reports.report import Slo, make_report
 from loadtests.simulation.curve import Window, curve
@@ -64,15 +67,23 @@ class Job:
 
 
 def run_all(jobs: Sequence[Job], num_processes: int) -> list[Summary]:
+    """In their order. Says now and then how far it is."""
     if num_processes == 1 or len(jobs) == 1:
-        return [_run(job) for job in jobs]
+        return [_run(job, f"run {number} of {len(jobs)}, ") for number, job in enumerate(jobs, start=1)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(num_processes, len(jobs)), context) as pool:
-        return list(pool.map(_run, jobs))
+        running = [pool.submit(_run, job) for job in jobs]
+        with showing(
+            lambda seconds: f"{seconds:6.0f} s  {sum(map(Future.done, running))} of {len(jobs)} runs done"
+        ):
+            return [each.result() for each in running]
 
 
-def _run(job: Job) -> Summary:
-    """One fleet, served from beginning to end. The same job gives the same figures, but for real times."""
+def _run(job: Job, place: str | None = None) -> Summary:
+    """One fleet, served from beginning to end. The same job gives the same figures, but for real times.
+
+    `place` is the job's among others; with it, progress is shown.
+    """
     started = time.perf_counter()
     prepared = _prepared(job.source)
     num_warm_up = int(len(prepared) * job.warm_up)
@@ -84,7 +95,13 @@ def _run(job: Job) -> Summary:
         new_meter=SpeedMeter,
         stopwatch=time.perf_counter,
     )
-    result = fleet.serve(prepared, num_warm_up=num_warm_up)
+
+    def line(seconds: float) -> str:
+        done = f"{fleet.num_ended} of {len(prepared)} requests done"
+        return f"{seconds:6.0f} s  {place}{job.label[0]}: {done}"
+
+    with contextlib.nullcontext() if place is None else showing(line):
+        result = fleet.serve(prepared, num_warm_up=num_warm_up)
     report = make_report(result.records[num_warm_up:], job.slo, num_replicas=job.options.num_replicas)
     counted = result.records[num_warm_up:]
     windows: tuple[Window, ...] = ()

@@ -1,6 +1,7 @@
 """`kvasir replay` against a router and a simulated replica, all of them real processes."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,13 @@ import httpx
 import pytest
 
 from cluster.cli import main
+from loadtests import progress
 from loadtests.reports.report import Slo
 from loadtests.reports.run_figures import figures_of
 from loadtests.reports.run_file import read_run
+from loadtests.stacks.key_file import write_key_file
 from loadtests.stacks.local_stack import LocalStack, local_stack
+from router.tenants.caller import Tenant
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -58,9 +62,10 @@ def replayed(folder: Path, words: list[str]) -> tuple[int, dict[str, Any]]:
     return status, json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_a_trace_finds_all_that_it_could_find(
-    stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_trace_finds_all_that_it_could_find_and_says_how_far_it_is(
+    stack: LocalStack, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(progress, "ELSEWHERE_SECONDS", 0.5)
     trace = write_trace(tmp_path / "pairs.jsonl", count=12, gap_milliseconds=200, num_output_tokens=8)
     status, content = replayed(tmp_path, [str(trace), "--url", stack.url, "--seed", "11"])
     report = content["report"]
@@ -72,7 +77,25 @@ def test_a_trace_finds_all_that_it_could_find(
     assert report["requests_per_replica"] == {"replica-0": 12}
     assert report["imbalance_requests"]["max_over_mean"] == 1.0
     assert report["prediction"]["mean_absolute_error"] < 32
-    assert "100.0% of the ideal 49.8%" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "100.0% of the ideal 49.8%" in said.out
+    assert re.match(r" +\d+ s  \d+ of 12 sent, \d+ in flight, 0 failed\n", said.err)
+
+
+def test_a_server_that_asks_for_a_key_gets_one_by_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVASIR_API_KEY", raising=False)
+    keys_file = tmp_path / "keys.json"
+    key = write_key_file(keys_file, [Tenant(name="acme")])["acme"]
+    trace = write_trace(tmp_path / "pairs.jsonl", count=2, gap_milliseconds=10, num_output_tokens=2)
+    replica = {"engine": "simulated", "model_name": "toy", "simulated_speed": 4.0}
+    with local_stack(replica_settings=replica, router_settings={"keys_file": keys_file}) as running:
+        words = ["replay", str(trace), "--url", running.url]
+        assert main(words) == 2
+        hint = "set KVASIR_API_KEY to an API key, or give --api-key"
+        assert capsys.readouterr().err == f"kvasir: {running.url}/v1/models answers 401; {hint}\n"
+        assert main([*words, "--api-key", key]) == 0
 
 
 def test_a_run_file_keeps_every_request_and_no_key(
