@@ -251,7 +251,7 @@ def _runs(run_set: RunSet) -> Table:
                     info.engine or "–",
                     "–" if info.num_replicas is None else str(info.num_replicas),
                     str(info.seed),
-                    info.started_at,
+                    info.started_at[:19].replace("T", " "),
                     in_units(report.duration_seconds, "s"),
                     f"{report.num_requests} + {figures.num_warmup_requests}",
                     failed,
