@@ -10,21 +10,14 @@ from cluster.commands.added import AddedCommand
 from cluster.commands.running import router_url
 from cluster.errors import ClusterError
 
-OVERLOAD = "overload"
-
 
 def _add_loadtest(parser: argparse.ArgumentParser) -> None:
     from loadtests.named.plan import add_arguments
 
-    add_arguments(parser, {OVERLOAD: "more than the fleet carries, from three tenants; takes no options"})
+    add_arguments(parser)
 
 
 def _loadtest(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    if arguments.name == OVERLOAD:
-        from loadtests.benches.overload import main
-
-        main(())
-        return 0
     try:
         from loadtests.named.command import run
     except ModuleNotFoundError as error:

@@ -4,7 +4,6 @@ Simulated engines, whose steps take as long as a large model's, behind one route
 pace, whatever comes back: every tenant its part, then the first ten times that, then all two and four
 times as much as the fleet can carry.
 
-    kvasir loadtest overload
     python -m loadtests.benches.overload [--seconds 30] [--capacity 2.5]
 """
 
@@ -43,8 +42,7 @@ REPLICA = {
 """Slow, so that few requests are too many: the load generator has the same cores."""
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """`words` are the options, by default those of the command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run (default: 30)")
     parser.add_argument(
@@ -53,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--slo", type=float, default=5.0, help="TTFT after which an answer is too late")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--target", type=float, default=0.25, help="the router's queue_target_seconds")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     print_header("overload")
     part = 0.7 * arguments.capacity / len(TENANTS)
     everybody = dict.fromkeys(TENANTS, part)

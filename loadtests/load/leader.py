@@ -24,6 +24,7 @@ from loadtests.load.options import (
     LeaderOptions,
     LoadOptions,
     OptionsError,
+    api_key_of,
     leader_options,
     load_options,
     seed_of,
@@ -92,7 +93,7 @@ class LoadLeader:
             seed = random.randrange(1, 1_000_000) if seed is None else seed
             if not base_url:
                 raise OptionsError("--host says where the server is, as http://127.0.0.1:8000.")
-            target = find_target(base_url, parsed.model or None, parsed.api_key or "")
+            target = find_target(base_url, parsed.model or None, api_key_of(parsed))
             options = load_options(parsed, model=target.model, seed=seed)
             if options.sends_images:
                 options = options.with_defaults(page_tokens(target, options.api_key) or {})

@@ -7,8 +7,11 @@ not know how requests are sent.
 import inspect
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from loadtests.workloads import (
     GENERATORS,
@@ -58,6 +61,8 @@ class LoadOptions:
     timeout_seconds: float = 120.0
     is_standard: bool = False
     api_key: str = ""
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    """By tenant; others, and the questions before a run, have `api_key`."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,6 +183,7 @@ def add_arguments(parser: Any) -> None:
     add("--request-timeout", default="120", help="seconds for a whole answer (default: 120)")
     add("--standard-body", default="no", choices=["no", "yes"], help="yes: only OpenAI's own fields")
     add("--api-key", default="", is_secret=True, env_var="OPENAI_API_KEY", help="the bearer token")
+    add("--api-keys", default="", help="a file with a bearer token for each tenant: a JSON object")
     add("--run-file", default="", help="write the run to this file, as JSON (.gz: compressed)")
     add("--replica-metrics", action="append", help="a replica's /metrics, [NAME=]URL; repeatable")
     add("--warmup", default="0", help="seconds at the beginning whose requests do not count (default: 0)")
@@ -209,8 +215,23 @@ def load_options(parsed: Namespace, *, model: str, seed: int) -> LoadOptions:
         closed_loop=int(_needed("closed-loop", parsed.closed_loop)),
         timeout_seconds=_needed("request-timeout", parsed.request_timeout, above=0.0),
         is_standard=parsed.standard_body == "yes",
-        api_key=parsed.api_key or "",
+        api_key=api_key_of(parsed),
+        api_keys=_api_keys(parsed),
     )
+
+
+def api_key_of(parsed: Namespace) -> str:
+    """For what is asked of no tenant's. Raises OptionsError."""
+    return parsed.api_key or next(iter(_api_keys(parsed).values()), "")
+
+
+def _api_keys(parsed: Namespace) -> dict[str, str]:
+    if not parsed.api_keys:
+        return {}
+    try:
+        return msgspec.json.decode(Path(parsed.api_keys).read_bytes(), type=dict[str, str])
+    except (OSError, ValueError) as error:
+        raise OptionsError(f"--api-keys: {parsed.api_keys} holds no JSON object of keys: {error}.") from error
 
 
 def leader_options(parsed: Namespace) -> LeaderOptions:

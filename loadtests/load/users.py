@@ -52,8 +52,7 @@ class Sender:
     ) -> None:
         workload, _ = options.make_workload(context_length)
         self._environment, self._options, self._on_record = environment, options, on_record
-        headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        self._client = StreamClient(base_url, headers)
+        self._client = StreamClient(base_url, {})
         self._bodies = ChatBodies(options.model, workload.block_tokens, options.seed, options.is_standard)
         self._start = time.perf_counter() + LEAD_SECONDS
         own = share_of(workload.requests, index, num_workers)
@@ -131,7 +130,10 @@ class Sender:
 
     def _send(self, number: int, request: TraceRequest, body: bytes, due: float) -> None:
         request_id = f"{self._options.workload}-{self._options.seed}-{number}"
-        answer = self._client.send(body, self._options.timeout_seconds, {"x-request-id": request_id})
+        headers = {"x-request-id": request_id}
+        if key := self._options.api_keys.get(request.tenant or "", self._options.api_key):
+            headers["authorization"] = f"Bearer {key}"
+        answer = self._client.send(body, self._options.timeout_seconds, headers)
         record = record_of(request, answer, due, answer.sent_seconds - self._start - due, request_id)
         self._fire(answer, record)  # first, since the last record ends the run
         self._record(number, record)

@@ -7,25 +7,31 @@ that was started for it: its caches are empty, and nothing of the one before can
 import argparse
 import contextlib
 import dataclasses
+import json
 import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from loadtests.load.locust_run import HeadlessRun, LoadTestFailed, run_headless
-from loadtests.named.plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan
+from loadtests.named.plan import LoadtestError, LoadtestPlan, PlannedRun, make_plan, tenants_of
 from loadtests.named.run_progress import RunProgress
-from loadtests.named.summary import complaints, doubts, phase_table, sentence, table
+from loadtests.named.summary import complaints, doubts, fairness_table, phase_table, sentence, table
+from loadtests.progress import showing
 from loadtests.reports.comparison import RunSet, compare
 from loadtests.reports.page import write_pages
 from loadtests.reports.report import Slo
 from loadtests.reports.run_file import Run, RunFileError, read_run, write_run
 from loadtests.stacks.fresh_cluster import FreshCluster, fresh_cluster
+from loadtests.stacks.key_file import write_key_file
+from router.tenants.caller import Tenant
 
 BUSY_PERCENT = 30.0
 INTERRUPTED = 130
@@ -95,13 +101,35 @@ def _run_all(plan: LoadtestPlan, runs: list[tuple[str, Run]], say: Say) -> None:
             say(f"{label}: {note}: times will be longer, and differ from run to run.")
         path = plan.output / f"{planned.name}.json.gz"
         try:
-            words = [*plan.cluster_words, *planned.cluster_words]
-            with fresh_cluster(words, plan.output / LOGS / planned.name) as cluster:
-                say(f"{label}: cluster up in {cluster.start_seconds:.1f} s at {cluster.state.router_url}")
-                _send(plan, planned, cluster, label)
+            with _keys(plan) as keys:
+                words = [*plan.cluster_words, *planned.cluster_words, *keys.cluster_words]
+                with fresh_cluster(words, plan.output / LOGS / planned.name) as cluster:
+                    say(f"{label}: cluster up in {cluster.start_seconds:.1f} s at {cluster.state.router_url}")
+                    _send(plan, planned, cluster, keys, label)
         finally:
             if path.is_file():
                 runs.append((planned.name, _described(path, notes)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What `kvasir up` and the load generator are told of API keys."""
+
+    cluster_words: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _keys(plan: LoadtestPlan) -> Iterator[_Keys]:
+    """Where tenants have keys: new ones, in files that are gone afterwards."""
+    if not plan.test.has_keys:
+        yield _Keys()
+        return
+    with tempfile.TemporaryDirectory(prefix="kvasir-keys-") as name:
+        ours, theirs = Path(name) / "cluster.json", Path(name) / "clients.json"
+        named = [Tenant(name=tenant, slo_seconds=plan.slo_ttft) for tenant in tenants_of(plan)]
+        theirs.write_text(json.dumps(write_key_file(ours, named)), encoding="utf-8")
+        yield _Keys((f"--keys={ours}",), {"api-keys": str(theirs)})
 
 
 def _busyness() -> tuple[str, ...]:
@@ -112,8 +140,8 @@ def _busyness() -> tuple[str, ...]:
     return (f"other programs used {busy:.0f} % of the machine just before the run",)
 
 
-def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label: str) -> None:
-    options = plan.locust_options(planned)
+def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, keys: _Keys, label: str) -> None:
+    options = {**plan.locust_options(planned), **keys.options}
     if plan.test.kill_at:
         directory = shlex.quote(str(cluster.directory.path))
         options["kill-command"] = (
@@ -123,7 +151,8 @@ def _send(plan: LoadtestPlan, planned: PlannedRun, cluster: FreshCluster, label:
         options["kill-at"] = " ".join(
             f"{share * plan.size.duration_seconds:g}" for share in plan.test.kill_at
         )
-    with RunProgress(label, cluster.state.router_url) as progress:
+    progress = RunProgress(label, cluster.state.router_pages[0])
+    with showing(progress.line):
         run_headless(
             HeadlessRun(
                 base_url=cluster.state.router_url,
@@ -170,6 +199,8 @@ def _say_set(plan: LoadtestPlan, run_set: RunSet, say: Say) -> list[str]:
     for each in (each for variant in run_set.variants for each in variant.runs):
         for note in each.run.info.notes:
             say(f"{each.name}: {note}.")
+    if plan.test.has_keys:
+        say(f"\n{fairness_table(run_set, Slo(plan.slo_ttft))}")
     for line in doubts(run_set):
         say(line)
     return complaints(run_set, plan.test.expected_errors, is_killing=bool(plan.test.kill_at))

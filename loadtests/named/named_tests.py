@@ -49,6 +49,11 @@ class NamedTest:
     engine: str = SIMULATED
     """Unless told otherwise."""
     duration_seconds: float = 60.0
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of simulated replicas."""
+    slo_ttft: float = 0.5
+    has_keys: bool = False
+    """Every tenant has an API key, and the time of `slo_ttft` as its own."""
 
     @property
     def sends_images(self) -> bool:
@@ -69,6 +74,9 @@ class Size:
 
 CROSS_USER = {"num_tenants": 20, "system_tokens": 2000}
 CROSS_USER_CACHE_TOKENS = 24576
+OVERLOAD_QPS = 8.0
+"""Of replicas at a quarter of their speed, so that few requests are too many: the load generator has the same
+cores."""
 
 NAMED_TESTS: Mapping[str, NamedTest] = {
     "cross-user": NamedTest(
@@ -173,6 +181,18 @@ NAMED_TESTS: Mapping[str, NamedTest] = {
         parameters=CROSS_USER,
         options={"shape": "ramp"},
         expected_errors=OVERLOAD,
+    ),
+    "overload": NamedTest(
+        summary="cross-user with a key for each tenant, at rates that rise beyond what the fleet carries.",
+        workload="cross-user",
+        qps=OVERLOAD_QPS,
+        cache_tokens=CROSS_USER_CACHE_TOKENS,
+        parameters=CROSS_USER,
+        options={"shape": "steps", "shape-low": "0.5", "shape-high": "4"},
+        expected_errors=OVERLOAD,
+        settings={"simulated_speed": "0.25"},
+        slo_ttft=2.0,
+        has_keys=True,
     ),
     "day": NamedTest(
         summary="cross-user, whose rate follows a day: low, high at noon, low again.",

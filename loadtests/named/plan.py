@@ -5,7 +5,7 @@ Owns the arguments and their checks, so that nothing is started for a plan that 
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from loadtests.named.named_tests import (
     size_of,
 )
 from loadtests.reports.comparison import OUR_POLICY
+from loadtests.workloads import Workload
 from loadtests.workloads.parameters import read_parameter
 from replicas.checkpoints.image_rules import read_image_rule
 from replicas.config import ReplicaConfig
@@ -96,14 +97,13 @@ class LoadtestPlan:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser, others: Mapping[str, str]) -> None:
-    """`others` are load tests that are no comparison of policies: their names and what they are."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Send the same traffic to a fresh cluster per policy, one after the other, and show what each made\n"
         "of it. By default with simulated replicas, in two to three minutes."
     )
-    summaries = {name: test.summary for name, test in NAMED_TESTS.items()} | dict(others)
+    summaries = {name: test.summary for name, test in NAMED_TESTS.items()}
     width = max(map(len, summaries))
     parser.epilog = "load tests:\n" + "\n".join(
         f"  {name:<{width}}  {summary}" for name, summary in summaries.items()
@@ -149,7 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser, others: Mapping[str, str]) ->
         metavar="NAME=VALUE",
         help="a parameter of the workload, such as num_tenants; repeatable",
     )
-    add("--slo-ttft", type=positive, default=0.5, metavar="S", help="TTFT limit of the SLO (default: 0.5)")
+    add(
+        "--slo-ttft",
+        type=positive,
+        metavar="S",
+        help="TTFT limit of the SLO (default: 0.5, or the load test's own)",
+    )
     add("--quick", action="store_true", help="a small version that takes less than a minute")
     add("--output", type=Path, metavar="DIR", help="run files and report (default: loadtest-NAME-TIME)")
     add("--open", action="store_true", help="show the report in a browser")
@@ -172,11 +177,11 @@ def make_plan(arguments: argparse.Namespace) -> LoadtestPlan:
         size=size,
         runs=_runs(test, _policies(arguments.policy, test), arguments.rounds, arguments.seed),
         trace=_trace(arguments),
-        cluster_words=_cluster_words(arguments, size),
-        slo_ttft=arguments.slo_ttft,
+        cluster_words=_cluster_words(arguments, test, size),
+        slo_ttft=test.slo_ttft if arguments.slo_ttft is None else arguments.slo_ttft,
         output=_output(arguments),
     )
-    _check_workload(plan)
+    _workload(plan, plan.runs[0].seed)
     return plan
 
 
@@ -239,13 +244,19 @@ def _parameters(test: NamedTest, settings: Sequence[str]) -> dict[str, int | flo
         raise LoadtestError(f"--parameter: {error}") from error
 
 
-def _check_workload(plan: LoadtestPlan) -> None:
-    """Make what the first run sends: what the generators and the reader of traces refuse is refused now."""
+def tenants_of(plan: LoadtestPlan) -> list[str]:
+    """Those that send anything in any run."""
+    sent = [_workload(plan, seed).requests for seed in sorted({run.seed for run in plan.runs})]
+    return sorted({request.tenant for requests in sent for request in requests if request.tenant is not None})
+
+
+def _workload(plan: LoadtestPlan, seed: int) -> Workload:
+    """What a run with this seed sends. Raises LoadtestError with what generators and the reader refuse."""
     options = plan.test.options
-    workload = LoadOptions(
+    made = LoadOptions(
         workload=plan.test.workload,
         model="",
-        seed=plan.runs[0].seed,
+        seed=seed,
         duration_seconds=plan.size.duration_seconds,
         qps=plan.size.qps,
         parameters=" ".join(f"{name}={value}" for name, value in plan.size.parameters.items()),
@@ -253,9 +264,11 @@ def _check_workload(plan: LoadtestPlan) -> None:
         speed=float(options.get("speed", 1)),
         scale_tokens=float(options.get("scale-tokens", 1)),
         shape=options.get("shape", "constant"),
+        shape_low=float(options["shape-low"]) if "shape-low" in options else None,
+        shape_high=float(options["shape-high"]) if "shape-high" in options else None,
     )
     try:
-        workload.make_workload(context_length=None)
+        return made.make_workload(context_length=None)[0]
     except OptionsError as error:
         raise LoadtestError(str(error).removesuffix(".")) from error
 
@@ -271,8 +284,8 @@ def _trace(arguments: argparse.Namespace) -> Path | None:
     return None if file is None else file.absolute()
 
 
-def _cluster_words(arguments: argparse.Namespace, size: Size) -> tuple[str, ...]:
-    settings = dict(SIMULATED_SETTINGS) if arguments.engine == SIMULATED else {}
+def _cluster_words(arguments: argparse.Namespace, test: NamedTest, size: Size) -> tuple[str, ...]:
+    settings = {**SIMULATED_SETTINGS, **test.settings} if arguments.engine == SIMULATED else {}
     try:
         settings |= settings_from(arguments.set, REFUSED_SETTINGS)
         replica = build(ReplicaConfig, {**settings, "engine": arguments.engine})

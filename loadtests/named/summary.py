@@ -21,6 +21,8 @@ from loadtests.reports.comparison import (
     phase_rows,
     ratio,
 )
+from loadtests.reports.fairness import fairness
+from loadtests.reports.report import Slo
 
 SHOWN = (
     "Token hit rate",
@@ -69,6 +71,28 @@ def phase_table(run_set: RunSet) -> str | None:
     """What became of requests before, just after and long after replicas were killed. None if none were."""
     rows = phase_rows(run_set)
     return _aligned([list(PHASE_HEADS), *rows]) if rows else None
+
+
+def fairness_table(run_set: RunSet, slo: Slo) -> str:
+    """How evenly tenants were served: one line for each run, and the largest tenant beside all others."""
+    rows = [["", "Jain's index", "Largest tenant within SLO", "Others", "Others' TTFT p90"]]
+    for each in (each for variant in run_set.variants for each in variant.runs):
+        warmup = each.run.info.warmup_seconds
+        found = fairness([record for record in each.run.records if record.arrival_seconds >= warmup], slo)
+        largest = max(found.tenants.values(), key=lambda tenant: tenant.asked_tokens)
+        others = [tenant for tenant in found.tenants.values() if tenant is not largest]
+        num_others = sum(tenant.num_requests for tenant in others)
+        num_good = sum(tenant.good_share * tenant.num_requests for tenant in others)
+        rows.append(
+            [
+                each.name,
+                "-" if found.jain is None else f"{found.jain:.3f}",
+                in_units(largest.good_share, "%"),
+                in_units(num_good / num_others if num_others else None, "%"),
+                in_units(found.ttft_p90_of_others, "s"),
+            ]
+        )
+    return _aligned(rows)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

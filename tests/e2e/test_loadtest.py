@@ -126,6 +126,22 @@ def test_a_load_test_shows_what_the_policy_is_worth_and_counts_as_the_engines_do
         assert command.leftovers([]) == []
 
 
+def test_overload_is_a_load_test_like_the_others_whose_tenants_have_keys(tmp_path: Path) -> None:
+    with loadtest(
+        tmp_path, "overload", "--quick", "--policy", "kvasir", "--rate", "2", "--seed", "3"
+    ) as command:
+        assert command.process.wait(240) == 0, command.said()
+        run = the_run(command, "kvasir")
+        assert run.info.seed == 3
+        assert "--rate 2" in run.info.command
+        assert len({record.tenant for record in run.records}) > 1
+        assert any(record.error is None for record in run.records)
+        assert {record.error for record in run.records} <= {None, "refused (429)", "refused (503)"}
+        assert "Jain's index" in command.said()
+        assert (command.output / "report.html").is_file()
+        assert list(tmp_path.glob("kvasir-keys-*")) == []
+
+
 def test_ctrl_c_in_the_middle_keeps_what_was_measured_and_leaves_nothing_running(tmp_path: Path) -> None:
     with loadtest(tmp_path, "cross-user", "--quick", "--duration", "120") as command:
         wait_until(lambda: "  sent " in command.said(), "progress", seconds=120)

@@ -120,3 +120,15 @@ def test_a_kill_is_half_way_unless_told_otherwise() -> None:
 def test_without_a_seed_every_run_has_its_own() -> None:
     assert seed_of(parsed()) is None
     assert seed_of(parsed("--seed", "12")) == 12
+
+
+def test_keys_of_tenants_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text('{"acme": "sk-1", "beta": "sk-2"}')
+    found = load_options(parsed(f"--api-keys={file}"), model="m", seed=1)
+    assert (found.api_keys, found.api_key) == ({"acme": "sk-1", "beta": "sk-2"}, "sk-1")
+    assert load_options(parsed(f"--api-keys={file}", "--api-key=sk-0"), model="m", seed=1).api_key == "sk-0"
+    for text in ("", "[]", '{"acme": 1}'):
+        file.write_text(text)
+        with pytest.raises(OptionsError, match=f"--api-keys: {file} holds no JSON object of keys"):
+            load_options(parsed(f"--api-keys={file}"), model="m", seed=1)

@@ -8,7 +8,7 @@ from loadtests.load.options import add_arguments as add_locust_options
 from loadtests.load.options import load_options
 from loadtests.load.records import REFUSALS
 from loadtests.named.named_tests import NAMED_TESTS, OVERLOAD
-from loadtests.named.plan import LoadtestError, LoadtestPlan, add_arguments, make_plan
+from loadtests.named.plan import LoadtestError, LoadtestPlan, add_arguments, make_plan, tenants_of
 from loadtests.workloads import GENERATORS, Workload
 from tests.replicas.checkpoints.image_models import write_qwen
 
@@ -23,7 +23,7 @@ def trace(tmp_path: Path) -> str:
 
 def plan(*words: str) -> LoadtestPlan:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, {})
+    add_arguments(parser)
     return make_plan(parser.parse_args(words))
 
 
@@ -236,6 +236,19 @@ def test_no_replica_can_hold_the_documents_that_users_share_but_the_fleet_can(tm
 
 def test_what_a_full_cluster_may_say_is_what_the_client_calls_it() -> None:
     assert {f"refused ({status})" for status in REFUSALS} == OVERLOAD
+
+
+def test_overload_takes_the_options_of_the_others_and_its_tenants_have_keys(tmp_path: Path) -> None:
+    whole, quick = plan("overload"), plan("overload", "--quick", "--output", str(tmp_path), "--slo-ttft", "9")
+    assert (whole.slo_ttft, quick.slo_ttft, quick.output) == (2.0, 9.0, tmp_path)
+    assert quick.size.duration_seconds < whole.size.duration_seconds
+    assert "--set=simulated_speed=0.25" in whole.cluster_words
+    assert "--set=simulated_speed=1" in plan("overload", "--set", "simulated_speed=1").cluster_words
+    assert whole.test.has_keys and tenants_of(whole) == sorted(f"cross-user-{number}" for number in range(20))
+    arrivals = [request.arrival_seconds for request in sent(whole)[0].requests]
+    quarter = whole.size.duration_seconds / 4
+    parts = [sum(number * quarter <= at < (number + 1) * quarter for at in arrivals) for number in range(4)]
+    assert parts == sorted(parts) and parts[3] > 4 * parts[0]
 
 
 def test_every_workload_of_the_table_exists() -> None:

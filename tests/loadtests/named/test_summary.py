@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadtests.named.summary import complaints, doubts, sentence, table
+from loadtests.named.summary import complaints, doubts, fairness_table, sentence, table
 from loadtests.reports.comparison import RunSet, compare
 from loadtests.reports.report import RequestRecord, Slo
 from loadtests.reports.run_file import EngineTotals, Run
@@ -29,6 +29,20 @@ def run_of(policy: str, *, cached: int = 50, ttft: float = 0.1, **more: object) 
 def compared(*runs: Run) -> RunSet:
     (found,) = compare([(f"run-{run.info.policy}", run) for run in runs], Slo(0.5))
     return found
+
+
+def test_a_line_for_each_run_says_how_evenly_tenants_were_served() -> None:
+    run = run_of("kvasir")
+    large, small, cut, early = run.records[:4]
+    refused = replace(large, tenant="large", error="refused (503)", ttft_seconds=None)
+    records = (*[replace(large, tenant="large")] * 3, refused, replace(small, tenant="small"))
+    records += (
+        replace(cut, tenant="small", ttft_seconds=3.0),
+        replace(early, arrival_seconds=0.0, error="failed"),
+    )
+    warm = replace(run.info, warmup_seconds=5.0)
+    lines = fairness_table(compared(replace(run, info=warm, records=records)), Slo(0.5)).splitlines()
+    assert lines[1].split() == ["run-kvasir", "1.000", "75.0", "%", "50.0", "%", "2.71", "s"]
 
 
 def test_images_have_lines_of_their_own_where_prompts_have_any() -> None:
