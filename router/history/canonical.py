@@ -3,8 +3,8 @@
 Owns what counts as the same message. Clients echo an assistant's message as they please: with other blanks
 around its text, with the arguments of its calls written out anew, without its reasoning, under ids of their
 own; none of that counts. Reasoning that they do send is told apart: who knows what was generated can tell
-whether it is that. Of other messages role, name and text count. Tools and template arguments count
-whole, but not the order of their keys.
+whether it is that, or its ending. Of other messages role, name and text count. Tools and template arguments
+count whole, but not the order of their keys.
 """
 
 import hashlib
@@ -25,7 +25,11 @@ Digest = NewType("Digest", bytes)
 """Of one message, or of what comes before all of them; alike for everybody."""
 
 Thought = NewType("Thought", bytes)
-"""Of a message's reasoning; blanks around it do not count."""
+"""Of a message's reasoning: a digest of it, and its last `ENDING_BYTES`. Blanks around it do not count."""
+
+ENDING_BYTES = 128
+"""What is sent back of reasoning and is shorter may be its ending: openai-node's stream helper keeps the last
+piece of a field that it does not know."""
 
 Message = Mapping[str, Any]
 """As chat templates expect it; `content` is a text, none, or a list of parts."""
@@ -54,7 +58,19 @@ def message_digest(message: Message) -> Digest:
 
 
 def thought_digest(reasoning: str) -> Thought:
-    return Thought(hashlib.sha256(reasoning.strip().encode("utf-8", "surrogatepass")).digest()[:KEY_BYTES])
+    text = reasoning.strip().encode("utf-8", "surrogatepass")
+    return Thought(hashlib.sha256(text).digest()[:KEY_BYTES] + text[-ENDING_BYTES:])
+
+
+def is_thought(sent: Thought, generated: Thought) -> bool:
+    """Whether the reasoning that came back is what was generated, all of it."""
+    return sent[:KEY_BYTES] == generated[:KEY_BYTES]
+
+
+def is_ending(sent: Thought, generated: Thought) -> bool:
+    """Whether it is the end of what was generated, as far as that is kept."""
+    ending = sent[KEY_BYTES:]
+    return 0 < len(ending) < ENDING_BYTES and generated.endswith(ending, KEY_BYTES)
 
 
 def thoughts_of(messages: Sequence[Message]) -> dict[int, Thought]:

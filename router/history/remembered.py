@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
-from router.history.canonical import ConversationKey, Thought
+from router.history.canonical import ConversationKey, Thought, is_ending, is_thought
 
 RECORD_BYTES = 500
 """What a record takes besides its tokens."""
@@ -49,7 +49,8 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """`mark` and `told_at` are for who tells others of it; the rest is its owner's to change."""
+    """`mark` and `told_at` are for who tells others of it; the rest is its owner's to change. It
+    `has_rivals` if an answer in the same words but with another thought was remembered before."""
 
     serial: int
     tenant: str
@@ -62,10 +63,11 @@ class Record:
     mark: Mark | None = None
     """Once others were told, or have told."""
     told_at: float | None = None
+    has_rivals: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return len(self.added) + RECORD_BYTES
+        return len(self.added) + len(self.thought or b"") + RECORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,12 @@ class RememberedHistory:
 
     def is_other(self, key: ConversationKey, thought: Thought) -> bool:
         """Whether the answer that the conversation of `key` ends with was generated with other reasoning. Of
-        one that is not known it is not."""
+        one that is not known it is not. The end of its reasoning will do, unless it has rivals: theirs may
+        end alike."""
         record = self._records.get(key)
-        return record is not None and record.thought is not None and record.thought != thought
+        if record is None or record.thought is None or is_thought(thought, record.thought):
+            return False
+        return record.has_rivals or not is_ending(thought, record.thought)
 
     def holds(self, key: ConversationKey, mark: Mark) -> bool:
         """Whether the conversation of `key` is remembered as the one of that mark, with all before it."""
@@ -193,9 +198,12 @@ class RememberedHistory:
         if len(added) + RECORD_BYTES > self._max_bytes * LARGEST_SHARE:
             self._num_refused += 1
             return None
+        before = self._records.get(key)
         self._forget(key)
         self._serial += 1
         record = Record(self._serial, tenant, added, parent, parent_serial, thought, asked)
+        if before is not None and before.thought is not None and thought is not None:
+            record.has_rivals = before.has_rivals or not is_thought(thought, before.thought)
         self._records[key] = record
         holder = self._tenants.setdefault(tenant, _Tenant())
         holder.keys[key] = None

@@ -78,6 +78,16 @@ def test_node_runs_tools_streams_calls_and_parses(seen_in_node: Seen) -> None:
     assert seen_in_node["parsed"] == ADA
 
 
+def test_a_turn_of_nodes_stream_helper_hits_on_the_reasoning_of_the_one_before(seen_in_node: Seen) -> None:
+    """Its helper sends the last piece of it back."""
+    turns = seen_in_node["thinking"]
+    assert "I need a tool.".endswith(turns["reasoning"])
+    assert turns["text"] == "Take a coat."
+    first, second = turns["usages"]
+    said = first["prompt_tokens"] + first["completion_tokens"]
+    assert second["prompt_tokens_details"]["cached_tokens"] >= said - 16
+
+
 def test_node_reads_responses(seen_in_node: Seen) -> None:
     responses = seen_in_node["responses"]
     assert responses["texts"] == [HELLO, HELLO]

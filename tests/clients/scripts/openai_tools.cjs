@@ -34,6 +34,24 @@ const scenes = {
     return { calls, finish: choice.finish_reason };
   },
 
+  async thinking() {
+    const messages = asked("Think about the weather in Oslo");
+    const tools = [{ type: "function", function: { name: "weather", parameters } }];
+    const usages = [];
+    for (let turn = 0; turn < 2; turn += 1) {
+      const stream_options = { include_usage: true };
+      const stream = client.chat.completions.stream({ model, messages, tools, stream_options });
+      const answer = await stream.finalChatCompletion();
+      const { message } = answer.choices[0];
+      usages.push(answer.usage);
+      messages.push(message);
+      for (const { id } of message.tool_calls ?? []) {
+        messages.push({ role: "tool", tool_call_id: id, content: "5 degrees" });
+      }
+    }
+    return { reasoning: messages[1].reasoning_content, text: messages.at(-1).content, usages };
+  },
+
   async parsed() {
     const schema = {
       type: "object",

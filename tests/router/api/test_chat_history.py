@@ -104,6 +104,29 @@ async def test_ten_turns_with_reasoning_and_calls_go_on_from_their_own_tokens(
     assert outcomes(server) == {Outcome.DRIFTED: 9}
 
 
+@pytest.mark.parametrize("is_call", [False, True])
+async def test_the_last_piece_of_its_reasoning_is_enough_to_go_on(
+    server: HttpServer, http: httpx.AsyncClient, is_call: bool
+) -> None:
+    """What openai-node's stream helper sends back of it."""
+    output = token_ids("<think>\nShe asks how I am.\n</think>\n\n" + (CALL if is_call else "Fine."))
+    server.dispatcher.script = says(output)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "How are you?"}]
+    answer = await http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": messages, "tools": TOOLS, "stream": True}
+    )
+    frames = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    pieces = [frame["choices"][0]["delta"].get("reasoning_content") for frame in frames]
+    last = [piece for piece in pieces if piece][-1]
+    message = again(await said(http, messages))
+    prompt = server.dispatcher.generations[-1].token_ids
+    await said(http, [*messages, {**message, "reasoning_content": last}, *messages])
+    assert server.dispatcher.generations[-1].token_ids[: len(prompt) + len(output)] == [*prompt, *output]
+    assert outcomes(server) == {Outcome.DRIFTED: 1}
+    await said(http, [*messages, {**message, "reasoning_content": "!"}, *messages])
+    assert outcomes(server) == {Outcome.DRIFTED: 1, Outcome.RETOLD: 1}
+
+
 async def test_what_the_template_writes_alike_goes_on_exactly(
     server: HttpServer, http: httpx.AsyncClient
 ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.history.canonical import ConversationKey
+from router.history.canonical import ENDING_BYTES, ConversationKey, thought_digest
 from router.history.remembered import LARGEST_SHARE, RECORD_BYTES, TENANT_SHARE, Found, RememberedHistory
 
 LARGE = 2**20
@@ -151,3 +151,35 @@ def test_what_is_too_large_is_refused_and_no_room_remembers_nothing() -> None:
     nothing = RememberedHistory(0)
     nothing.remember("", _key("a"), b"a")
     assert nothing.find([_key("a")]) is None and nothing.find([]) is None
+
+
+def _thinking(history: RememberedHistory, *thoughts: str) -> None:
+    """Answers to the same, in the same words, one after the other."""
+    for number, thought in enumerate(thoughts):
+        history.remember("", _key("a"), bytes([number]), None, thought_digest(thought))
+
+
+def test_reasoning_that_comes_back_is_what_was_generated_or_the_ending_of_it() -> None:
+    history = RememberedHistory(LARGE)
+    thought = f"{'Well. ' * 100}She wants the wéather."
+    _thinking(history, f"\n{thought} ")
+    for same in (thought, f" {thought}\n", ".", "ather.", " the wéather.\n", "éather.", thought[-100:]):
+        assert not history.is_other(_key("a"), thought_digest(same)), same
+    for other in ("!", "the weather", "The wéather.", f"{thought} So.", f"x{thought}", thought[:-1]):
+        assert history.is_other(_key("a"), thought_digest(other)), other
+    # An ending that is longer than what is kept of one may be of another one.
+    assert history.is_other(_key("a"), thought_digest(thought[-ENDING_BYTES:]))
+    assert not history.is_other(_key("b"), thought_digest("!"))
+
+
+def test_an_ending_names_no_answer_that_was_given_twice_with_other_reasoning() -> None:
+    """As to two users of a tenant who both say hello."""
+    history = RememberedHistory(LARGE)
+    _thinking(history, "A greeting. I greet her.", "A greeting. I greet her.")
+    assert not history.is_other(_key("a"), thought_digest("her."))
+    _thinking(history, "She says hello. I greet her.")
+    for shared in (".", "her.", "says hello. I greet her.", "A greeting. I greet her."):
+        assert history.is_other(_key("a"), thought_digest(shared)), shared
+    assert not history.is_other(_key("a"), thought_digest("She says hello. I greet her."))
+    _thinking(history, "")
+    assert history.is_other(_key("a"), thought_digest("."))
