@@ -206,6 +206,21 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="disk for KV below that, a replica, in the run directory; the next `up` finds what is there "
         "(default: none)",
     )
+    _add_ways_in(parser)
+    parser.add_argument(
+        "--policy", default="kvasir", metavar="NAME", help="routing policy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the replicas; repeatable",
+    )
+
+
+def _add_ways_in(parser: argparse.ArgumentParser) -> None:
+    """Where clients reach `up`, and who may."""
     parser.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
     parser.add_argument(
         "--port", type=_port, default=8000, help="the router's port, 0 for a free one (default: %(default)s)"
@@ -227,16 +242,6 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="let pages of this origin, such as https://chat.example.org, call the API from their visitors' "
         "browsers; repeatable; * lets every page",
-    )
-    parser.add_argument(
-        "--policy", default="kvasir", metavar="NAME", help="routing policy (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of the replicas; repeatable",
     )
 
 

@@ -60,7 +60,7 @@ app.kubernetes.io/part-of: kvasir
 {{- $_ := set $whole.image "repository" (default (printf "ghcr.io/kvasir/replica-%s" $kind) $whole.image.repository) -}}
 {{- $requests := ternary (dict "cpu" "250m" "memory" "512Mi") (dict "cpu" "2" "memory" "8Gi") $is_small -}}
 {{- $limits := dict "memory" (ternary "2Gi" "16Gi" $is_small) -}}
-{{- $_ := set $whole "resources" (merge $whole.resources (dict "requests" $requests "limits" $limits)) -}}
+{{- $_ := set $whole "resources" (merge (default dict $whole.resources) (dict "requests" $requests "limits" $limits)) -}}
 {{- $_ := set $pools $name $whole -}}
 {{- end -}}
 {{- toYaml $pools -}}
@@ -162,7 +162,7 @@ capabilities:
 {{- end -}}
 
 {{- define "kvasir.poolContainerSecurity" -}}
-{{- mergeOverwrite (include "kvasir.containerSecurity" . | fromYaml) .securityContext | toYaml -}}
+{{- mergeOverwrite (include "kvasir.containerSecurity" . | fromYaml) (default dict .securityContext) | toYaml -}}
 {{- end -}}
 
 {{/* What every pod has: dict "root" $ "component" "router" "user" 10001, and of a pool its "security".

@@ -182,7 +182,7 @@ class PartMetrics:
         )
         self._responses_not_ours = self._counter(
             "router_stored_responses_not_ours_total",
-            "Stored responses in Redis that were changed or sealed under another secret",
+            "Stored responses in Redis that were changed",
         )
         self._responses_remembered = self._gauge(
             "router_stored_responses_remembered", "Responses that only this router's memory has"
