@@ -15,7 +15,7 @@ from router.prompt.literals import num_begun
 MAX_EARLY_CALLS = 16
 """Marks of calls in one answer's reasoning that are looked into."""
 
-MAX_EARLY_CHARACTERS = 65_536
+MAX_EARLY_CHARACTERS = 262_144
 """Of what is held back. More of it is reasoning."""
 
 

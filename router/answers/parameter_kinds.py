@@ -47,6 +47,16 @@ def has_parameter(arguments: Any, name: str) -> bool:
         return False
 
 
+def may_have_parameter(arguments: Any, name: str) -> bool:
+    """Whether it describes one of this name, or does not say which parameters there are."""
+    finder = _Finder(arguments)
+    try:
+        is_described = finder.parameter(arguments, name) is not None
+        return is_described or not (finder.has_names or finder.any_other(arguments) is False)
+    except _TooMuch:
+        return False
+
+
 def followed(schema: Any, root: Any) -> Any:
     """What the schema stands for, where it does nothing but refer to another one in `root`."""
     try:
@@ -80,6 +90,8 @@ class _Finder:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._num_looks = 0
+        self.has_names = False
+        """Parameters have been seen, of whatever name."""
 
     def kinds(self, schema: Any) -> Kinds:
         schema = self.followed(schema)
@@ -106,6 +118,7 @@ class _Finder:
         if not isinstance(arguments, Mapping):
             return None
         properties = arguments.get("properties")
+        self.has_names |= bool(properties)
         if isinstance(properties, Mapping) and name in properties:
             return properties[name]
         alternatives = (part for keyword in ("anyOf", "oneOf") for part in _listed(arguments.get(keyword)))

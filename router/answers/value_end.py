@@ -3,7 +3,7 @@
 Owns which marks are text of the value. `</parameter>` always ends it. Any other mark has to stand where the
 chat template would write it: at the beginning of a line, unless the value began on the line of its own mark.
 Even so it is text where it closes what the value itself has opened, as an example of a call does, or where
-something follows it that follows no end of a call.
+something follows it that follows no end of a call. Elsewhere in a line only the answer's last marks end it.
 """
 
 import re
@@ -53,9 +53,8 @@ class ValueEnd:
             if mark == PARAMETER_END:
                 return text[:at].removesuffix("\n"), text[found.end() :], ""
             num_read = found.end()
-            if not self._stands_alone(text, at):
-                continue
-            is_end = self._is_end(mark, text, at, is_over=is_over)
+            judge = self._is_end if self._stands_alone(text, at) else self._is_last
+            is_end = judge(mark, text, at, is_over=is_over)
             if is_end:
                 return text[:at].removesuffix("\n"), text[at:], ""
             if is_end is None:
@@ -72,6 +71,17 @@ class ValueEnd:
         if not self._is_block:
             return True
         return text[at - 1] == "\n" if at else self._is_at_start
+
+    def _is_last(self, mark: str, text: str, at: int, *, is_over: bool) -> bool | None:
+        """Within a line only the last marks of an answer end a value."""
+        if mark not in _OPENED_BY:
+            return False
+        rest = _after_space(text, at + len(mark))
+        if mark == FUNCTION_END and rest.startswith(CALL_END):
+            rest = _after_space(rest, len(CALL_END))
+        if rest and not (mark == FUNCTION_END and CALL_END.startswith(rest)):
+            return False
+        return is_over or None
 
     def _is_end(self, mark: str, text: str, at: int, *, is_over: bool) -> bool | None:
         """None if that cannot be told yet."""

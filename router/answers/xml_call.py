@@ -18,7 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 from router.answers.formats import CALL_BEGIN, CALL_END
-from router.answers.parameter_kinds import STRING_ONLY, Kinds, has_parameter, parameter_kinds, value_as_json
+from router.answers.parameter_kinds import (
+    STRING_ONLY,
+    Kinds,
+    has_parameter,
+    may_have_parameter,
+    parameter_kinds,
+    value_as_json,
+)
 from router.answers.parts import CallArguments, CallEnd, CallStart, Part, Text
 from router.answers.value_end import FUNCTION_BEGIN, FUNCTION_END, PARAMETER_END, ValueEnd
 from router.prompt.literals import num_begun
@@ -232,13 +239,13 @@ class XmlCall:
         return text.removeprefix("\n")
 
     def _is_next_parameter(self, head: str) -> bool | None:
-        """Whether a head within a value is one of the parameters that the tool has and this call has not yet;
-        None if it is not whole yet."""
+        """Whether a head within a value is one of the parameters that the tool may have and this call has not
+        yet; None if it is not whole yet."""
         match = _whole_head.match(head)
         if match is None:
             return None if not self._is_over and _begun_head.fullmatch(head) else False
         name = self._parameter_name(match[1])
-        return match[2] == ">" and name not in self._given and has_parameter(self._schema, name)
+        return match[2] == ">" and name not in self._given and may_have_parameter(self._schema, name)
 
     def _parameter_name(self, written: str) -> str:
         """Models put names into quotes; but a name may have them, too."""

@@ -55,6 +55,10 @@ MARKS_LEFT_OUT: list[tuple[str, list[Part]]] = [
     (f"{TEXT}a\n</function>\n<function=f>\n{COUNT}{END}", [*f(text="a"), *f(1, count=2)]),
     (f"{TEXT}a\n</parameter>\n{TEXT}b{END}", [*f(text="a"), *f(1, text="b")]),
     (f"{TEXT}a\n</parameter>\n</parameter>{TAIL}", f(text="a")),
+    (f"{TEXT}a{TAIL[1:]}", f(text="a")),
+    (f"{TEXT}a</tool_call>\n", f(text="a")),
+    (f"{TEXT}a</function>", f(text="a")),
+    (f"{TEXT}a</function> b</tool_call> c", f(text="a</function> b</tool_call> c")),
     # Written in one line.
     (
         "<tool_call><function=f><parameter=text>a<parameter=count>2</function></tool_call>",
@@ -203,6 +207,23 @@ def check(answer: AnswerFormat, text: str, parts: list[Part], **fields: Any) -> 
 @pytest.mark.parametrize(("text", "parts"), MARKS_LEFT_OUT)
 def test_marks_that_are_left_out_are_read_as_if_they_stood_there(text: str, parts: list[Part]) -> None:
     check(XML, text, parts)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_end"),
+    [
+        (None, True),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {}}, True),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"b": {}}}}}, True),
+        ({"type": "object", "additionalProperties": False}, False),
+        ({"properties": {"a": {"type": "string"}}}, False),
+    ],
+)
+def test_the_next_parameter_ends_a_value_if_the_tool_may_have_it(schema: Any, is_end: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = f"{BEGIN}<parameter=a>\nx\n<parameter=b>\ny{END}"
+    check(XML, text, f(a="x", b="y") if is_end else f(a="x\n<parameter=b>\ny"), tools=tools)
 
 
 @pytest.mark.parametrize(("answer", "text", "parts"), MALFORMED)
