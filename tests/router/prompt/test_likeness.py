@@ -95,6 +95,7 @@ v ~ ''
 (v, 1) | tojson
 v if v is string else v | tojson
 v is mapping or (v is sequence and v is not string)
+v is iterable and v is not string
 v is number
 v is integer
 v is none
@@ -198,7 +199,7 @@ def test_values_of_every_kind_are_written_as_the_reference_writes_them(expressio
 
 
 @pytest.mark.parametrize(
-    "expression", ["v | e", "v | round", "v.title()", "v / 2", "1.0", "v | map('title') | e"]
+    "expression", ["v | e", "v | round", "v.title()", "v / 2", "1.0", "v.items", "v | map('title') | e"]
 )
 def test_what_the_engines_treat_differently_is_left_to_the_reference(expression: str) -> None:
     assert ChatTemplate({"default": f"{{{{ {expression} }}}}"}, {}).engine == "jinja2"
