@@ -210,6 +210,14 @@ def test_well_known_templates_are_rendered_by_the_fast_engine(source: str) -> No
     assert ChatTemplate({"default": source}, {"bos_token": "<s>"}).engine == "minijinja"
 
 
+def test_a_template_that_asks_whether_there_are_tools_is_rendered_by_the_fast_engine() -> None:
+    """As Qwen3-Coder does. To minijinja itself None is iterable."""
+    source = "{% if tools is iterable and tools | length > 0 %}{{ tools | tojson }}{% endif %}"
+    template = ChatTemplate({"default": source}, {})
+    assert template.engine == "minijinja"
+    assert (template.render([]), template.render([], tools=[{}])) == ("", "[{}]")
+
+
 def _asked(value: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {"x": {"type": "number", "default": value, "minimum": 0.0}}}
     function = {"name": "measure", "arguments": {"x": value, "of": [value]}}
